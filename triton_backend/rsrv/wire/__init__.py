@@ -1,0 +1,1 @@
+"""The protocol between a stub and the runtime: frames, sockets, shared memory. See docs/protocol.md."""

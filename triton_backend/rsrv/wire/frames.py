@@ -1,0 +1,222 @@
+"""Frames: what one message on the socket holds. Language-neutral; docs/protocol.md is the specification.
+
+A frame is one SEQPACKET message: an 8-byte header (kind u16, reserved u16, count u32; little endian) and
+a body. Rare frames carry one JSON object; the hot ones, SUBMIT and DONE, carry `count` fixed-size
+entries. Tensors never travel in frames, only their places in shared memory.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+#: "RSRV", and the version of this protocol. Both ends must agree; 1 is the first.
+MAGIC = 0x56525352
+PROTOCOL_VERSION = 1
+
+#: bytes; well under the kernel's default socket buffer, so that one frame always fits.
+MAX_FRAME = 128 * 1024
+
+HEADER = struct.Struct("<HHI")
+
+
+class Kind(IntEnum):
+    # stub -> runtime
+    HELLO = 1
+    REGISTER = 2
+    SEGMENT = 3
+    DROP_SEGMENT = 4
+    SUBMIT = 5
+    CANCEL = 6
+    STATUS = 7
+    # runtime -> stub
+    WELCOME = 16
+    REGISTERED = 17
+    REJECTED = 18
+    DONE = 19
+    STATUS_REPLY = 20
+
+
+class Status(IntEnum):
+    """How a request ended. The stub turns it into one of Triton's codes (design: errors at the border)."""
+
+    OK = 0
+    INVALID = 1
+    NOT_FOUND = 2
+    QUEUE_FULL = 3
+    DEADLINE = 4
+    CANCELLED = 5
+    RUNTIME_DOWN = 6
+    NOT_RESIDENT = 7
+    INTERNAL = 8
+
+
+class ProtocolError(Exception):
+    """The peer sent something that no correct peer sends: close the connection."""
+
+
+class Submission(NamedTuple):
+    """One request. Its inputs lie at `inputs_at` of the segment, its outputs are wanted at `outputs_at`."""
+
+    request: int  # unique on this connection
+    deadline_ns: int  # CLOCK_MONOTONIC, 0: none
+    rows: int
+    variant: int
+    priority: int  # Triton's: 0 default, 1 highest
+    flags: int
+    segment: int
+    inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
+    outputs_at: int
+
+
+#: Submission.flags: a sub-call of a running meta model.
+COMMITTED = 1
+
+_SUBMISSION = struct.Struct("<QqIHHIIQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One request is over. With `Status.OK` its outputs are in place; else `text` says why, for the client."""
+
+    request: int
+    status: Status
+    size: int = 0  # the compiled size it ran at
+    rows: int = 0  # useful rows in that execution
+    execute_ns: int = 0  # duration of that execution
+    text: str = ""
+
+
+_COMPLETION = struct.Struct("<QHHIIIQ")
+
+#: entries in one frame, so that it stays below MAX_FRAME even with an error text for each
+MAX_ENTRIES = 1024
+
+
+def pack_submissions(submissions: Sequence[Submission]) -> bytes:
+    """One SUBMIT frame; at most MAX_ENTRIES entries."""
+    frame = bytearray(HEADER.size + _SUBMISSION.size * len(submissions))
+    HEADER.pack_into(frame, 0, Kind.SUBMIT, 0, len(submissions))
+    at = HEADER.size
+    for submission in submissions:
+        _SUBMISSION.pack_into(frame, at, *submission)
+        at += _SUBMISSION.size
+    return bytes(frame)
+
+
+def unpack_submissions(frame: bytes | memoryview, count: int) -> list[Submission]:
+    body = memoryview(frame)[HEADER.size :]
+    if len(body) != count * _SUBMISSION.size:
+        raise ProtocolError(f"SUBMIT of {count} requests has {len(body)} bytes")
+    return [Submission._make(entry) for entry in _SUBMISSION.iter_unpack(body)]
+
+
+def pack_completions(completions: Sequence[Completion]) -> list[bytes]:
+    """DONE frames for all of these, as few as fit."""
+    frames: list[bytes] = []
+    entries: list[bytes] = []
+    texts: list[bytes] = []
+    size = HEADER.size
+    for done in completions:
+        text = done.text.encode()[:4096]
+        more = _COMPLETION.size + len(text)
+        if entries and size + more > MAX_FRAME:
+            frames.append(_done_frame(entries, texts))
+            entries, texts, size = [], [], HEADER.size
+        entries.append(
+            _COMPLETION.pack(done.request, done.status, 0, done.size, done.rows, len(text), done.execute_ns)
+        )
+        if text:
+            texts.append(text)
+        size += more
+    if entries:
+        frames.append(_done_frame(entries, texts))
+    return frames
+
+
+def _done_frame(entries: list[bytes], texts: list[bytes]) -> bytes:
+    return b"".join((HEADER.pack(Kind.DONE, 0, len(entries)), *entries, *texts))
+
+
+def unpack_completions(frame: bytes | memoryview, count: int) -> list[Completion]:
+    body = memoryview(frame)[HEADER.size :]
+    text_at = count * _COMPLETION.size
+    if len(body) < text_at:
+        raise ProtocolError(f"DONE of {count} requests has {len(body)} bytes")
+    out = []
+    for request, status, _, size, rows, length, execute_ns in _COMPLETION.iter_unpack(body[:text_at]):
+        text = ""
+        if length:
+            text = bytes(body[text_at : text_at + length]).decode(errors="replace")
+            text_at += length
+        out.append(Completion(request, _status(status), size, rows, execute_ns, text))
+    if text_at != len(body):
+        raise ProtocolError("DONE: the texts' lengths do not add up to the frame's")
+    return out
+
+
+def _status(value: int) -> Status:
+    try:
+        return Status(value)
+    except ValueError:
+        raise ProtocolError(f"unknown status {value}") from None
+
+
+def pack_ids(kind: Kind, ids: Iterable[int]) -> bytes:
+    """CANCEL (request ids) and DROP_SEGMENT (segment ids)."""
+    values = list(ids)
+    return HEADER.pack(kind, 0, len(values)) + struct.pack(f"<{len(values)}Q", *values)
+
+
+def unpack_ids(frame: bytes | memoryview, count: int) -> tuple[int, ...]:
+    body = memoryview(frame)[HEADER.size :]
+    if len(body) != 8 * count:
+        raise ProtocolError(f"{count} ids in {len(body)} bytes")
+    return struct.unpack(f"<{count}Q", body)
+
+
+def pack_json(kind: Kind, value: dict[str, Any]) -> bytes:
+    frame = HEADER.pack(kind, 0, 0) + json.dumps(value, separators=(",", ":")).encode()
+    if len(frame) > MAX_FRAME:
+        raise ProtocolError(f"{kind.name} of {len(frame)} bytes exceeds a frame of {MAX_FRAME}")
+    return frame
+
+
+def unpack_json(frame: bytes | memoryview) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(frame[HEADER.size :]))
+    except ValueError as error:
+        raise ProtocolError(f"a frame's JSON cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ProtocolError("a frame's JSON is not an object")
+    return value
+
+
+def read_header(frame: bytes | memoryview) -> tuple[Kind, int]:
+    """Kind and count of a frame."""
+    if len(frame) < HEADER.size:
+        raise ProtocolError(f"a frame of {len(frame)} bytes has no header")
+    kind, _, count = HEADER.unpack_from(frame)
+    try:
+        return Kind(kind), count
+    except ValueError:
+        raise ProtocolError(f"unknown kind of frame {kind}") from None
+
+
+def hello() -> bytes:
+    return pack_json(Kind.HELLO, {"magic": MAGIC, "version": PROTOCOL_VERSION})
+
+
+def check_hello(frame: bytes | memoryview) -> None:
+    """The first frame of a connection, both ways. Raises ProtocolError with both versions named."""
+    kind, _ = read_header(frame)
+    body = unpack_json(frame) if kind in (Kind.HELLO, Kind.WELCOME) else {}
+    if body.get("magic") != MAGIC:
+        raise ProtocolError("the peer does not speak rsrv's protocol")
+    if body.get("version") != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the peer speaks version {body.get('version')!r} of the protocol, this side {PROTOCOL_VERSION}: "
+            "install the same rsrv for the stubs and for the runtime"
+        )

@@ -1,0 +1,125 @@
+"""Where the tensors of one request lie in shared memory: the one rule that both ends apply.
+
+A request's inputs form one block, its outputs another: the tensors in the order of registration, each
+row-major and at a multiple of ALIGNMENT. So a place and a number of rows say all; nothing else is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+#: bytes; a cache line, and what XLA wants to read a buffer in place.
+ALIGNMENT = 64
+
+#: token -> bytes per element, for every dtype that can travel. bf16 has no numpy type of its own: its bits travel.
+ITEMSIZE = {
+    "bool": 1, "i8": 1, "u8": 1, "f8_e5m2": 1, "f8_e4m3": 1,
+    "i16": 2, "u16": 2, "f16": 2, "bf16": 2,
+    "i32": 4, "u32": 4, "f32": 4,
+    "i64": 8, "u64": 8, "f64": 8,
+}  # fmt: skip
+
+#: token -> numpy's name; the types that plain numpy lacks travel as their bits.
+NUMPY = {
+    "bool": "bool", "i8": "int8", "u8": "uint8", "f8_e5m2": "uint8", "f8_e4m3": "uint8",
+    "i16": "int16", "u16": "uint16", "f16": "float16", "bf16": "uint16",
+    "i32": "int32", "u32": "uint32", "f32": "float32",
+    "i64": "int64", "u64": "uint64", "f64": "float64",
+}  # fmt: skip
+
+
+def aligned(nbytes: int) -> int:
+    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of one variant. `dims` is row-major; the batch axis, if there is one, holds -1."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    batch_axis: int | None
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        if self.batch_axis is None:
+            return self.dims
+        return (*self.dims[: self.batch_axis], rows, *self.dims[self.batch_axis + 1 :])
+
+    @cached_property
+    def _row_bytes(self) -> int:
+        return prod(d for axis, d in enumerate(self.dims) if axis != self.batch_axis) * ITEMSIZE[self.dtype]
+
+    def nbytes(self, rows: int) -> int:
+        return self._row_bytes if self.batch_axis is None else self._row_bytes * rows
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tensors of one side (inputs or outputs) of one variant."""
+
+    tensors: tuple[Tensor, ...]
+    _cache: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def places(self, rows: int) -> tuple[tuple[int, ...], int]:
+        """(offset of each tensor, bytes of the whole block), in bytes from the block's start."""
+        known = self._cache.get(rows)
+        if known is None:
+            offsets, at = [], 0
+            for tensor in self.tensors:
+                offsets.append(at)
+                at += aligned(tensor.nbytes(rows))
+            known = tuple(offsets), at
+            if len(self._cache) < 4096:  # a client may send any number of rows
+                self._cache[rows] = known
+        return known
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled input-shape variant: its tensors, and the compiled sizes, ascending."""
+
+    inputs: Block
+    outputs: Block
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """What a stub learns at registration: the executable side of a model."""
+
+    variants: tuple[Variant, ...]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "inputs": [_tensor_json(t) for t in variant.inputs.tensors],
+                "outputs": [_tensor_json(t) for t in variant.outputs.tensors],
+                "sizes": list(variant.sizes),
+            }
+            for variant in self.variants
+        ]
+
+    @classmethod
+    def from_json(cls, value: Sequence[dict[str, Any]]) -> "Interface":
+        return cls(
+            tuple(
+                Variant(
+                    Block(tuple(_tensor_from_json(t) for t in variant["inputs"])),
+                    Block(tuple(_tensor_from_json(t) for t in variant["outputs"])),
+                    tuple(variant["sizes"]),
+                )
+                for variant in value
+            )
+        )
+
+
+def _tensor_json(tensor: Tensor) -> list[Any]:
+    return [tensor.name, tensor.dtype, list(tensor.dims), tensor.batch_axis]
+
+
+def _tensor_from_json(value: list[Any]) -> Tensor:
+    name, dtype, dims, batch_axis = value
+    return Tensor(name, dtype, tuple(dims), batch_axis)

@@ -1,0 +1,177 @@
+"""Shared memory between a stub and the runtime.
+
+The stub owns all of it: it makes segments (memfd, sealed against resizing), hands their descriptors to
+the runtime, and places both the inputs and the outputs of its requests. The runtime only maps what it is
+given and checks every offset against the segment's size. Nothing has a name, so nothing is left behind.
+"""
+
+import fcntl
+import mmap
+import os
+from bisect import insort
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.wire.layout import aligned
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SharedMemoryError(Exception):
+    """The peer's segment cannot be used: close the connection."""
+
+
+def create_sealed(nbytes: int, name: str) -> int:
+    """A memfd of this size, all of it backed by memory. Raises OSError (ENOMEM, ENOSPC) when there is none."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # Without this a full machine shows only when a page is touched, as a fatal SIGBUS.
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map_foreign(fd: int, access: int) -> mmap.mmap:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+        if not seals & fcntl.F_SEAL_SHRINK or size == 0:
+            raise SharedMemoryError("a segment must be a non-empty memfd that is sealed against shrinking")
+        return mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+    except OSError as error:
+        raise SharedMemoryError(f"a segment cannot be mapped: {error}") from None
+
+
+def map_segment(fd: int) -> Bytes:
+    """Map what a stub sent. Raises SharedMemoryError if the stub could still shrink it under us."""
+    return np.frombuffer(_map_foreign(fd, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A range of an arena; `offset` and `nbytes` in bytes."""
+
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class _Segment:
+    """One memfd and its free ranges, ascending by offset and never adjacent."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = create_sealed(nbytes, "rsrv-tensors")
+        self.nbytes = nbytes
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+        self.free: list[tuple[int, int]] = [(0, nbytes)]
+
+    def take(self, nbytes: int) -> int | None:
+        for i, (offset, length) in enumerate(self.free):
+            if length >= nbytes:
+                if length == nbytes:
+                    del self.free[i]
+                else:
+                    self.free[i] = (offset + nbytes, length - nbytes)
+                return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        free = self.free
+        insort(free, (offset, nbytes))
+        i = free.index((offset, nbytes))
+        if i + 1 < len(free) and offset + nbytes == free[i + 1][0]:
+            nbytes += free.pop(i + 1)[1]
+            free[i] = (offset, nbytes)
+        if i and sum(free[i - 1]) == offset:
+            free[i - 1] = (free[i - 1][0], free[i - 1][1] + nbytes)
+            del free[i]
+
+    @property
+    def idle(self) -> bool:
+        return len(self.free) == 1 and self.free[0][1] == self.nbytes
+
+
+class Arena:
+    """Segments that grow with need. First fit; whole idle segments go back beyond `keep` bytes.
+
+    Not thread-safe: its lane guards it. `fresh` and `dropped` tell the lane what the runtime must be told.
+    """
+
+    def __init__(self, first: int = 1 << 20, keep: int = 64 << 20) -> None:
+        self._first = first
+        self._keep = keep
+        self._segments: dict[int, _Segment] = {}
+        self._next = 0
+        self.fresh: list[tuple[int, int]] = []  # (segment id, descriptor), not yet sent to the runtime
+        self.dropped: list[int] = []
+
+    def take(self, nbytes: int) -> Place:
+        """A range of at least `nbytes`. Raises OSError when the machine has no memory for it."""
+        nbytes = max(aligned(nbytes), aligned(1))
+        for id, segment in self._segments.items():
+            offset = segment.take(nbytes)
+            if offset is not None:
+                return Place(id, offset, nbytes)
+        size = self._first
+        while size < nbytes or size < self.nbytes < self._keep:  # doubles, so that few segments do
+            size *= 2
+        segment = _Segment(size if size <= self._keep else -(-nbytes // 4096) * 4096)
+        id, self._next = self._next, self._next + 1
+        self._segments[id] = segment
+        self.fresh.append((id, segment.fd))
+        offset = segment.take(nbytes)
+        assert offset == 0
+        return Place(id, offset, nbytes)
+
+    def give(self, place: Place) -> None:
+        segment = self._segments[place.segment]
+        segment.give(place.offset, place.nbytes)
+        if segment.idle and self.nbytes > self._keep:
+            self._drop(place.segment)
+
+    def view(self, place: Place) -> Bytes:
+        return self._segments[place.segment].bytes[place.offset : place.offset + place.nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self._segments.values())
+
+    @property
+    def idle(self) -> bool:
+        return all(segment.idle for segment in self._segments.values())
+
+    def _drop(self, id: int) -> None:
+        # The mapping lives as long as a view of it; only the descriptor is ours to close.
+        os.close(self._segments.pop(id).fd)
+        self.fresh = [(other, fd) for other, fd in self.fresh if other != id]
+        self.dropped.append(id)
+
+    def close(self) -> None:
+        for id in list(self._segments):
+            self._drop(id)
+
+
+class Board:
+    """One number that the runtime publishes and every stub reads: when the device's work will be done.
+
+    A memfd of one page: u64 nanoseconds of CLOCK_MONOTONIC at offset 0, aligned, so never torn.
+    """
+
+    def __init__(self) -> None:
+        self.fd = create_sealed(mmap.PAGESIZE, "rsrv-board")
+        self._cell = memoryview(mmap.mmap(self.fd, mmap.PAGESIZE)).cast("Q")
+
+    def publish(self, busy_until_ns: int) -> None:
+        self._cell[0] = busy_until_ns
+
+
+def read_board(fd: int) -> memoryview:
+    """The stub's read-only view of a Board: element 0 is its number."""
+    return memoryview(_map_foreign(fd, mmap.PROT_READ)).cast("Q")

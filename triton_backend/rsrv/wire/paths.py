@@ -1,0 +1,64 @@
+"""Where a tritonserver's runtime lives: one private directory per server process and GPU."""
+
+import os
+import stat
+from pathlib import Path
+
+SOCKET = "runtime.sock"
+LOCK = "lock"
+
+
+class RuntimeDirectoryError(Exception):
+    """The directory for runtimes is not safely ours."""
+
+
+def base_directory() -> Path:
+    """RSRV_RUNTIME_DIR, or a directory of this user under XDG_RUNTIME_DIR or /tmp."""
+    chosen = os.environ.get("RSRV_RUNTIME_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"rsrv-{os.getuid()}"
+
+
+def runtime_directory(server_pid: int, gpu: str) -> Path:
+    """Of the runtime that serves this GPU under this tritonserver. A pid alone may be reused; with its start time it is unique."""
+    return base_directory() / f"{server_pid}-{start_time(server_pid)}-gpu{gpu}"
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks from boot to the start of a process; 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0 if fields[0] == "Z" else int(fields[19])
+
+
+def make_private(directory: Path) -> None:
+    """Create with mode 0700, or check that what is there is a directory that only this user can enter."""
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise RuntimeDirectoryError(
+                f"{directory} must be a directory of uid {os.getuid()} with mode 0700; "
+                "remove it, or set RSRV_RUNTIME_DIR to another place"
+            ) from None
+
+
+def sweep(base: Path) -> None:
+    """Remove what the runtimes of dead servers left, if they were killed together with their server."""
+    for directory in base.glob("*-*-gpu*"):
+        pid, started, _ = directory.name.split("-", 2)
+        if pid.isdigit() and started.isdigit() and start_time(int(pid)) != int(started):
+            remove(directory)
+
+
+def remove(directory: Path) -> None:
+    for name in (SOCKET, LOCK):
+        (directory / name).unlink(missing_ok=True)
+    try:
+        directory.rmdir()
+    except OSError:
+        return  # already gone, or somebody's file is in it: not ours to delete

@@ -1,0 +1,78 @@
+"""The socket between a stub and the runtime: SOCK_SEQPACKET, one frame per message, descriptors beside it."""
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from rsrv.wire.frames import MAX_FRAME, ProtocolError
+
+#: descriptors that may come with one frame: a segment, the board
+_MAX_FDS = 4
+_FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Closed(Exception):
+    """The peer is gone."""
+
+
+def listen(path: Path) -> socket.socket:
+    """A non-blocking listening socket at `path`, which only this user can reach."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    sock.bind(str(path))
+    sock.listen(1024)
+    return sock
+
+
+def connect(path: Path) -> socket.socket:
+    """Raises OSError when nobody listens, ProtocolError when the listener is another user's."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(str(path))
+        check_peer(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def check_peer(sock: socket.socket) -> int:
+    """The peer's pid. Raises ProtocolError unless it runs as this user."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid != os.getuid():
+        raise ProtocolError(f"the peer runs as uid {uid}, this side as {os.getuid()}: run both as one user")
+    return int(pid)
+
+
+def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
+    """Raises Closed; BlockingIOError when the socket does not block and is full."""
+    try:
+        if fds:
+            socket.send_fds(sock, [frame], list(fds), socket.MSG_NOSIGNAL)
+        else:
+            sock.send(frame, socket.MSG_NOSIGNAL)
+    except (BrokenPipeError, ConnectionError) as error:
+        raise Closed(str(error)) from None
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """One frame and its descriptors, which the caller owns. Raises Closed, BlockingIOError, ProtocolError."""
+    try:
+        frame, ancillary, flags, _ = sock.recvmsg(MAX_FRAME, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError as error:
+        raise Closed(str(error)) from None
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")
+    if not frame:
+        raise Closed("end of stream")
+    return frame, list(fds)

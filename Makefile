@@ -1,0 +1,63 @@
+# Everything a developer runs. Needs make and a Python 3.11 to 3.13 with venv; the rest is fetched into this folder.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+# Compiled models survive from run to run; the runtime reads this as its setting runtime.compilation_cache_dir.
+export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
+
+VENV := .venv/.stamp
+TRITON := .triton/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test test-unit test-long bench lint format clean bundles
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
+
+$(VENV): pyproject.toml
+	@echo "== .venv: this project and its tools (a few minutes the first time)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(TRITON): $(VENV) tools/triton_install.py
+	@echo "== .triton: tritonserver for this machine"
+	$(BIN)/python tools/local_triton.py install
+	@touch $@
+
+bundles: $(VENV) ## build the example bundles into build/bundles
+	$(BIN)/python tools/example_bundles.py
+
+demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
+	$(BIN)/python tools/demo.py
+
+serve: $(VENV) $(TRITON) bundles ## serve the example bundles on ports 8000, 8001 and 8002 until Ctrl-C
+	$(BIN)/rsrv-gen build/bundles -o gen
+	$(BIN)/python tools/local_triton.py serve --model-repository=gen
+
+test: $(VENV) $(TRITON) bundles ## all tests but the long ones
+	$(PYTEST) -m "not long"
+
+test-unit: $(VENV) ## the tests that need no server
+	$(PYTEST) -m "not long" tests/unit
+
+test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
+	$(PYTEST) -m long --timeout=1800
+
+bench: $(VENV) $(TRITON) bundles ## measure the example models with perf_analyzer
+	$(BIN)/python tools/bench.py
+
+lint: $(VENV) ## style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove everything that was fetched or built here
+	rm -rf .venv .triton .cache build gen dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""Fixtures of the end-to-end tests: the example bundles, a repository made of them, and real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import example_bundles as examples
+import pytest
+from rsrv_gen import cli as rsrv_gen
+
+from tests.e2e.harness import RunningTriton, StartTriton, log_tails, running_triton
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder is an e2e test; and a server needs longer than a unit test to start."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows the end of the log of each server that ran at that moment."""
+    report = yield
+    if report.failed and HERE in item.path.parents:
+        report.sections.extend(log_tails())
+    return report
+
+
+@pytest.fixture(scope="session")
+def example_bundles() -> Path:
+    """The folder of the example bundles, built when their makers changed."""
+    return examples.ensure()
+
+
+@pytest.fixture(scope="session")
+def example_repository(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model repository with all example bundles. Shared: tests only read it."""
+    repository = tmp_path_factory.mktemp("example_repository") / "gen"
+    assert rsrv_gen.main([str(example_bundles), "-o", str(repository)]) == 0
+    return repository
+
+
+@pytest.fixture(scope="session")
+def triton(example_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with all example bundles, shared by all tests: leave it as you found it."""
+    log_path = tmp_path_factory.mktemp("triton") / "server.log"
+    with running_triton(example_repository, log_path) as running:
+        yield running
+
+
+@pytest.fixture
+def start_triton(tmp_path: Path) -> Iterator[StartTriton]:
+    """Starts servers of the test's own, which it may kill; they end with the test."""
+    numbers = count(1)
+    with ExitStack() as servers:
+
+        def start(model_repository: Path, **options: object) -> RunningTriton:
+            log_path = tmp_path / f"server{next(numbers)}.log"
+            return servers.enter_context(running_triton(model_repository, log_path, **options))  # type: ignore[arg-type]
+
+        yield start

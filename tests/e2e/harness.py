@@ -1,0 +1,176 @@
+"""Real tritonservers for tests: starting, watching, talking to them, and always ending them.
+
+Tests take servers from the fixtures in conftest.py; this module holds what the fixtures are made of.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import psutil
+import tritonclient.grpc
+import tritonclient.http
+from local_triton import TritonServer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+T = TypeVar("T")
+
+
+def wait_until(predicate: Callable[[], T], timeout: float = 30, *, what: str = "") -> T:
+    """Asks `predicate` again and again until its answer is true, and returns that answer.
+
+    Fails the test after `timeout` seconds, saying what was waited for.
+    """
+    deadline = time.monotonic() + timeout
+    tick = threading.Event()
+    while not (answer := predicate()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout:g} s: {what or predicate}")
+        tick.wait(0.02)
+    return answer
+
+
+class RunningTriton:
+    """A tritonserver that serves, with a client for each protocol."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self.server = server
+        self.grpc = tritonclient.grpc.InferenceServerClient(server.grpc_url)
+        # Eight connections, so that several threads of a test can share the client.
+        self.http = tritonclient.http.InferenceServerClient(server.http_url, concurrency=8)
+
+    @property
+    def pid(self) -> int:
+        """tritonserver's process id."""
+        return self.server.pid
+
+    @property
+    def http_port(self) -> int:
+        return self.server.http_port
+
+    @property
+    def grpc_port(self) -> int:
+        return self.server.grpc_port
+
+    @property
+    def metrics_port(self) -> int:
+        return self.server.metrics_port
+
+    @property
+    def log_path(self) -> Path:
+        """Output of the server, its stubs and what they start."""
+        if self.server.log_path is None:
+            raise RuntimeError("this server has no log file")
+        return self.server.log_path
+
+    def log_text(self) -> str:
+        return self.server.log_text()
+
+    def stub_pids(self, model: str | None = None) -> list[int]:
+        """The stub processes, of one model or of all; a model's name is in its stubs' command line."""
+        found = []
+        for child in _children(self.pid):
+            line = _command_line(child)
+            is_stub = any(part.endswith("triton_python_backend_stub") for part in line[:1])
+            if is_stub and (model is None or any(f"/{model}/" in part for part in line)):
+                found.append(child.pid)
+        return found
+
+
+class StartTriton(Protocol):
+    """What the `start_triton` fixture gives: starts a server that ends with the test."""
+
+    def __call__(
+        self,
+        model_repository: Path,
+        *,
+        extra_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        exit_on_error: bool = True,
+        wait_ready: bool = True,
+        timeout: float = 120,
+    ) -> RunningTriton: ...
+
+
+#: Servers that run now, for the report of a test that fails.
+_running: list[TritonServer] = []
+
+
+@contextmanager
+def running_triton(
+    model_repository: Path,
+    log_path: Path,
+    *,
+    extra_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    exit_on_error: bool = True,
+    wait_ready: bool = True,
+    timeout: float = 120,
+) -> Iterator[RunningTriton]:
+    """A server on `model_repository` for the length of the block, and nothing left of it afterwards."""
+    server = TritonServer(
+        model_repository,
+        log_path=log_path,
+        extra_args=extra_args,
+        # Compiled models are kept between runs of the tests; with an empty cache everything is only slower.
+        env={"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()), **(env or {})},
+        exit_on_error=exit_on_error,
+    )
+    _running.append(server)
+    try:
+        with server:
+            if wait_ready:
+                server.wait_ready(timeout)
+            running = RunningTriton(server)
+            try:
+                yield running
+            finally:
+                running.grpc.close()
+                running.http.close()
+    finally:
+        _running.remove(server)
+
+
+def compilation_cache() -> Path:
+    """Where compiled models are kept: as the environment says, else where the Makefile says."""
+    named = os.environ.get("RSRV_RUNTIME__COMPILATION_CACHE_DIR")
+    return Path(named) if named else ROOT / ".cache" / "xla"
+
+
+def log_tails(lines: int = 80) -> list[tuple[str, str]]:
+    """For each server that runs now: a title, and the end of its log."""
+    return [
+        (
+            f"log of the tritonserver on {server.model_repository}",
+            "\n".join(server.log_text().splitlines()[-lines:]),
+        )
+        for server in _running
+    ]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []

@@ -1,0 +1,141 @@
+"""The harness itself, shown on an echo model that uses nothing of this project."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from local_triton import ServerFailed
+
+from tests.e2e.harness import ROOT, RunningTriton, StartTriton, is_alive, wait_until
+
+ECHO_CONFIG = """
+name: "echo"
+backend: "python"
+max_batch_size: 0
+input [{ name: "x" data_type: TYPE_FP32 dims: [-1, 3] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [-1, 3] }]
+instance_group [{ kind: KIND_CPU count: 1 }]
+"""
+
+ECHO_MODEL = """
+import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [pb.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb.InferenceResponse([pb.Tensor("y", np.array(array))]) for array in arrays]
+"""
+
+BROKEN_MODEL = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise RuntimeError("broken on purpose")
+"""
+
+
+def write_model(repository: Path, name: str, source: str) -> None:
+    """A Python model with the echo model's tensors."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(source)
+    (repository / name / "config.pbtxt").write_text(ECHO_CONFIG.replace('"echo"', f'"{name}"'))
+
+
+@pytest.fixture
+def echo_repository(tmp_path: Path) -> Path:
+    """A repository with the echo model only."""
+    write_model(tmp_path / "repository", "echo", ECHO_MODEL)
+    return tmp_path / "repository"
+
+
+def infer(protocol: ModuleType, client: object, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """One request to the echo model."""
+    tensor = protocol.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    answer: npt.NDArray[np.float32] = client.infer("echo", [tensor]).as_numpy("y")  # type: ignore[attr-defined]
+    return answer
+
+
+def test_both_protocols_return_what_was_sent(start_triton: StartTriton, echo_repository: Path) -> None:
+    """The server serves a Python model over gRPC and HTTP, and every element arrives where it belongs."""
+    running = start_triton(echo_repository)
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.testing.assert_array_equal(infer(tritonclient.grpc, running.grpc, x), x)
+    np.testing.assert_array_equal(infer(tritonclient.http, running.http, x), x)
+    assert running.log_path.is_file()
+
+
+def test_a_stopped_server_leaves_no_process(start_triton: StartTriton, echo_repository: Path) -> None:
+    """SIGTERM ends the server with status 0, and its stubs with it."""
+    running = start_triton(echo_repository)
+    stubs = running.stub_pids("echo")
+    assert len(stubs) == 1
+    assert running.server.terminate() == 0
+    wait_until(lambda: not any(map(is_alive, stubs)), 10, what="end of the stubs")
+
+
+def test_a_killed_server_leaves_no_process(start_triton: StartTriton, echo_repository: Path) -> None:
+    """SIGKILL to the server takes its stubs with it."""
+    running = start_triton(echo_repository)
+    stubs = running.stub_pids()
+    running.server.kill()
+    wait_until(lambda: not any(map(is_alive, stubs)), 10, what="end of the stubs")
+
+
+def test_a_killed_test_run_leaves_no_server(echo_repository: Path) -> None:
+    """When the process that started a server is killed, the server goes too."""
+    starter = (
+        "import sys, pathlib; from local_triton import TritonServer\n"
+        "server = TritonServer(pathlib.Path(sys.argv[1]), log_path=pathlib.Path(sys.argv[2])).start()\n"
+        "server.wait_ready(60)\n"
+        "print(server.pid, flush=True)\n"
+        "server.process.wait()\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        starter,
+        str(echo_repository),
+        str(echo_repository.parent / "server.log"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert is_alive(pid)
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid), 10, what="end of the server")
+
+
+def test_a_model_that_fails_is_named_with_its_reason(
+    start_triton: StartTriton, echo_repository: Path
+) -> None:
+    """Waiting for a server with a broken model ends as soon as the server gives up, with the model's own words."""
+    write_model(echo_repository, "broken", BROKEN_MODEL)
+    with pytest.raises(ServerFailed, match="broken on purpose"):
+        start_triton(echo_repository)
+
+
+def test_a_model_that_fails_need_not_stop_the_others(
+    start_triton: StartTriton, echo_repository: Path
+) -> None:
+    """Without exit_on_error the broken model is listed as unavailable and the other one serves."""
+    write_model(echo_repository, "broken", BROKEN_MODEL)
+    running: RunningTriton = start_triton(echo_repository, exit_on_error=False)
+    states = running.server.model_states()
+    assert states["echo"][0] == "READY"
+    assert states["broken"][0] == "UNAVAILABLE"
+    assert "broken on purpose" in states["broken"][1]
+    x = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(infer(tritonclient.grpc, running.grpc, x), x)

@@ -1,0 +1,27 @@
+"""Becomes another program that can't outlive the process that started it.
+
+    python exec_bound.py PARENT_PID PROGRAM ARGUMENTS...
+
+A program of its own because the kernel must be asked from within the child, before it becomes the other program:
+a hook in Popen would fork a process that may hold the locks of other threads.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Asks for SIGKILL when the parent ends, then runs the program in this process."""
+    parent, command = int(arguments[0]), arguments[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("exec_bound: the parent is already gone")
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,352 @@
+"""The real tritonserver on this machine, without a container and without a GPU.
+
+    python tools/local_triton.py install
+    python tools/local_triton.py serve --model-repository=gen/
+    python tools/local_triton.py run --model-repository=gen/ -- .triton/perf/perf_analyzer -m digits
+
+`install` fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and
+perf_analyzer from a `tritonclient` wheel, and makes the small environment that Triton's stub processes run in.
+It needs nothing but Python's standard library, and nothing is done twice. `serve` stays in the foreground on
+Triton's usual ports; `run` serves on free ports for as long as a command runs and names them in `TRITON_HTTP_URL`
+and `TRITON_GRPC_URL`. Flags that these do not know are passed to tritonserver.
+
+Tests and tools import `TritonServer` from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from triton_install import Installation, InstallError, say
+
+LOOPBACK = "127.0.0.1"
+
+
+class ServerFailed(Exception):
+    """tritonserver, or one of its models, did not come up; the text ends with the tail of its log."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on, all different because all are held until the last is known."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+class TritonServer:
+    """One tritonserver process on a model repository, on loopback addresses only.
+
+    As a context manager it starts the process and always ends it; whether it serves is for `wait_ready` to say.
+    The process also ends when the thread that started it does (so start it from the main thread), even by SIGKILL.
+    """
+
+    def __init__(
+        self,
+        model_repository: Path,
+        *,
+        installation: Installation | None = None,
+        http_port: int | None = None,
+        grpc_port: int | None = None,
+        metrics_port: int | None = None,
+        extra_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        exit_on_error: bool = True,
+        exit_timeout_s: int = 10,
+    ) -> None:
+        """`extra_args` come last, so they win. `log_path` None leaves the server's output where ours goes.
+
+        With `exit_on_error` one model that fails to load ends the server, as it does by default in Triton;
+        without it the others are served.
+        """
+        self.model_repository = model_repository
+        self.installation = installation or Installation()
+        # Ports are asked for only where none was given: each is closed again before the server opens it.
+        ports = iter(free_ports(3))
+        self.http_port = http_port or next(ports)
+        self.grpc_port = grpc_port or next(ports)
+        self.metrics_port = metrics_port or next(ports)
+        self.extra_args = tuple(extra_args)
+        self.env = dict(env or {})
+        self.log_path = log_path
+        self.exit_on_error = exit_on_error
+        self.exit_timeout_s = exit_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def http_url(self) -> str:
+        """host:port, as clients want it."""
+        return f"{LOOPBACK}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{LOOPBACK}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{LOOPBACK}:{self.metrics_port}/metrics"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """tritonserver's own process id, also in the stubs' eyes (their parent)."""
+        return self.process.pid
+
+    def command(self) -> list[str]:
+        """tritonserver with the flags that every local server gets."""
+        return [
+            str(self.installation.tritonserver),
+            f"--model-repository={self.model_repository}",
+            f"--backend-directory={self.installation.backends}",
+            # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
+            "--disable-auto-complete-config",
+            "--model-load-thread-count=32",
+            # Else loading one more model makes the whole server unready.
+            "--strict-readiness=false",
+            f"--exit-on-error={str(self.exit_on_error).lower()}",
+            f"--exit-timeout-secs={self.exit_timeout_s}",
+            "--backend-config=python,shm-default-byte-size=1048576",
+            f"--http-address={LOOPBACK}",
+            f"--grpc-address={LOOPBACK}",
+            f"--metrics-address={LOOPBACK}",
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            *self.extra_args,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment: ours, its libraries, the stubs' Python first, the runtime's Python by name."""
+        path = f"{self.installation.stub_bin}:{os.environ.get('PATH', os.defpath)}"
+        fixed = {"LD_LIBRARY_PATH": self.installation.library_path, "PATH": path}
+        return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **fixed, **self.env}
+
+    def start(self) -> Self:
+        """Starts the process and returns at once."""
+        if missing := self.installation.missing():
+            names = ", ".join(step.name for step in missing)
+            raise InstallError(f"not installed: {names}; run python tools/local_triton.py install")
+        exec_bound = Path(__file__).resolve().parent / "exec_bound.py"
+        bound = [sys.executable, "-I", "-S", str(exec_bound), str(os.getpid())]
+        with contextlib.ExitStack() as files:
+            log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
+            # A session of its own, so that a Ctrl-C meant for us does not reach it behind our back.
+            self._process = subprocess.Popen(
+                [*bound, *self.command()],
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+                start_new_session=True,
+            )
+        return self
+
+    def wait_ready(self, timeout: float = 120, progress: Callable[[str], None] | None = None) -> None:
+        """Returns once the server is up and all its models are; raises ServerFailed as soon as that can't be.
+
+        `progress` gets the name of each model when it has loaded (needs a log file). Without `exit_on_error`,
+        models that failed do not count against the server: ask `model_states()` for them.
+        """
+        deadline = time.monotonic() + timeout
+        follow = self._loaded_models()
+        while True:
+            for name in next(follow):
+                if progress is not None:
+                    progress(name)
+            if (status := self.process.poll()) is not None:
+                raise ServerFailed(f"tritonserver left with status {status}{self._log_tail()}")
+            if self.is_ready():
+                break
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ServerFailed(f"tritonserver was not ready within {timeout:.0f} s{self._log_tail()}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(min(left, 0.05))
+        for name in next(follow):
+            if progress is not None:
+                progress(name)
+        failed = {
+            name: reason for name, (state, reason) in self.model_states().items() if state == "UNAVAILABLE"
+        }
+        if failed and self.exit_on_error:
+            listed = "\n".join(f"  {name}: {reason}" for name, reason in failed.items())
+            raise ServerFailed(f"models failed to load:\n{listed}{self._log_tail()}")
+
+    def is_ready(self) -> bool:
+        """Whether the HTTP front end answers that it is ready (it opens only after the first loads have ended)."""
+        try:
+            return self._http("GET", "/v2/health/ready")[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def model_states(self) -> dict[str, tuple[str, str]]:
+        """Each model of the repository: its state (READY, UNAVAILABLE, ...; empty if never loaded) and the reason."""
+        status, body = self._http("POST", "/v2/repository/index", b"{}")
+        if status != 200:
+            raise ServerFailed(f"repository index answered {status}: {body.decode(errors='replace')}")
+        return {row["name"]: (row.get("state", ""), row.get("reason", "")) for row in json.loads(body)}
+
+    def log_text(self) -> str:
+        """All that the server and its stubs wrote so far."""
+        return self.log_path.read_text(errors="replace") if self.log_path and self.log_path.exists() else ""
+
+    def terminate(self, timeout: float | None = None) -> int:
+        """Asks the server to leave, as an operator would, and returns its status; kills it when it does not."""
+        patience = timeout if timeout is not None else self.exit_timeout_s + 20
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(patience)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        status = self.process.wait()
+        # Stubs share the server's process group. After a crash one may hang on for ever, holding shared memory.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL to the server alone; what becomes of its children is left to them."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.terminate()
+
+    def _http(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=5)
+        with contextlib.closing(connection):
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def _loaded_models(self) -> Iterator[list[str]]:
+        """Yields, each time it is asked, the models that the log newly says to have loaded."""
+        seen = 0
+        while True:
+            # Only whole lines: the rest of the last one is still being written.
+            lines = [line for line in self.log_text().splitlines(keepends=True) if line.endswith("\n")]
+            loaded = [line.split("'")[1] for line in lines[seen:] if "successfully loaded '" in line]
+            seen = len(lines)
+            yield loaded
+
+    def _log_tail(self, lines: int = 40) -> str:
+        tail = self.log_text().splitlines()[-lines:]
+        return "\n--- end of the server's log ---\n" + "\n".join(tail) if tail else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    summary, _, usage = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=usage, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="verb", required=True)
+    install = commands.add_parser("install", help="fetch and prepare everything")
+    serve = commands.add_parser("serve", help="serve in the foreground on ports 8000, 8001 and 8002")
+    run = commands.add_parser("run", help="serve on free ports while the command after -- runs")
+    for each in (install, serve, run):
+        each.add_argument("--dir", type=Path, default=Installation().folder, help="default: %(default)s")
+    for each in (serve, run):
+        each.add_argument("--model-repository", type=Path, required=True)
+        each.add_argument("--log-file", type=Path, help="the server's output; default: ours")
+    serve.add_argument("--http-port", type=int, default=8000)
+    serve.add_argument("--grpc-port", type=int, default=8001)
+    serve.add_argument("--metrics-port", type=int, default=8002)
+    command: list[str] = []
+    if "--" in arguments:
+        cut = arguments.index("--")
+        arguments, command = arguments[:cut], arguments[cut + 1 :]
+    options, flags = parser.parse_known_args(arguments)
+    installation = Installation(options.dir.absolute())
+    try:
+        match options.verb:
+            case "install":
+                if flags:
+                    parser.error(f"unknown: {' '.join(flags)}")
+                installation.install()
+                say(f"ready in {installation.folder}")
+                return 0
+            case "serve":
+                return _serve(installation, options, flags)
+            case _:
+                if not command:
+                    parser.error("run needs a command after --")
+                return _run_beside(installation, options, flags, command)
+    except (InstallError, ServerFailed) as error:
+        print(f"local_triton: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(installation: Installation, options: argparse.Namespace, flags: Sequence[str]) -> int:
+    server = TritonServer(
+        options.model_repository,
+        installation=installation,
+        http_port=options.http_port,
+        grpc_port=options.grpc_port,
+        metrics_port=options.metrics_port,
+        log_path=options.log_file,
+        extra_args=flags,
+    )
+    with server, _stops_on_signal():
+        try:
+            return server.process.wait()
+        except KeyboardInterrupt:
+            say("stopping")
+            return server.terminate()
+
+
+def _run_beside(
+    installation: Installation, options: argparse.Namespace, flags: Sequence[str], command: Sequence[str]
+) -> int:
+    server = TritonServer(
+        options.model_repository, installation=installation, log_path=options.log_file, extra_args=flags
+    )
+    with _stops_on_signal(), server:
+        try:
+            server.wait_ready(timeout=600)
+            urls = {"TRITON_HTTP_URL": server.http_url, "TRITON_GRPC_URL": server.grpc_url}
+            return subprocess.run(command, env={**os.environ, **urls}, check=False).returncode
+        except KeyboardInterrupt:
+            return 130
+
+
+@contextlib.contextmanager
+def _stops_on_signal() -> Iterator[None]:
+    """SIGTERM ends us the way Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

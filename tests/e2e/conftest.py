@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-import example_bundles as examples
 import pytest
-from rsrv_gen import cli as rsrv_gen
 
+import example_bundles as examples
+from rsrv_gen import cli as rsrv_gen
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, running_triton
 
 HERE = Path(__file__).parent

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import psutil
 import tritonclient.grpc
 import tritonclient.http
+
 from local_triton import TritonServer
 
 ROOT = Path(__file__).resolve().parent.parent.parent

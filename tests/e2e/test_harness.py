@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from local_triton import ServerFailed
 
+from local_triton import ServerFailed
 from tests.e2e.harness import ROOT, RunningTriton, StartTriton, is_alive, wait_until
 
 ECHO_CONFIG = """

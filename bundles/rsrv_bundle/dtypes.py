@@ -1,0 +1,102 @@
+"""Element types: one table, five spellings.
+
+A manifest names an element type by a *token* (`f32`). The other spellings are numpy's dtype, the KServe v2 name
+that travels on the wire (`FP32`), the name in a safetensors header (`F32`) and the element type of an MLIR tensor.
+The two 8-bit floats have no KServe name: they can be weights and executable tensors, never client tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class _Row(NamedTuple):
+    numpy: str  # attribute of numpy, or of ml_dtypes when numpy does not know the type
+    itemsize: int  # bytes
+    kserve: str | None
+    safetensors: str
+    mlir: str
+
+
+_TABLE: dict[str, _Row] = {
+    "f16": _Row("float16", 2, "FP16", "F16", "f16"),
+    "f32": _Row("float32", 4, "FP32", "F32", "f32"),
+    "f64": _Row("float64", 8, "FP64", "F64", "f64"),
+    "bf16": _Row("bfloat16", 2, "BF16", "BF16", "bf16"),
+    "f8_e5m2": _Row("float8_e5m2", 1, None, "F8_E5M2", "f8E5M2"),
+    # Without infinities, as StableHLO and safetensors have it.
+    "f8_e4m3": _Row("float8_e4m3fn", 1, None, "F8_E4M3", "f8E4M3FN"),
+    "i8": _Row("int8", 1, "INT8", "I8", "i8"),
+    "i16": _Row("int16", 2, "INT16", "I16", "i16"),
+    "i32": _Row("int32", 4, "INT32", "I32", "i32"),
+    "i64": _Row("int64", 8, "INT64", "I64", "i64"),
+    "u8": _Row("uint8", 1, "UINT8", "U8", "ui8"),
+    "u16": _Row("uint16", 2, "UINT16", "U16", "ui16"),
+    "u32": _Row("uint32", 4, "UINT32", "U32", "ui32"),
+    "u64": _Row("uint64", 8, "UINT64", "U64", "ui64"),
+    "bool": _Row("bool_", 1, "BOOL", "BOOL", "i1"),
+}
+_ML_DTYPES = frozenset({"bf16", "f8_e5m2", "f8_e4m3"})
+
+TOKENS: tuple[str, ...] = tuple(_TABLE)
+
+_BY_NUMPY_NAME = {("bool" if row.numpy == "bool_" else row.numpy): token for token, row in _TABLE.items()}
+_BY_KSERVE = {row.kserve: token for token, row in _TABLE.items() if row.kserve}
+_BY_SAFETENSORS = {row.safetensors: token for token, row in _TABLE.items()}
+_BY_MLIR = {row.mlir: token for token, row in _TABLE.items()}
+
+
+def itemsize(token: str) -> int:
+    """Bytes per element. Raises KeyError for an unknown token."""
+    return _TABLE[token].itemsize
+
+
+def numpy_dtype(token: str) -> np.dtype[Any]:
+    """The numpy dtype of a token. Imports ml_dtypes for bf16 and the 8-bit floats. KeyError if unknown."""
+    row = _TABLE[token]
+    if token in _ML_DTYPES:
+        import ml_dtypes
+
+        module: Any = ml_dtypes
+    else:
+        module = np
+    dtype: np.dtype[Any] = np.dtype(getattr(module, row.numpy))
+    return dtype
+
+
+def token_of(dtype: Any) -> str:
+    """The token of anything that numpy takes as a dtype. Raises KeyError when the format has none for it."""
+    return _BY_NUMPY_NAME[np.dtype(dtype).name]
+
+
+def kserve_name(token: str) -> str | None:
+    """The KServe v2 name (`FP32`), None for the 8-bit floats. KeyError if the token is unknown."""
+    return _TABLE[token].kserve
+
+
+def triton_type(token: str) -> str | None:
+    """The name in a Triton model configuration (`TYPE_FP32`), None for the 8-bit floats."""
+    name = _TABLE[token].kserve
+    return None if name is None else f"TYPE_{name}"
+
+
+def token_of_kserve(name: str) -> str:
+    """The token of a KServe v2 name, with or without Triton's `TYPE_` in front. KeyError if there is none."""
+    return _BY_KSERVE[name.removeprefix("TYPE_")]
+
+
+def safetensors_tag(token: str) -> str:
+    """The name in a safetensors header (`F32`)."""
+    return _TABLE[token].safetensors
+
+
+def token_of_safetensors(tag: str) -> str:
+    """The token of a safetensors tag. Raises KeyError when the format has none for it."""
+    return _BY_SAFETENSORS[tag]
+
+
+def token_of_mlir(element_type: str) -> str:
+    """The token of an MLIR element type as MLIR prints it (`f32`, `ui8`, `i1`). KeyError if there is none."""
+    return _BY_MLIR[element_type]

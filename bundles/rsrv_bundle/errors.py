@@ -1,0 +1,41 @@
+"""What can be wrong with a bundle, said in a way its author can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BundleError(Exception):
+    """A bundle breaks the format's rules.
+
+    `problems` holds one line per broken rule, `<file>: <tensor or key>: <rule and what to do>`, in the order
+    in which they were found. The text of the exception is these lines, joined by newlines.
+    """
+
+    def __init__(self, problems: Iterable[str] | str) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[BundleError], tuple[tuple[str, ...]]]:
+        # The default would hand the joined text back as one problem.
+        return type(self), (self.problems,)
+
+
+class Problems:
+    """Collects broken rules, so that one look at a bundle reports all of them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, file: str, key: str, rule: str) -> None:
+        """Record one broken rule; `key` may be empty when the whole file is meant."""
+        line = f"{file}: {key}: {rule}" if key else f"{file}: {rule}"
+        # A bundle is untrusted: a newline in a name must not forge a second line in a log.
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+        if line not in self.lines:
+            self.lines.append(line)
+
+    def raise_if_any(self) -> None:
+        """Raise `BundleError` with everything recorded so far, if there is anything."""
+        if self.lines:
+            raise BundleError(self.lines)

@@ -1,0 +1,320 @@
+"""Parsing `manifest.yaml`: every rule that the text alone can break.
+
+Format versions:
+
+- "2.0" is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys
+  are ignored.
+- "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
+  known.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rsrv_bundle import dtypes, yaml12
+from rsrv_bundle.errors import Problems
+from rsrv_bundle.spec import Kind, Manifest, TensorSpec
+from rsrv_bundle.tensors import MAX_EXTENT, is_positive, parse_tensors
+
+FILE = "manifest.yaml"
+
+_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0"}
+_SECTIONS = ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs")
+_KEYS_20 = (
+    "format_version",
+    "name",
+    "description",
+    "kind",
+    "meta",
+    *_SECTIONS,
+    "batching",
+    "input_shapes",
+    "provenance",
+)
+_KEYS_30 = (*_KEYS_20, "numerics")
+
+
+def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
+    """Parse a manifest. Every broken rule goes to `problems`.
+
+    `name` is the bundle's name and `has_hooks` whether a `model.py` lies beside the manifest, on which some rules
+    depend. Returns None when the text is no mapping or has no usable version; otherwise what could be read, which
+    is whole only if `problems` is empty.
+    """
+    try:
+        document = yaml12.load(data)
+    except ValueError as e:
+        problems.add(FILE, "", str(e))
+        return None
+    if not isinstance(document, dict):
+        problems.add(FILE, "", "must be a mapping of keys to values")
+        return None
+    version = _version(document, problems)
+    if version is None:
+        return None
+    return _Parser(document, version, name, has_hooks, problems).parse()
+
+
+def _version(document: Mapping[str, Any], problems: Problems) -> str | None:
+    if "format_version" not in document:
+        problems.add(FILE, "format_version", 'is missing; write format_version: "3.0"')
+        return None
+    text = str(document["format_version"])
+    version = _VERSIONS.get(text)
+    if version is None:
+        problems.add(FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0 and 3.0")
+    return version
+
+
+class _Parser:
+    """One pass over one manifest."""
+
+    def __init__(
+        self, document: Mapping[str, Any], version: str, name: str, has_hooks: bool, problems: Problems
+    ) -> None:
+        self.document = document
+        self.version = version
+        self.name = name
+        self.has_hooks = has_hooks
+        self.problems = problems
+
+    def bad(self, key: str, rule: str) -> None:
+        self.problems.add(FILE, key, rule)
+
+    def parse(self) -> Manifest:
+        strict = self.version == "3.0"
+        if strict:
+            self.known_keys("", self.document, _KEYS_30)
+        kind = self.kind()
+        self.text("name")
+        sections = {key: self.tensors(key) for key in _SECTIONS}
+        inputs = sections["executable_inputs"] or ()
+        outputs = sections["executable_outputs"] or ()
+        manifest = Manifest(
+            format_version=self.version,
+            description=self.description(),
+            kind=kind,
+            inputs=inputs,
+            outputs=outputs,
+            client_inputs=sections["client_inputs"],
+            client_outputs=sections["client_outputs"],
+            compiled_batch_sizes=self.batch_sizes(),
+            input_shapes=self.input_shapes(inputs, kind),
+            meta_calls=self.meta_calls(kind),
+            provenance=self.mapping("provenance", lenient=not strict),
+            numerics=self.numerics() if strict else {},
+        )
+        self.executable_rules(manifest)
+        self.client_rules(manifest)
+        return manifest
+
+    # Values of one key.
+
+    def known_keys(self, where: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Format 3.0: an unknown key is a typing error until proved otherwise."""
+        known = tuple(known)
+        for key in mapping:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+                self.bad(f"{where}.{key}" if where else key, f"unknown key; {hint}")
+
+    def text(self, key: str) -> str:
+        value = self.document.get(key, "")
+        if not isinstance(value, str):
+            self.bad(key, "must be text; put it in quotes")
+            return ""
+        return value
+
+    def description(self) -> str:
+        value = self.document.get("description")
+        if isinstance(value, dict | list):
+            self.bad("description", "must be text")
+        return "" if value is None else str(value)
+
+    def kind(self) -> Kind:
+        value = self.document.get("kind", "model")
+        if value == "meta":
+            return "meta"
+        if value != "model":
+            self.bad("kind", f"must be 'model' or 'meta', not {value!r:.40}")
+        return "model"
+
+    def mapping(self, key: str, *, lenient: bool) -> Mapping[str, Any]:
+        value = self.document.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            if not lenient:
+                self.bad(key, "must be a mapping")
+            return {}
+        return value
+
+    def numerics(self) -> Mapping[str, float]:
+        values = self.mapping("numerics", lenient=False)
+        numbers: dict[str, float] = {}
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                self.bad(f"numerics.{key}", "must be a number")
+            else:
+                numbers[key] = float(value)
+        return numbers
+
+    def tensors(self, section: str) -> tuple[TensorSpec, ...] | None:
+        value = self.document.get(section)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            self.bad(section, "must be a list of tensors")
+            return ()
+        if self.version == "3.0":
+            for i, entry in enumerate(value):
+                if isinstance(entry, dict):
+                    self.known_keys(f"{section}[{i}]", entry, ("name", "dtype", "shape", "dims"))
+        specs = parse_tensors(value, section, self.bad, reverse=self.version == "2.0")
+        for name, count in Counter(spec.name for spec in specs).items():
+            if count > 1:
+                self.bad(f"{section}.{name}", "names must be unique in a section; rename one of the tensors")
+        return specs
+
+    def batch_sizes(self) -> tuple[int, ...]:
+        batching = self.document.get("batching")
+        if batching is None:
+            return ()
+        if not isinstance(batching, dict):
+            self.bad("batching", "must be a mapping")
+            return ()
+        if self.version == "3.0":
+            self.known_keys("batching", batching, ("compiled_batch_sizes",))
+        key = "batching.compiled_batch_sizes"
+        sizes = batching.get("compiled_batch_sizes")
+        if sizes is None:
+            return ()
+        if not isinstance(sizes, list):
+            self.bad(key, "must be a list of batch sizes")
+            return ()
+        for size in sizes:
+            if not is_positive(size):
+                self.bad(key, f"batch sizes are whole numbers from 1 to {MAX_EXTENT}, not {size!r:.40}")
+        return tuple(sorted({size for size in sizes if is_positive(size)}))
+
+    def meta_calls(self, kind: Kind) -> tuple[str, ...]:
+        meta = self.document.get("meta")
+        if kind != "meta":
+            if meta is not None and self.version == "3.0":
+                self.bad("meta", "only a bundle of kind 'meta' has it; add kind: meta or remove it")
+            return ()
+        if not isinstance(meta, dict) or not isinstance(meta.get("calls"), list):
+            self.bad("meta.calls", "a meta model needs the list of the models it calls; it may be empty")
+            return ()
+        if self.version == "3.0":
+            self.known_keys("meta", meta, ("calls",))
+        calls = meta["calls"]
+        for call in calls:
+            if not isinstance(call, str):
+                self.bad("meta.calls", f"entries are model names, not {call!r:.40}")
+        names = tuple(call for call in calls if isinstance(call, str))
+        for name, count in Counter(names).items():
+            if count > 1:
+                self.bad("meta.calls", f"'{name}' is listed {count} times; list each model once")
+        if self.name in names:
+            self.bad("meta.calls", f"'{self.name}' must not call itself")
+        return names
+
+    # input_shapes: one set of sizes for each variant.
+
+    def input_shapes(self, inputs: tuple[TensorSpec, ...], kind: Kind) -> tuple[tuple[int, ...], ...]:
+        block = self.document.get("input_shapes")
+        letters = [spec.letters[axis] for spec in inputs for axis in spec.variable_axes]
+        if block is None:
+            if letters and kind == "model":
+                rule = f"an executable input has axes of size -1 ({', '.join(sorted(set(letters)))})"
+                self.bad("input_shapes", f"{rule}, so the sizes that are compiled must be listed")
+            return ()
+        if kind == "meta":
+            self.bad("input_shapes", "a meta model has no compiled shapes; remove it")
+            return ()
+        if not isinstance(block, list):
+            self.bad("input_shapes", "must be a list of mappings from axis letter to size")
+            return ()
+        if not letters:
+            self.bad("input_shapes", "no executable input has an axis of size -1; remove it or mark the axes")
+            return ()
+        if not block:
+            self.bad("input_shapes", "must list at least one set of sizes")
+        variants: list[tuple[int, ...]] = []
+        for i, entry in enumerate(block):
+            sizes = self.variant(f"input_shapes[{i}]", entry, letters)
+            if sizes is None:
+                continue
+            if sizes in variants:
+                self.bad(f"input_shapes[{i}]", "repeats the sizes of an earlier entry; remove it")
+            variants.append(sizes)
+        return tuple(variants)
+
+    def variant(self, key: str, entry: Any, letters: list[str]) -> tuple[int, ...] | None:
+        if not isinstance(entry, dict):
+            self.bad(key, "must be a mapping from axis letter to size")
+            return None
+        good = True
+        for letter, size in entry.items():
+            if len(letter) != 1 or not (letter.isascii() and letter.isalpha()):
+                self.bad(key, f"'{letter}' is not one ASCII letter")
+            elif letter not in letters:
+                self.bad(key, f"gives a size for '{letter}', which is not an axis of size -1")
+            elif not is_positive(size):
+                self.bad(
+                    f"{key}.{letter}", f"sizes are whole numbers from 1 to {MAX_EXTENT}, not {size!r:.40}"
+                )
+            else:
+                continue
+            good = False
+        for letter in dict.fromkeys(letters):
+            if letter not in entry:
+                self.bad(key, f"gives no size for the variable axis '{letter}'")
+                good = False
+        return tuple(entry[letter] for letter in letters) if good else None
+
+    # Rules over several keys.
+
+    def executable_rules(self, manifest: Manifest) -> None:
+        if manifest.kind == "model":
+            for key in ("executable_inputs", "executable_outputs"):
+                if self.document.get(key) is None:
+                    self.bad(key, "is missing; list what the compiled modules take and return")
+            if self.document.get("executable_outputs") == []:
+                self.bad("executable_outputs", "must list at least one tensor")
+        unbatched = [spec.name for spec in manifest.inputs if spec.batch_axis is None]
+        if unbatched and len(unbatched) != len(manifest.inputs):
+            rule = "mixes batched and unbatched executable inputs; these have no batch axis"
+            self.bad("executable_inputs", f"{rule}: {', '.join(unbatched)}")
+
+    def client_rules(self, manifest: Manifest) -> None:
+        if manifest.kind == "meta":
+            if not self.has_hooks:
+                self.bad("kind", "a meta model needs a model.py")
+            for key, specs in (
+                ("client_inputs", manifest.client_inputs),
+                ("client_outputs", manifest.client_outputs),
+            ):
+                if not specs:
+                    self.bad(key, "a meta model must list what its clients send and get")
+        elif not self.has_hooks:
+            for key in ("client_inputs", "client_outputs"):
+                if self.document.get(key) is not None:
+                    self.bad(
+                        key, "only hooks can change what clients see; add a model.py or remove this section"
+                    )
+        for section, specs in (("inputs", manifest.wire_inputs), ("outputs", manifest.wire_outputs)):
+            given = self.document.get(f"client_{section}") is not None
+            for spec in specs:
+                if dtypes.kserve_name(spec.dtype) is None:
+                    self.bad(
+                        f"{'client' if given else 'executable'}_{section}.{spec.name}",
+                        f"the element type {spec.dtype} cannot travel to clients; convert it in a hook"
+                        " or in the model",
+                    )

@@ -1,0 +1,205 @@
+"""Reading a bundle: which files it has, and whether they agree with its manifest.
+
+Everything is checked that needs no compiler; `rsrv_bundle.modules` looks inside the modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from rsrv_bundle import manifest as manifest_file
+from rsrv_bundle import weights as weights_file
+from rsrv_bundle import yaml12
+from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.spec import Bundle, Manifest, WeightSpec
+from rsrv_bundle.tensors import MAX_EXTENT
+
+HOOKS_FILE = "model.py"
+_JULIA_HOOKS_FILE = "model.jl"
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_MODULE = re.compile(r"(model(?:\.v(?:0|[1-9]\d{0,5}))?)(?:\.b([1-9]\d{0,9}))?\.mlir", re.ASCII)
+_MAX_FILES = 10_000
+
+
+def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
+    """The bundles right below `root`, by name: its directories that hold a manifest.yaml.
+
+    Hidden directories are skipped, since that is where unfinished copies are made. Raises OSError if `root` can
+    not be listed.
+    """
+    return sorted(
+        entry
+        for entry in Path(root).iterdir()
+        if not entry.name.startswith(".") and (entry / manifest_file.FILE).is_file()
+    )
+
+
+def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
+    """Read and check the bundle in the directory `path`.
+
+    Needs neither jax nor a device, maps nothing and runs nothing. `digest=False` skips reading every byte and
+    leaves `Bundle.digest` empty. Raises BundleError with all the problems that were found.
+    """
+    # Not resolved: the name is the one that the user gave, also when it is a link to a versioned directory.
+    directory = Path(os.path.abspath(path))
+    name = directory.name
+    problems = Problems()
+    if not _NAME.fullmatch(name):
+        problems.add(
+            name, "", "a bundle's directory name is letters, digits, '_', '-' and '.', and starts with no '.'"
+        )
+    if not directory.is_dir():
+        raise BundleError([*problems.lines, f"{name}: there is no such directory"])
+    files = _list_files(directory, problems)
+    if _JULIA_HOOKS_FILE in files:
+        problems.add(
+            _JULIA_HOOKS_FILE,
+            "",
+            "Julia hooks cannot run here; rewrite them as preprocess and postprocess in model.py"
+            " and remove this file",
+        )
+    if manifest_file.FILE not in files:
+        problems.add(manifest_file.FILE, "", "is missing; every bundle needs one")
+        raise BundleError(problems.lines)
+    hooks = files.get(HOOKS_FILE)
+    data = _read_manifest(files[manifest_file.FILE], problems)
+    manifest = manifest_file.parse_manifest(
+        # The missing hooks of a Julia bundle have their own message; do not report them a second time.
+        data,
+        name=name,
+        has_hooks=hooks is not None or _JULIA_HOOKS_FILE in files,
+        problems=problems,
+    )
+    if manifest is None:
+        raise BundleError(problems.lines)
+    modules: dict[tuple[int, int], Path] = {}
+    weights: tuple[WeightSpec, ...] = ()
+    file = None
+    if manifest.kind == "model":
+        modules = _find_modules(manifest, files, problems)
+        file = files.get(weights_file.FILE)
+        if file is not None:
+            reverse = manifest.format_version == "2.0"
+            weights = weights_file.read_weights(file, reverse=reverse, problems=problems)
+        elif manifest.format_version == "2.0":
+            problems.add(
+                weights_file.FILE, "", "is missing; format 2.0 needs it even when it holds no tensor"
+            )
+    problems.raise_if_any()
+    return Bundle(
+        name=name,
+        path=directory,
+        manifest=manifest,
+        hooks=hooks,
+        modules=modules,
+        weights_file=file,
+        weights=weights,
+        digest=_digest(files) if digest else "",
+    )
+
+
+def _list_files(directory: Path, problems: Problems) -> dict[str, Path]:
+    """Relative POSIX name -> path of every regular file, without Python's caches.
+
+    Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever.
+    """
+    root = directory.resolve()
+    files: dict[str, Path] = {}
+    for parent, folders, names in os.walk(directory, followlinks=False):
+        folders[:] = sorted(folder for folder in folders if folder != "__pycache__")
+        for entry in (*folders, *names):
+            path = Path(parent, entry)
+            relative = path.relative_to(directory).as_posix()
+            try:
+                if path.is_symlink():
+                    if not path.resolve(strict=True).is_relative_to(root):
+                        problems.add(
+                            relative, "", "is a link that leaves the bundle; put the file itself here"
+                        )
+                        continue
+                    if path.is_dir():
+                        problems.add(relative, "", "is a link to a directory; put the directory itself here")
+                        continue
+                mode = path.stat().st_mode
+            except (OSError, RuntimeError):
+                problems.add(relative, "", "cannot be read, or is a link to nothing")
+                continue
+            if stat.S_ISREG(mode):
+                files[relative] = path
+            elif not stat.S_ISDIR(mode):
+                problems.add(relative, "", "is neither a file nor a directory; remove it")
+        if len(files) > _MAX_FILES:
+            problems.add(directory.name, "", f"holds more than {_MAX_FILES} files")
+            break
+    return files
+
+
+def _read_manifest(path: Path, problems: Problems) -> bytes:
+    try:
+        with path.open("rb") as file:
+            # One byte more than allowed, so that the parser sees that it is too long.
+            return file.read(yaml12.MAX_BYTES + 1)
+    except OSError as e:
+        problems.add(manifest_file.FILE, "", f"cannot be read: {e.strerror}")
+        raise BundleError(problems.lines) from e
+
+
+def _find_modules(
+    manifest: Manifest, files: Mapping[str, Path], problems: Problems
+) -> dict[tuple[int, int], Path]:
+    """(variant, batch size) -> file.
+
+    For each prefix, `model` or `model.v{i}`: if any `<prefix>.b{N}.mlir` exists, these are the modules, every
+    declared size must be among them, sizes that are not declared count as well, and `<prefix>.mlir` is ignored.
+    Otherwise `<prefix>.mlir` must exist, under size 0.
+    """
+    by_prefix: dict[str, dict[int, Path]] = {}
+    for name, path in files.items():
+        match = _MODULE.fullmatch(name)
+        if match:
+            by_prefix.setdefault(match[1], {})[int(match[2] or 0)] = path
+        elif name.startswith("model.") and name.endswith(".mlir"):
+            problems.add(
+                name,
+                "",
+                "is no module name: model.mlir, model.b{N}.mlir, model.v{i}.mlir or model.v{i}.b{N}.mlir,"
+                " numbers without leading zeros",
+            )
+    modules: dict[tuple[int, int], Path] = {}
+    variants = range(len(manifest.input_shapes)) if manifest.input_shapes else [None]
+    for variant in variants:
+        prefix = "model" if variant is None else f"model.v{variant}"
+        found = by_prefix.get(prefix, {})
+        sized = {size: path for size, path in found.items() if size}
+        if not found:
+            rule = "is missing, and there is no file for any batch size either"
+            problems.add(f"{prefix}.mlir", "", rule)
+        for size in manifest.compiled_batch_sizes if sized else ():
+            if size not in sized:
+                rule = f"is missing, but batching.compiled_batch_sizes declares {size}"
+                problems.add(f"{prefix}.b{size}.mlir", "", rule)
+        if len(sized) > 1 and not manifest.batched:
+            sizes = ", ".join(map(str, sorted(sized)))
+            rule = f"no executable input has a batch axis, so there can be only one module, not sizes {sizes}"
+            problems.add(f"{prefix}.b*.mlir", "", rule)
+        if any(size > MAX_EXTENT for size in sized):
+            problems.add(f"{prefix}.b{max(sized)}.mlir", "", f"batch sizes end at {MAX_EXTENT}")
+        for size, path in sorted((sized or found).items()):
+            modules[variant or 0, size] = path
+    return modules
+
+
+def _digest(files: Mapping[str, Path]) -> str:
+    """One hash over names and contents; each content is hashed apart, so no file can pass for two."""
+    total = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        total.update(f"{len(name)}:{name}:{content}\n".encode("utf-8", "surrogateescape"))
+    return total.hexdigest()

@@ -1,0 +1,165 @@
+"""The bundle as data: what a manifest and the files beside it say, after every rule has been checked.
+
+All shapes here are in row-major order, as numpy, StableHLO and the wire have them, whichever format version the
+bundle is written in. Nothing in this file reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["model", "meta"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output."""
+
+    name: str
+    #: Element type token: f16 f32 f64 bf16 f8_e5m2 f8_e4m3 i8 i16 i32 i64 u8 u16 u32 u64 bool.
+    dtype: str
+    #: Elements along each axis, row-major; -1 on the batch axis and on variable axes, else positive.
+    dims: tuple[int, ...]
+    #: Index into `dims`, or None for a tensor without a batch axis.
+    batch_axis: int | None
+    #: One ASCII letter per axis, in the order of `dims`. `n` or `b` is the batch axis.
+    letters: str
+
+    @property
+    def variable_axes(self) -> tuple[int, ...]:
+        """Indices into `dims` of the axes (the batch axis aside) whose size the manifest leaves open."""
+        return tuple(i for i, d in enumerate(self.dims) if d == -1 and i != self.batch_axis)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One weight, an argument of every module after the inputs."""
+
+    name: str
+    dtype: str
+    #: Row-major, as the modules take it: in format 2.0 the reverse of the shape the weights file records.
+    shape: tuple[int, ...]
+    nbytes: int
+    #: Where its bytes start, counted from the start of the weights file.
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What `manifest.yaml` says."""
+
+    #: "2.0" or "3.0".
+    format_version: str
+    description: str
+    kind: Kind
+    #: What the modules take and return; may be empty for a meta model.
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    #: What clients send and get when the hooks change it; None when it is what the modules take and return.
+    client_inputs: tuple[TensorSpec, ...] | None
+    client_outputs: tuple[TensorSpec, ...] | None
+    #: Rows, ascending, no duplicates; may be empty (one module of a fixed size).
+    compiled_batch_sizes: tuple[int, ...]
+    #: One entry per variant: the sizes of `variable_axes`, in that order. Empty without variants.
+    input_shapes: tuple[tuple[int, ...], ...]
+    #: Names of the models that a meta model may call, in the manifest's order.
+    meta_calls: tuple[str, ...]
+    #: Free form.
+    provenance: Mapping[str, Any]
+    #: What the exporter's check of the written bundle measured, e.g. max_abs_error. Format 3.0; may be empty.
+    numerics: Mapping[str, float]
+
+    @property
+    def wire_inputs(self) -> tuple[TensorSpec, ...]:
+        """What a client sends."""
+        return self.inputs if self.client_inputs is None else self.client_inputs
+
+    @property
+    def wire_outputs(self) -> tuple[TensorSpec, ...]:
+        """What a client gets."""
+        return self.outputs if self.client_outputs is None else self.client_outputs
+
+    @property
+    def variable_axes(self) -> tuple[tuple[int, int], ...]:
+        """(input index, axis) of every variable axis of the executable inputs: by input, then by axis."""
+        return tuple((i, axis) for i, spec in enumerate(self.inputs) for axis in spec.variable_axes)
+
+    @property
+    def batched(self) -> bool:
+        """Whether the executable inputs have a batch axis (all of them have, or none)."""
+        return any(spec.batch_axis is not None for spec in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle whose manifest, file names and weights header keep every rule that needs no compiler."""
+
+    #: The directory's name; the model's name everywhere.
+    name: str
+    #: Absolute.
+    path: Path
+    manifest: Manifest
+    #: `model.py`, or None.
+    hooks: Path | None
+    #: (variant, batch size) -> file. Size 0 marks an unsuffixed file, whose batch size only the module knows.
+    modules: Mapping[tuple[int, int], Path]
+    weights_file: Path | None
+    #: In argument order.
+    weights: tuple[WeightSpec, ...]
+    #: SHA-256, hexadecimal, over every file's relative name and content; empty if it was not asked for.
+    digest: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights together."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def variants(self) -> int:
+        """How many sets of input sizes the bundle is compiled for; 1 without `input_shapes`."""
+        return max(1, len(self.manifest.input_shapes))
+
+    def module_file(self, variant: int, size: int) -> Path:
+        """The module for a (variant, size) as `check_signatures` returns them. KeyError if there is none."""
+        unsuffixed = self.modules.get((variant, 0))
+        return self.modules[variant, size] if unsuffixed is None else unsuffixed
+
+    def input_shape(self, index: int, variant: int, rows: int) -> tuple[int, ...]:
+        """The concrete shape of executable input `index` for a variant and a batch of `rows` rows.
+
+        Raises IndexError for an input or a variant that does not exist.
+        """
+        spec = self.manifest.inputs[index]
+        dims = list(spec.dims)
+        if spec.batch_axis is not None:
+            dims[spec.batch_axis] = rows
+        if self.manifest.input_shapes:
+            sizes = self.manifest.input_shapes[variant]
+            for (owner, axis), size in zip(self.manifest.variable_axes, sizes, strict=True):
+                if owner == index:
+                    dims[axis] = size
+        elif variant != 0:
+            raise IndexError(f"bundle {self.name} has one variant, not {variant + 1}")
+        return tuple(dims)
+
+    def variant_of(self, shapes: Sequence[tuple[int, ...]]) -> int | None:
+        """Which variant executable inputs of these shapes select: an exact match or None.
+
+        Only the variable axes decide. Fixed axes are for the caller to compare. None also when the number of
+        inputs or a rank is wrong.
+        """
+        specs = self.manifest.inputs
+        if len(shapes) != len(specs) or any(
+            len(shape) != len(spec.dims) for shape, spec in zip(shapes, specs, strict=True)
+        ):
+            return None
+        if not self.manifest.input_shapes:
+            return 0
+        key = tuple(shapes[i][axis] for i, axis in self.manifest.variable_axes)
+        try:
+            return self.manifest.input_shapes.index(key)
+        except ValueError:
+            return None

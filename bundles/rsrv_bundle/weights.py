@@ -1,0 +1,239 @@
+"""`weights.safetensors`: checking the header of an untrusted file, and loading what it describes.
+
+The file is 8 bytes of header length (little endian), a JSON header, and one buffer of tensor bytes. Nothing is
+mapped before the header has shown that every tensor lies inside the file and that the tensors neither overlap nor
+leave holes.
+
+Layout: format 3.0 stores each tensor as the modules take it. Format 2.0 stores the reversed shape, row-major for
+that reversed shape, so loading is a full transpose; a reshape would give wrong numbers of the right shape.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.spec import Bundle, WeightSpec
+
+FILE = "weights.safetensors"
+
+# The reference implementation's cap; checked before a byte of the header is read.
+MAX_HEADER_BYTES = 100_000_000
+_MAX_NAME = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One checked entry of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[WeightSpec, ...]:
+    """The weights of a file in argument order. Every broken rule goes to `problems`.
+
+    `reverse` says that the file records shapes in reverse (format 2.0). Tensors that `argument_order` does not
+    list are ignored. The result is whole only if nothing was added to `problems`.
+    """
+    own = Problems()
+    try:
+        header, start, buffer = _read_header(path)
+    except (OSError, ValueError) as e:
+        problems.add(FILE, "", str(e))
+        return ()
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        own.add(FILE, "__metadata__", "must be a mapping from text to text")
+        metadata = {}
+    stored = {}
+    for name, entry in header.items():
+        checked = _entry(name, entry, buffer, own)
+        if checked is not None:
+            stored[name] = checked
+    if not own.lines:
+        _check_coverage(stored, buffer, own)
+    if not own.lines:
+        _second_opinion(path, own)
+    weights = []
+    for name in _argument_order(metadata, header, own):
+        found = stored.get(name)
+        if found is not None:
+            shape = found.shape[::-1] if reverse else found.shape
+            weights.append(WeightSpec(name, found.dtype, shape, found.end - found.begin, start + found.begin))
+        elif name not in header:
+            own.add(FILE, name, f"weight '{name}' missing from safetensors; argument_order lists it")
+    for line in own.lines:
+        problems.lines.append(line)
+    return tuple(weights)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(header, where the buffer starts, bytes in the buffer). ValueError names the broken rule."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise ValueError(f"holds {size} bytes, less than the 8 of a header length")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(
+                f"header length {length} exceeds the file ({size} bytes) or the limit of {MAX_HEADER_BYTES}"
+            )
+        raw = file.read(length)
+    if len(raw) != length:
+        raise ValueError("shrank while it was read")
+    if not raw.startswith(b"{"):
+        raise ValueError("header does not start with '{'")
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise ValueError("header is nested too deeply") from None
+    except ValueError as e:
+        raise ValueError(f"header is not valid JSON: {e}") from None
+    return header, 8 + length, size - 8 - length
+
+
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r:.80} occurs twice")
+        result[key] = value
+    return result
+
+
+def _entry(name: str, entry: Any, buffer: int, problems: Problems) -> _Stored | None:
+    def bad(rule: str) -> None:
+        problems.add(FILE, name, rule)
+
+    if not name or len(name) > _MAX_NAME or not name.isprintable():
+        bad(f"a tensor's name is 1 to {_MAX_NAME} printable characters")
+        return None
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        bad("must have dtype, shape and data_offsets, and nothing else")
+        return None
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    try:
+        dtype = dtypes.token_of_safetensors(str(entry["dtype"]))
+    except KeyError:
+        bad(f"unsupported dtype {entry['dtype']!r:.40}")
+        return None
+    if not _are_counts(shape):
+        bad("shape must be a list of whole numbers from 0 on")
+        return None
+    if not _are_counts(offsets) or len(offsets) != 2:
+        bad("data_offsets must be two whole numbers from 0 on")
+        return None
+    begin, end = offsets
+    if not begin <= end <= buffer:
+        bad(f"data_offsets [{begin}, {end}] leave the file's {buffer} bytes of tensor data")
+        return None
+    needed = math.prod(shape) * dtypes.itemsize(dtype)
+    if needed != end - begin:
+        bad(f"data_offsets span {end - begin} bytes, but {dtype} with shape {shape} needs {needed}")
+        return None
+    return _Stored(dtype, tuple(shape), begin, end)
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
+
+
+def _check_coverage(stored: Mapping[str, _Stored], buffer: int, problems: Problems) -> None:
+    """Tensors must tile the buffer: an overlap aliases two weights, a hole can hide anything."""
+    position = 0
+    for name, entry in sorted(stored.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            word = "overlaps the tensor before it" if entry.begin < position else "leaves a hole before it"
+            problems.add(
+                FILE, name, f"{word}: starts at byte {entry.begin}, the tensor before ends at {position}"
+            )
+            return
+        position = entry.end
+    if position != buffer:
+        problems.add(FILE, "", f"{buffer - position} bytes at its end belong to no tensor")
+
+
+def _second_opinion(path: Path, problems: Problems) -> None:
+    """The format's own library must accept the file as well: it is the reader everyone else uses."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except (safetensors.SafetensorError, OSError) as e:
+        problems.add(FILE, "", f"the safetensors library refuses it: {e}")
+
+
+def _argument_order(
+    metadata: Mapping[str, str], header: Mapping[str, Any], problems: Problems
+) -> tuple[str, ...]:
+    key = "__metadata__.argument_order"
+    text = metadata.get("argument_order")
+    if text is None:
+        if header:
+            problems.add(FILE, key, "is missing; it must hold the weights' names in argument order")
+        return ()
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problems.add(FILE, key, "must be text that holds a JSON array of weight names")
+        return ()
+    if len(set(names)) != len(names):
+        problems.add(FILE, key, "lists a weight twice; every argument needs its own")
+    return tuple(dict.fromkeys(names))
+
+
+def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:
+    """The weights in argument order, row-major, contiguous and read-only, as the modules take them.
+
+    In format 3.0 they are views into a read-only mapping of the file (copies only where an element would be
+    misaligned), so nothing is read before it is used, and the mapping lives as long as any of them. In format 2.0
+    each is a transposed copy in memory of its own. Raises BundleError if the file is gone or has shrunk since the
+    bundle was read.
+    """
+    if bundle.weights_file is None or not bundle.weights:
+        return []
+    path = bundle.weights_file
+    last = max(weight.offset + weight.nbytes for weight in bundle.weights)
+    try:
+        size = path.stat().st_size
+        if size < last:
+            raise BundleError(
+                f"{FILE}: changed since the bundle was read: {size} bytes, {last} were expected"
+            )
+        # The plain view: numpy.memmap slices carry a mapping and a file name each.
+        mapping = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except OSError as e:
+        raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
+    reverse = bundle.manifest.format_version == "2.0"
+    return [_load(mapping, weight, reverse) for weight in bundle.weights]
+
+
+def _load(mapping: np.ndarray[Any, Any], weight: WeightSpec, reverse: bool) -> np.ndarray[Any, Any]:
+    raw = mapping[weight.offset : weight.offset + weight.nbytes].view(dtypes.numpy_dtype(weight.dtype))
+    if reverse and len(weight.shape) > 1:
+        array = np.ascontiguousarray(raw.reshape(weight.shape[::-1]).T)
+    else:
+        array = raw.reshape(weight.shape)
+        # Zero-copy consumers assume natural alignment; the format only promises it for tidy writers.
+        if weight.offset % dtypes.itemsize(weight.dtype):
+            array = array.copy()
+    array.flags.writeable = False
+    return array

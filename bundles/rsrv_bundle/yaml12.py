@@ -1,0 +1,83 @@
+"""Reading YAML without YAML 1.1's traps.
+
+In YAML 1.1 the words n, y, no, on and off are booleans, and they are legal shape strings and axis letters here.
+ruamel.yaml in its pure safe mode speaks YAML 1.2, where they are text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+# A manifest is a few kilobytes. Both limits bound what a hostile one can cost, the second also after aliases
+# have been expanded.
+MAX_BYTES = 1_000_000
+_MAX_NODES = 200_000
+_MAX_DEPTH = 50
+
+
+def load(data: bytes) -> Any:
+    """Parse one YAML document into dicts with text keys, lists, text, numbers, booleans and None.
+
+    Dates become ISO text. Raises ValueError, in one line, for anything that is not such a document: bad UTF-8 or
+    YAML, duplicate keys, unsafe tags, over 1 MB, nested too deeply, or aliases that expand without bound.
+    """
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"holds {len(data)} bytes; the limit is {MAX_BYTES}")
+    from ruamel.yaml import YAML
+
+    try:
+        document = YAML(typ="safe", pure=True).load(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as e:
+        raise ValueError(f"is not UTF-8 (byte {e.start})") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except Exception as e:  # noqa: BLE001 - hostile text brings the parser to raise nearly anything
+        raise ValueError(f"is not valid YAML 1.2: {_one_line(e)}") from None
+    return _Plain().convert(document, 0)
+
+
+def _one_line(error: Exception) -> str:
+    problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    mark = getattr(error, "problem_mark", None)
+    return f"line {mark.line + 1}: {problem}" if mark is not None else str(problem)
+
+
+class _Plain:
+    """Copies a parsed document into plain data, within a budget of nodes."""
+
+    def __init__(self) -> None:
+        self.nodes = 0
+
+    def convert(self, value: Any, depth: int) -> Any:
+        self.nodes += 1
+        if self.nodes > _MAX_NODES:
+            raise ValueError(f"expands to more than {_MAX_NODES} values; remove its aliases")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep")
+        if isinstance(value, dict):
+            plain: dict[str, Any] = {}
+            for key, item in value.items():
+                text = _key(key)
+                if text in plain:
+                    raise ValueError(f"has the key '{text}' twice")
+                plain[text] = self.convert(item, depth + 1)
+            return plain
+        if isinstance(value, list):
+            return [self.convert(item, depth + 1) for item in value]
+        if isinstance(value, datetime.date):
+            return value.isoformat()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"holds the number {value}; only finite numbers are allowed")
+        if value is None or isinstance(value, str | bool | int | float):
+            return value
+        raise ValueError(f"holds a value of the type {type(value).__name__}, which no key takes")
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, bool):
+        return "true" if key else "false"
+    if isinstance(key, str | int | float):
+        return str(key)
+    raise ValueError(f"has the key {key!r:.40}; keys are text")

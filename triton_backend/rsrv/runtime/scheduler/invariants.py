@@ -1,0 +1,139 @@
+"""What is true of the scheduler after every event.
+
+Of requests:
+    1. every request in flight waits in exactly one lane or is in exactly one execution;
+    2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
+    3. a lane is in order of arrival on each level, and its rows are the sum of its requests' rows;
+    4. no queued request is due, and the deadline of each is known;
+    5. no queue is deeper than its model allows.
+
+Of executions:
+    6. at most `depth` are in flight, each on resident weights, its useful rows within its size;
+    7. the device is never short of work while a resident model has some.
+
+Of models:
+    8. the weights' bytes are the sum over models that are resident or loading;
+    9. work that waits has its weights resident or on their way;
+    10. a model drains only as long as something of it is on the device or on its way;
+    11. the sums of expected seconds are those of the models.
+"""
+
+from __future__ import annotations
+
+from math import isclose
+from typing import TYPE_CHECKING
+
+from rsrv.runtime.scheduler.errors import InvariantError
+from rsrv.runtime.scheduler.model import ModelState
+from rsrv.runtime.scheduler.weights import Residency
+
+if TYPE_CHECKING:
+    from rsrv.runtime.scheduler.scheduler import Scheduler
+
+
+def check(scheduler: Scheduler) -> None:
+    """Check all of it.
+
+    Raises:
+        InvariantError: one is broken; with the story of the model concerned.
+    """
+    states = [*scheduler._models.values(), *scheduler._draining.values()]
+    for state in states:
+        _check_model(scheduler, state)
+    _check_requests(scheduler, states)
+    _check_executions(scheduler, states)
+    _check_sums(scheduler, states)
+
+
+def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
+    if not true:
+        raise InvariantError(
+            problem,
+            None if state is None else state.name,
+            () if state is None else tuple(state.story.lines()),
+        )
+
+
+def _check_model(scheduler: Scheduler, state: ModelState) -> None:
+    residency = state.holding.residency
+    waiting = sum(len(lane) for lane in state.lanes.values())
+    _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
+    _require(state.queued <= state.program.max_queue_depth, "the queue is deeper than allowed (5)", state)
+    for lane in state.lanes.values():
+        entries = list(lane.entries())
+        _require(
+            lane.rows == sum(entry.rows for entry in entries), "a lane's rows are not its sum (3)", state
+        )
+        places = [(not entry.request.committed, entry.sequence) for entry in entries]
+        _require(places == sorted(places), "a lane is out of order (3)", state)
+        for entry in entries:
+            _require(entry.lane is lane, "a request is in a lane that is not its own (1)", state)
+            _require(entry.request.model == state.name, "a request is in another model's lane (1)", state)
+            _require(entry.rows <= lane.costs.max_rows, "a request waits that no size holds", state)
+    if state.draining:
+        _require(not waiting, "requests wait for a removed model", state)
+        busy = state.executions > 0 or residency is Residency.LOADING
+        _require(busy, "a removed model stays for nothing (10)", state)
+    elif waiting:
+        _require(residency is not Residency.ABSENT, "work waits for weights that nobody loads (9)", state)
+    if state.executions:
+        _require(residency is Residency.RESIDENT, "it executes without weights (6)", state)
+
+
+def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
+    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries()]
+    executing = [request for running in scheduler._running.values() for request in running.execute.requests]
+    ids = [entry.request.id for entry in queued] + executing
+    _require(len(ids) == len(set(ids)), "a request is in two places (1)")
+    _require(set(ids) == set(scheduler._live), "requests in flight are not those queued or executing (1)")
+    _require(len(queued) == scheduler._queued, f"{scheduler._queued} counted as queued, {len(queued)} wait")
+    for request in executing:
+        _require(scheduler._live[request].lane is None, f"request {request} executes and waits (1)")
+
+    ended = scheduler._departed.total() + sum(state.counts.total() for state in states)
+    _require(
+        scheduler._arrived == ended + len(ids),
+        f"{scheduler._arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
+    )
+
+    dated = {entry for entry in queued if entry.request.deadline is not None}
+    _require(dated == set(scheduler._deadlines.entries()), "deadlines are not those of queued requests (4)")
+    soonest = scheduler.next_wakeup()
+    _require(soonest is None or soonest > scheduler._now, "a queued request is due (4)")
+
+
+def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
+    running = list(scheduler._running.values())
+    _require(len(running) <= scheduler.settings.depth, f"{len(running)} executions in flight (6)")
+    for one in running:
+        execute = one.execute
+        costs = one.model.lanes[execute.variant].costs
+        _require(execute.size in costs.sizes, f"no such size: {execute} (6)", one.model)
+        room = costs.capacities[costs.sizes.index(execute.size)]
+        _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)
+        _require(len(execute.requests) > 0, f"no requests: {execute} (6)", one.model)
+    for state in states:
+        own = [one for one in running if one.model is state]
+        _require(state.executions == len(own), "its executions are not those in flight", state)
+        requests = sum(len(one.execute.requests) for one in own)
+        _require(state.executing == requests, "its executing requests are not those in flight", state)
+    if len(running) < scheduler.settings.depth:
+        for state in states:
+            _require(not state.ready, "it could execute, and the device is short of work (7)", state)
+
+
+def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
+    held = sum(state.holding.bytes for state in states if state.holding.residency is not Residency.ABSENT)
+    _require(scheduler._weights.bytes == held, f"{scheduler._weights.bytes} bytes counted, {held} held (8)")
+    _require(not scheduler._touched, "an event left work undone")
+    for state in states:
+        before = (state.front, state.place, state.backlog_seconds, state.turn_seconds)
+        state.recount()
+        after = (state.front, state.place, state.backlog_seconds, state.turn_seconds)
+        _require(before == after, f"its derived values were {before}, are {after} (11)", state)
+    backlog = sum(state.backlog_seconds for state in states)
+    turns = sum(state.turn_seconds for state in states)
+    _require(
+        isclose(scheduler._backlog, backlog, rel_tol=1e-6, abs_tol=1e-9), "the backlog is not the sum (11)"
+    )
+    _require(isclose(scheduler._round, turns, rel_tol=1e-6, abs_tol=1e-9), "the round is not the sum (11)")

@@ -1,0 +1,153 @@
+"""The scheduler's record of one model."""
+
+from math import isfinite
+
+from rsrv.runtime.scheduler.costs import VariantCosts
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import Execute, Program
+from rsrv.runtime.scheduler.snapshot import Counts, ModelSnapshot
+from rsrv.runtime.scheduler.story import Story
+from rsrv.runtime.scheduler.waiting import Lane, Place
+from rsrv.runtime.scheduler.weights import Holding, Residency
+
+
+def check_program(program: Program) -> None:
+    """Refuse a program that could not be scheduled, whatever else is loaded.
+
+    Raises:
+        CallerError: a limit or a weight is out of range. (Costs are checked by `variant_costs`.)
+    """
+    name = program.model
+    if program.max_queue_depth < 1:
+        raise CallerError(
+            f"model {name!r}: max_queue_depth must be at least 1, not {program.max_queue_depth}"
+        )
+    if program.max_batch_rows is not None and program.max_batch_rows < 1:
+        raise CallerError(f"model {name!r}: max_batch_rows must be at least 1, not {program.max_batch_rows}")
+    if program.weight_bytes < 0:
+        raise CallerError(f"model {name!r}: weight_bytes must not be negative, not {program.weight_bytes}")
+    if not (isfinite(program.weight) and program.weight > 0.0):
+        raise CallerError(f"model {name!r}: weight must be above 0, not {program.weight}")
+
+
+class ModelState:
+    """One loaded or draining model: its lanes, weights, counters and story.
+
+    The scheduler writes it. It is the `Candidate` that disciplines see.
+    """
+
+    __slots__ = (
+        "backlog_seconds",
+        "counts",
+        "device_seconds",
+        "dispatches",
+        "draining",
+        "executing",
+        "executions",
+        "front",
+        "holding",
+        "lanes",
+        "name",
+        "padded_rows",
+        "place",
+        "program",
+        "queued",
+        "sizes",
+        "story",
+        "turn_seconds",
+        "useful_rows",
+        "weight",
+    )
+
+    def __init__(self, program: Program, costs: dict[int, VariantCosts], story_length: int) -> None:
+        self.name = program.model
+        self.program = program
+        self.weight = program.weight
+        #: variant -> its waiting requests; one lane for each compiled variant, for good.
+        self.lanes = {variant: Lane(variant, table) for variant, table in costs.items()}
+        #: requests that wait, over all lanes.
+        self.queued = 0
+        #: requests and executions in flight.
+        self.executing = 0
+        self.executions = 0
+        self.holding = Holding(program.model, program.weight_bytes)
+        self.draining = False
+        # The next four are derived from the lanes and costs by `recount`.
+        #: the lane whose front request is first in the order of service, and where that stands.
+        self.front: Lane | None = None
+        self.place: Place | None = None
+        #: expected device time of what waits, and of the next execution.
+        self.backlog_seconds = 0.0
+        self.turn_seconds = 0.0
+        self.counts = Counts()
+        self.dispatches = 0
+        self.useful_rows = 0
+        self.padded_rows = 0
+        self.device_seconds = 0.0
+        self.sizes: dict[tuple[int, int], int] = {}
+        self.story = Story(story_length)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has work that the device could take now."""
+        return self.place is not None and self.holding.residency is Residency.RESIDENT
+
+    def recount(self) -> None:
+        """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
+        front: Lane | None = None
+        first: Place | None = None
+        backlog = 0.0
+        coalesce = self.program.coalesce
+        for lane in self.lanes.values():
+            place = lane.place()
+            if place is not None:
+                backlog += lane.seconds(coalesce=coalesce)
+                if first is None or place < first:
+                    front, first = lane, place
+        self.front, self.place, self.backlog_seconds = front, first, backlog
+        # The next execution is one of the size that is cheapest when full, unless less than that waits.
+        self.turn_seconds = 0.0 if front is None else min(backlog, front.costs.seconds[front.costs.best])
+
+    def started(self, execute: Execute) -> None:
+        """Count an execution that starts."""
+        requests = len(execute.requests)
+        self.queued -= requests
+        self.executing += requests
+        self.executions += 1
+        self.dispatches += 1
+        self.useful_rows += execute.rows
+        self.padded_rows += execute.size - execute.rows
+        key = (execute.variant, execute.size)
+        self.sizes[key] = self.sizes.get(key, 0) + 1
+
+    def ended(self, execute: Execute, seconds: float) -> None:
+        """Count an execution that ended."""
+        self.executing -= len(execute.requests)
+        self.executions -= 1
+        self.device_seconds += seconds
+
+    def snapshot(self) -> ModelSnapshot:
+        """Its statistics now."""
+        return ModelSnapshot(
+            residency=self.holding.residency,
+            draining=self.draining,
+            queued=self.queued,
+            queued_rows=sum(lane.rows for lane in self.lanes.values()),
+            executing=self.executing,
+            outcomes=self.counts.outcomes(),
+            refused=dict(self.counts.refused),
+            dispatches=self.dispatches,
+            useful_rows=self.useful_rows,
+            padded_rows=self.padded_rows,
+            device_seconds=self.device_seconds,
+            sizes=dict(self.sizes),
+            costs={
+                (variant, size): seconds
+                for variant, lane in self.lanes.items()
+                for size, seconds in zip(lane.costs.sizes, lane.costs.seconds, strict=True)
+            },
+            weight_bytes=self.holding.bytes,
+            loads=self.holding.loads,
+            load_seconds=self.holding.load_seconds,
+            backlog_seconds=self.backlog_seconds,
+        )

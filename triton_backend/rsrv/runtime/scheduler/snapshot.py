@@ -1,0 +1,98 @@
+"""Statistics of the scheduler at one moment: frozen, detached from its state.
+
+Counters rise from the moment a model was added (or the scheduler was made); nothing resets them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rsrv.runtime.scheduler.events import Outcome, Reason
+from rsrv.runtime.scheduler.weights import Residency
+
+
+@dataclass(slots=True)
+class Counts:
+    """How requests ended, while counting."""
+
+    answered: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: dict[Reason, int] = field(default_factory=dict)
+
+    def refuse(self, reason: Reason, count: int = 1) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + count
+
+    def total(self) -> int:
+        return self.answered + self.expired + self.cancelled + self.failed + sum(self.refused.values())
+
+    def add(self, other: "Counts") -> None:
+        self.answered += other.answered
+        self.expired += other.expired
+        self.cancelled += other.cancelled
+        self.failed += other.failed
+        for reason, count in other.refused.items():
+            self.refuse(reason, count)
+
+    def outcomes(self) -> dict[Outcome, int]:
+        """By outcome, zeros included."""
+        return {
+            Outcome.ANSWERED: self.answered,
+            Outcome.REFUSED: sum(self.refused.values()),
+            Outcome.EXPIRED: self.expired,
+            Outcome.CANCELLED: self.cancelled,
+            Outcome.FAILED: self.failed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSnapshot:
+    """One model."""
+
+    residency: Residency
+    #: removed, but its last executions or its load still run.
+    draining: bool
+    #: requests that wait, and their rows.
+    queued: int
+    queued_rows: int
+    #: requests that execute.
+    executing: int
+    #: ended requests, by how.
+    outcomes: Mapping[Outcome, int]
+    #: refused ones, by why; only reasons that occurred.
+    refused: Mapping[Reason, int]
+    #: executions started.
+    dispatches: int
+    #: rows of requests, and rows of padding, in all executions started.
+    useful_rows: int
+    padded_rows: int
+    #: device time of executions that ended, failed ones included.
+    device_seconds: float
+    #: (variant, size) -> executions started; only those that occurred.
+    sizes: Mapping[tuple[int, int], int]
+    #: (variant, size) -> expected seconds of one execution, as learned.
+    costs: Mapping[tuple[int, int], float]
+    weight_bytes: int
+    #: completed loads of the weights, and how long the latest took.
+    loads: int
+    load_seconds: float
+    #: expected device time of what waits.
+    backlog_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All models, and the sums that outlive them."""
+
+    models: Mapping[str, ModelSnapshot]
+    #: requests that ever arrived. arrived = sum(outcomes) + queued + executing.
+    arrived: int
+    #: ended requests, by how: of all models, removed and unknown ones included.
+    outcomes: Mapping[Outcome, int]
+    refused: Mapping[Reason, int]
+    queued: int
+    executing: int
+    #: executions in flight.
+    running: int
+    #: device bytes of weights, resident or on their way.
+    weight_bytes: int

@@ -122,10 +122,10 @@ class Bundle:
         """How many sets of input sizes the bundle is compiled for; 1 without `input_shapes`."""
         return max(1, len(self.manifest.input_shapes))
 
-    def module_file(self, variant: int, size: int) -> Path:
-        """The module for a (variant, size) as `check_signatures` returns them. KeyError if there is none."""
-        unsuffixed = self.modules.get((variant, 0))
-        return self.modules[variant, size] if unsuffixed is None else unsuffixed
+    def output_names(self, count: int) -> tuple[str, ...]:
+        """Names of `count` results of a module: the declared ones, then `output_{k}` for results beyond them."""
+        declared = [spec.name for spec in self.manifest.outputs[:count]]
+        return (*declared, *(f"output_{k}" for k in range(len(declared), count)))
 
     def input_shape(self, index: int, variant: int, rows: int) -> tuple[int, ...]:
         """The concrete shape of executable input `index` for a variant and a batch of `rows` rows.

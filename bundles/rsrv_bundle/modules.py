@@ -1,0 +1,293 @@
+"""Compiled modules: what they take and return, and whether that is what the manifest says.
+
+A module is a StableHLO portable artifact. This is the one file of the package that looks inside one; it imports
+jaxlib, and jax for running one, when a function needs it and not before.
+
+A bundle is untrusted. A module is only taken apart here, never run, but it is taken apart by native code: whoever
+accepts bundles from strangers should do that in a process that may die.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.spec import Bundle, TensorSpec
+
+if TYPE_CHECKING:
+    import jax.export
+
+#: (element type token, row-major shape) of one argument or result.
+Value = tuple[str, tuple[int, ...]]
+
+MAX_MODULE_BYTES = 512 * 2**20
+
+# MLIR bytecode's magic number, then the producer's name as a string that ends in a zero byte.
+_ARTIFACT = re.compile(rb"ML\xefR.{1,9}?StableHLO_v(\d+)\.(\d+)\.(\d+)\x00", re.DOTALL)
+
+# What a bundle may ask the compiler to call. Everything else, above all a callback into the exporting process, reads
+# memory that no check here can see.
+_CUSTOM_CALLS = re.compile(
+    r"(lapack|cusolver|cublas|cuhybrid|hipsolver|hipblas|hiphybrid)_\w+|(cu|hip)_(threefry2x32|lu_pivots_to_permutation)\w*"
+    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer"
+    r"|ApproxTopK|stablehlo\.\w+|mhlo\.\w+|chlo\.\w+"
+)
+_DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a module's `main` takes and returns, in order."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
+    """The module of a (variant, size) as `check_signatures` returns it. Raises KeyError if there is none."""
+    variant, _ = key
+    unsuffixed = bundle.modules.get((variant, 0))
+    return bundle.modules[key] if unsuffixed is None else unsuffixed
+
+
+def read_signature(file: Path) -> Signature:
+    """Read a module's signature.
+
+    Raises BundleError when the file is no StableHLO portable artifact, is newer than this jaxlib reads, has no
+    public `main`, has dynamic shapes, is partitioned over devices, or calls into anything but known libraries.
+    """
+    try:
+        size = file.stat().st_size
+        if size > MAX_MODULE_BYTES:
+            raise BundleError(f"{file.name}: holds {size} bytes; the limit is {MAX_MODULE_BYTES}")
+        blob = file.read_bytes()
+    except OSError as e:
+        raise BundleError(f"{file.name}: cannot be read: {e.strerror}") from e
+    problems = Problems()
+    try:
+        with parsed(blob) as module:
+            signature = _signature(module, file.name, problems)
+    except ValueError as e:
+        problems.add(file.name, "", str(e))
+        raise BundleError(problems.lines) from None
+    problems.raise_if_any()
+    return signature
+
+
+@contextlib.contextmanager
+def parsed(blob: bytes) -> Iterator[Any]:
+    """The MLIR module of an artifact, inside a context of its own. Raises ValueError, in one line, if it is none."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import chlo, sdy, stablehlo
+
+    found = artifact_version(blob)
+    known = stablehlo.get_current_version()
+    if found > tuple(int(part) for part in known.split(".")):
+        text = ".".join(map(str, found))
+        raise ValueError(
+            f"is StableHLO {text}, but this jaxlib reads up to {known}; update jax, or export for an older version"
+        )
+    context: Any = ir.Context()
+    for dialect in (stablehlo, chlo, sdy):
+        dialect.register_dialect(context)
+    diagnostics: list[str] = []
+
+    def note(diagnostic: Any) -> bool:
+        diagnostics.append(diagnostic.message.partition("\n")[0])
+        return True
+
+    handler = context.attach_diagnostic_handler(note)
+    try:
+        with context:
+            try:
+                module = stablehlo.deserialize_portable_artifact(context, blob)
+                if not module.operation.verify():
+                    raise ValueError("the verifier refuses it")
+            except Exception as e:  # noqa: BLE001 - MLIR's own error derives from it, and says little
+                why = "; ".join(diagnostics) or str(e)
+                raise ValueError(f"is not a valid StableHLO portable artifact: {why}") from None
+            yield module
+    finally:
+        handler.detach()
+
+
+def artifact_version(blob: bytes) -> tuple[int, int, int]:
+    """The StableHLO version that an artifact was written for. Raises ValueError if it is no such artifact."""
+    match = _ARTIFACT.match(blob)
+    if match is None:
+        raise ValueError(
+            "is not a StableHLO portable artifact; text and other MLIR bytecode are not accepted"
+        )
+    major, minor, patch = (int(part) for part in match.groups())
+    return major, minor, patch
+
+
+def _signature(module: Any, file: str, problems: Problems) -> Signature:
+    attributes = module.operation.attributes
+    for attribute in ("mhlo.num_partitions", "mhlo.num_replicas"):
+        if attribute in attributes and attributes[attribute].value != 1:
+            problems.add(file, attribute, f"is {attributes[attribute].value}; only 1 is supported")
+    _check_operations(module, file, problems)
+    functions = {op.sym_name.value: op for op in module.body.operations if op.operation.name == "func.func"}
+    main = functions.get("main")
+    if main is None:
+        problems.add(file, "", f"has no function 'main'; it has: {', '.join(functions) or 'none'}")
+        return Signature((), ())
+    visibility = main.sym_visibility
+    if visibility is not None and visibility.value != "public":
+        problems.add(file, "", f"its function 'main' is {visibility.value}, not public")
+    kind = main.function_type.value
+    inputs = [_value(t, f"argument {i}", file, problems) for i, t in enumerate(kind.inputs)]
+    outputs = [_value(t, f"result {i}", file, problems) for i, t in enumerate(kind.results)]
+    return Signature(tuple(v for v in inputs if v), tuple(v for v in outputs if v))
+
+
+def _value(kind: Any, key: str, file: str, problems: Problems) -> Value | None:
+    from jaxlib.mlir import ir
+
+    if not isinstance(kind, ir.RankedTensorType):
+        problems.add(file, key, f"is a {kind}; only tensors with a rank are supported")
+        return None
+    if not kind.has_static_shape:
+        problems.add(file, key, f"has the dynamic shape {kind}; export it for concrete shapes")
+        return None
+    try:
+        return dtypes.token_of_mlir(str(kind.element_type)), tuple(kind.shape)
+    except KeyError:
+        problems.add(file, key, f"has the element type {kind.element_type}, which the format has no name for")
+        return None
+
+
+def _check_operations(module: Any, file: str, problems: Problems) -> None:
+    from jaxlib.mlir import ir
+
+    def check(operation: Any) -> Any:
+        name = operation.name
+        dialect = name.partition(".")[0]
+        if dialect not in _DIALECTS:
+            problems.add(file, name, f"uses the dialect '{dialect}'; allowed: {' '.join(sorted(_DIALECTS))}")
+        elif name == "stablehlo.custom_call":
+            target = operation.attributes["call_target_name"].value
+            if not _CUSTOM_CALLS.fullmatch(target):
+                problems.add(
+                    file, f"custom_call {target}", "is not an allowed target; export without host callbacks"
+                )
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(check)
+
+
+def check_signatures(bundle: Bundle) -> dict[tuple[int, int], Signature]:
+    """Compare every module with the manifest and the weights.
+
+    Arguments must be the inputs in the manifest's order and then the weights in argument order, with equal types
+    and shapes; results must be the declared outputs by position. Results beyond those are allowed. Returns the
+    signatures by (variant, batch size); the size of an unsuffixed module is its own batch extent, or 1 when the
+    inputs have no batch axis. Raises BundleError with all problems.
+    """
+    problems = Problems()
+    signatures: dict[tuple[int, int], Signature] = {}
+    for (variant, size), file in sorted(bundle.modules.items()):
+        try:
+            signature = read_signature(file)
+        except BundleError as e:
+            problems.lines += e.problems
+            continue
+        if size == 0:
+            size = _own_size(bundle, signature)
+        _check_arguments(bundle, variant, size, signature, file.name, problems)
+        _check_results(bundle, size, signature, file.name, problems)
+        signatures[variant, size] = signature
+    problems.raise_if_any()
+    return signatures
+
+
+def _own_size(bundle: Bundle, signature: Signature) -> int:
+    for spec, (_, shape) in zip(bundle.manifest.inputs, signature.inputs, strict=False):
+        if spec.batch_axis is not None and spec.batch_axis < len(shape):
+            return shape[spec.batch_axis]
+    return 1
+
+
+def _check_arguments(
+    bundle: Bundle, variant: int, size: int, signature: Signature, file: str, problems: Problems
+) -> None:
+    specs = bundle.manifest.inputs
+    expected: list[tuple[str, Value]] = [
+        (f"input '{spec.name}'", (spec.dtype, bundle.input_shape(i, variant, size)))
+        for i, spec in enumerate(specs)
+    ]
+    expected += [(f"weight '{weight.name}'", (weight.dtype, weight.shape)) for weight in bundle.weights]
+    if len(signature.inputs) != len(expected):
+        problems.add(
+            file,
+            "",
+            f"main takes {len(signature.inputs)} arguments, but the manifest and the weights list {len(expected)}:"
+            f" {len(specs)} inputs and {len(bundle.weights)} weights; export it so that no unused argument is"
+            " dropped",
+        )
+        return
+    for i, ((key, wanted), found) in enumerate(zip(expected, signature.inputs, strict=True)):
+        if found != wanted:
+            problems.add(file, key, f"argument {i} of main is {_text(found)}, expected {_text(wanted)}")
+
+
+def _check_results(bundle: Bundle, size: int, signature: Signature, file: str, problems: Problems) -> None:
+    specs = bundle.manifest.outputs
+    if len(signature.outputs) < len(specs):
+        problems.add(
+            file, "", f"main returns {len(signature.outputs)} results, but the manifest lists {len(specs)}"
+        )
+    for i, (spec, found) in enumerate(zip(specs, signature.outputs, strict=False)):
+        if not _fits(spec, size, found):
+            dims = [size if axis == spec.batch_axis else d for axis, d in enumerate(spec.dims)]
+            wanted = f"{spec.dtype} [{', '.join('any' if d == -1 else str(d) for d in dims)}]"
+            problems.add(
+                file, f"output '{spec.name}'", f"result {i} of main is {_text(found)}, expected {wanted}"
+            )
+
+
+def _fits(spec: TensorSpec, size: int, found: Value) -> bool:
+    dtype, shape = found
+    if dtype != spec.dtype or len(shape) != len(spec.dims):
+        return False
+    return all(
+        extent == (size if axis == spec.batch_axis else dim)
+        for axis, (extent, dim) in enumerate(zip(shape, spec.dims, strict=True))
+        if dim != -1 or axis == spec.batch_axis
+    )
+
+
+def _text(value: Value) -> str:
+    return f"{value[0]} {list(value[1])}"
+
+
+def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
+    """Wrap a module so that jax runs it: `jax.jit(as_exported(blob, signature).call)(*inputs, *weights)`.
+
+    The call returns a tuple of all results. It runs on jax's default platform, whichever the module was lowered
+    for. With 64-bit element types the call, too, must happen while `jax_enable_x64` is on.
+    """
+    import jax
+    import jax.export
+    import jax.numpy as jnp
+
+    def structs(values: tuple[Value, ...]) -> list[jax.ShapeDtypeStruct]:
+        struct: Any = jax.ShapeDtypeStruct  # has no types
+        return [struct(shape, dtypes.numpy_dtype(token)) for token, shape in values]
+
+    with jax.enable_x64(True):
+        results = structs(signature.outputs)
+        # The public way to an Exported around foreign StableHLO: export a function of the same signature, and
+        # exchange its module.
+        template = jax.export.export(
+            jax.jit(lambda *_: tuple(jnp.zeros(r.shape, r.dtype) for r in results), keep_unused=True)
+        )(*structs(signature.inputs))
+    return dataclasses.replace(template, mlir_module_serialized=blob)

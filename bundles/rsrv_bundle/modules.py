@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -291,3 +292,54 @@ def as_exported(blob: bytes, signature: Signature) -> jax.export.Exported:
             jax.jit(lambda *_: tuple(jnp.zeros(r.shape, r.dtype) for r in results), keep_unused=True)
         )(*structs(signature.inputs))
     return dataclasses.replace(template, mlir_module_serialized=blob)
+
+
+@dataclass(frozen=True, slots=True)
+class Stripped:
+    """An artifact without debug locations, and what the exporter wants to know about it."""
+
+    blob: bytes
+    #: (bytes, MLIR type) of every constant that is not one value repeated, largest first.
+    constants: tuple[tuple[int, str], ...]
+
+
+def strip_locations(blob: bytes) -> Stripped:
+    """Remove the debug locations of an artifact, at the version it was written for.
+
+    They hold the paths and line numbers of the exporting program, which are nobody's business and would give equal
+    modules different digests. Raises ValueError if `blob` is no artifact.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    version = ".".join(map(str, artifact_version(blob)))
+    constants: list[tuple[int, str]] = []
+    with parsed(blob) as module:
+        unknown = ir.Location.unknown()
+
+        def strip(operation: Any) -> None:
+            if operation.name == "stablehlo.constant":
+                value = operation.attributes["value"]
+                if not getattr(value, "is_splat", False):
+                    constants.append((_constant_bytes(value.type), str(value.type)))
+            operation.location = unknown
+            for region in operation.regions:
+                for block in region.blocks:
+                    for argument in block.arguments:
+                        argument.set_location(unknown)
+                    for inner in block.operations:
+                        strip(inner.operation)
+
+        strip(module.operation)
+        # Sharding attributes are of another dialect; jax writes them for library calls.
+        stripped = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
+    return Stripped(stripped, tuple(sorted(constants, reverse=True)))
+
+
+def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type
+    try:
+        itemsize = dtypes.itemsize(dtypes.token_of_mlir(str(kind.element_type)))
+    except KeyError:
+        itemsize = 8
+    count: int = math.prod(kind.shape)
+    return itemsize * count

@@ -1,0 +1,263 @@
+"""Exporting a JAX function and its parameters as a bundle of format 3.0, and proving that the bundle agrees."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from rsrv_bundle import provenance, writer
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.interface import Inputs, Value, plan_inputs, plan_outputs, value_of
+from rsrv_bundle.modules import Stripped, artifact_version, strip_locations
+from rsrv_bundle.numerics import TOLERANCE, compare
+from rsrv_bundle.reader import HOOKS_FILE, read_bundle
+from rsrv_bundle.spec import Bundle, TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+
+def export_bundle(
+    fn: Callable[..., Any],
+    params: Any,
+    example_inputs: Mapping[str, Any],
+    *,
+    batch_sizes: Sequence[int],
+    out_dir: str | os.PathLike[str],
+    batch_axis: int | Mapping[str, int] | None = 0,
+    axes: Mapping[str, str] | None = None,
+    input_shapes: Sequence[Mapping[str, int]] = (),
+    output_names: Sequence[str] | None = None,
+    hooks: Path | str | None = None,
+    client_inputs: Sequence[Mapping[str, Any]] | None = None,
+    client_outputs: Sequence[Mapping[str, Any]] | None = None,
+    description: str = "",
+    platform: str = "cpu",
+    exported_at: str | None = None,
+    max_constant_bytes: int = 2**20,
+    tolerance: Mapping[str, float] | None = None,
+    overwrite: bool = False,
+) -> Bundle:
+    """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
+
+    fn: any function that jax.jit takes. It gets its inputs by name, so a swapped pair cannot go unnoticed, and
+        returns a mapping of arrays, a tuple of arrays (give `output_names`), or one array (named `output`, or by
+        `output_names`).
+    params: pytree of arrays, the weights. Their names are their paths in the tree, joined by "/".
+    example_inputs: input name -> array or jax.ShapeDtypeStruct. The order is the manifest's; the extents of batch
+        and variable axes do not matter.
+    batch_sizes: sizes to compile, in rows; empty for a function without a batch axis.
+    out_dir: the bundle's directory; its last part is the model's name.
+    batch_axis: of every input, or by input name (0 where a name is missing), or None: no input has one.
+    axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. Inputs
+        named here do not look at `batch_axis`; other tensors get letters by themselves.
+    input_shapes: variants, as the manifest writes them: for each, letter -> size of the axes that vary.
+    hooks: a file to copy (Path) or the text (str) of model.py.
+    client_inputs, client_outputs: what clients see if the hooks change it, entries as the manifest writes them.
+    platform: what to lower for: cpu, cuda, rocm or tpu.
+    exported_at: a date for the provenance; without it, equal exports give equal bytes.
+    max_constant_bytes: limit on the constants inside one module. Arrays that `fn` captures become constants,
+        which no two batch sizes share.
+    tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
+        entries of `numerics.TOLERANCE`.
+    overwrite: replace a bundle that is there. Without it that is an error.
+
+    Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
+    `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
+    all checks pass. Raises BundleError for whatever cannot be exported or disagrees, FileExistsError.
+    """
+    target = Path(os.path.abspath(out_dir))
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    names, leaves, tree = _flatten(params)
+    examples = {name: _example(name, value) for name, value in example_inputs.items()}
+    inputs = plan_inputs(
+        examples, batch_sizes=batch_sizes, batch_axis=batch_axis, axes=axes or {}, input_shapes=input_shapes
+    )
+    function = _Flat(fn, tuple(examples), tree, output_names)
+
+    def structs(variant: int, size: int) -> list[Any]:
+        struct: Any = jax.ShapeDtypeStruct
+        tokens = [
+            (spec.dtype, shape)
+            for spec, shape in zip(inputs.specs, inputs.shapes(variant, size), strict=True)
+        ]
+        return [
+            *(struct(shape, _dtype(token)) for token, shape in tokens),
+            *(struct(leaf.shape, leaf.dtype) for leaf in leaves),
+        ]
+
+    def outputs_at(variant: int, size: int) -> Mapping[str, Value]:
+        found = jax.eval_shape(function, *structs(variant, size))
+        return {
+            name: value_of(f"outputs: {name}", out.dtype, out.shape)
+            for name, out in zip(function.output_names, found, strict=True)
+        }
+
+    outputs = plan_outputs(inputs, axes or {}, outputs_at)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the last step is a rename; hidden, so that nobody takes it for a bundle.
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+        work = Path(scratch, target.name)
+        work.mkdir()
+        version = ""
+        for key in inputs.keys():  # noqa: SIM118 - not a mapping
+            module = _lower(function, structs(*key), platform, max_constant_bytes)
+            version = ".".join(map(str, artifact_version(module.blob)))
+            (work / _module_name(inputs, *key)).write_bytes(module.blob)
+        if leaves:
+            writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
+        document = _document(inputs, outputs, description, client_inputs, client_outputs)
+        document["provenance"] = provenance.collect(
+            fn, platform=platform, stablehlo=version, exported_at=exported_at
+        )
+        writer.write_manifest(work / "manifest.yaml", document)
+        if hooks is not None:
+            text = hooks if isinstance(hooks, str) else hooks.read_text(encoding="utf-8")
+            (work / HOOKS_FILE).write_text(text, encoding="utf-8")
+            check_hooks(work / HOOKS_FILE, "model")
+        written = read_bundle(work, digest=False)
+        if platform == jax.export.default_export_platform():
+            document["numerics"] = compare(written, function, leaves, {**TOLERANCE, **(tolerance or {})})
+            writer.write_manifest(work / "manifest.yaml", document)
+        _move(work, target, Path(scratch, "replaced"))
+    return read_bundle(target)
+
+
+class _Flat:
+    """`fn` with the calling convention of a module: inputs, then weights, all positional; a tuple of results."""
+
+    # jax takes a module's name from here; without it the name would hold this object's address.
+    __name__ = "main"
+
+    def __init__(
+        self, fn: Callable[..., Any], inputs: tuple[str, ...], tree: Any, output_names: Sequence[str] | None
+    ) -> None:
+        self.fn = fn
+        self.inputs = inputs
+        self.tree = tree
+        self.given = None if output_names is None else tuple(output_names)
+        #: Known after the first call.
+        self.output_names: tuple[str, ...] = ()
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        count = len(self.inputs)
+        params = jax.tree_util.tree_unflatten(self.tree, arguments[count:])
+        named = self._named(self.fn(params, **dict(zip(self.inputs, arguments[:count], strict=True))))
+        self.output_names = tuple(named)
+        return tuple(named.values())
+
+    def _named(self, result: Any) -> dict[str, Any]:
+        if isinstance(result, Mapping):
+            if self.given is not None and set(self.given) != set(result):
+                raise BundleError(
+                    f"outputs: fn returns {sorted(result)}, output_names says {sorted(self.given)}"
+                )
+            return {name: result[name] for name in self.given or result}
+        several = isinstance(result, tuple | list)
+        values = list(result) if several else [result]
+        names = self.given
+        if names is None:
+            if several:
+                raise BundleError("outputs: fn returns a tuple; name its parts with output_names")
+            names = ("output",)
+        if len(names) != len(values) or len(set(names)) != len(names):
+            raise BundleError(f"outputs: fn returns {len(values)} arrays, output_names are {list(names)}")
+        return dict(zip(names, values, strict=True))
+
+
+def _dtype(token: str) -> Any:
+    from rsrv_bundle.dtypes import numpy_dtype
+
+    return numpy_dtype(token)
+
+
+def _flatten(params: Any) -> tuple[list[str], list[Array], Any]:
+    """Names, arrays and structure of a parameter tree, in jax's own (sorted, so repeatable) order."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(params)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in paths]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BundleError(f"params: {', '.join(twice)}: two leaves have this path; rename one of the keys")
+    leaves = []
+    for name, (_, leaf) in zip(names, paths, strict=True):
+        if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
+            raise BundleError(f"params: {name}: is a {type(leaf).__name__}; make it an array")
+        _example(f"params: {name}", leaf)
+        leaves.append(np.asarray(leaf))
+    return names, leaves, tree
+
+
+def _example(name: str, value: Any) -> Value:
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise BundleError(f"{name}: is a {type(value).__name__}; give an array or a jax.ShapeDtypeStruct")
+    token, shape = value_of(name, value.dtype, value.shape)
+    if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+        raise BundleError(
+            f"{name}: is {token}, which jax narrows to 32 bits; call jax.config.update('jax_enable_x64', True) or"
+            " give a narrower array"
+        )
+    return token, shape
+
+
+def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_bytes: int) -> Stripped:
+    # keep_unused: an argument that vanishes would shift all those behind it.
+    exported = jax.export.export(jax.jit(function, keep_unused=True), platforms=[platform])(*structs)
+    module = strip_locations(bytes(exported.mlir_module_serialized))
+    total = sum(size for size, _ in module.constants)
+    if total > max_constant_bytes:
+        largest = ", ".join(kind for _, kind in module.constants[:3])
+        raise BundleError(
+            f"fn: captures {total} bytes of constants (largest: {largest}), the limit is {max_constant_bytes}; pass"
+            " these arrays as params, so that all batch sizes share one copy"
+        )
+    return module
+
+
+def _module_name(inputs: Inputs, variant: int, size: int) -> str:
+    prefix = f"model.v{variant}" if inputs.input_shapes else "model"
+    return f"{prefix}.b{size}.mlir" if inputs.batched else f"{prefix}.mlir"
+
+
+def _document(
+    inputs: Inputs,
+    outputs: Sequence[TensorSpec],
+    description: str,
+    client_inputs: Sequence[Mapping[str, Any]] | None,
+    client_outputs: Sequence[Mapping[str, Any]] | None,
+) -> dict[str, Any]:
+    document: dict[str, Any] = {"format_version": "3.0"}
+    if description:
+        document["description"] = description
+    document["executable_inputs"] = [writer.tensor_entry(spec) for spec in inputs.specs]
+    document["executable_outputs"] = [writer.tensor_entry(spec) for spec in outputs]
+    for section, entries in (("client_inputs", client_inputs), ("client_outputs", client_outputs)):
+        if entries is not None:
+            document[section] = [dict(entry) for entry in entries]
+    if inputs.batch_sizes:
+        document["batching"] = {"compiled_batch_sizes": list(inputs.batch_sizes)}
+    if inputs.input_shapes:
+        document["input_shapes"] = [dict(entry) for entry in inputs.input_shapes]
+    return document
+
+
+def _move(work: Path, target: Path, aside: Path) -> None:
+    """Put the finished directory in place. A reader sees the old bundle, for an instant none, then the new one."""
+    if target.is_symlink() or target.is_file():
+        raise BundleError(f"{target.name}: is no directory; remove it first")
+    if target.exists():
+        target.rename(aside)
+    try:
+        work.rename(target)
+    except OSError:
+        if aside.exists():
+            shutil.move(aside, target)
+        raise

@@ -1,0 +1,185 @@
+"""The interface of a function that is being exported: which axes are the batch, fixed or variable, and their letters.
+
+Shapes only; nothing here runs or compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.spec import TensorSpec
+
+#: Letters for axes that the caller did not name: all but the batch's own, n and b.
+_LETTERS = "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
+
+#: (element type token, shape)
+Value = tuple[str, tuple[int, ...]]
+#: (variant, batch size) -> the outputs, by name, for these input shapes.
+OutputsAt = Callable[[int, int], Mapping[str, Value]]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The executable inputs, and the sizes they are compiled for."""
+
+    specs: tuple[TensorSpec, ...]
+    #: As the manifest has them, letter -> size; empty without variants.
+    input_shapes: tuple[Mapping[str, int], ...]
+    #: Ascending; empty without a batch axis.
+    batch_sizes: tuple[int, ...]
+
+    @property
+    def batched(self) -> bool:
+        return any(spec.batch_axis is not None for spec in self.specs)
+
+    def keys(self) -> Iterator[tuple[int, int]]:
+        """Every (variant, batch size) to compile; size 1 stands for no batch axis."""
+        for variant in range(max(1, len(self.input_shapes))):
+            for size in self.batch_sizes or (1,):
+                yield variant, size
+
+    def shapes(self, variant: int, size: int) -> list[tuple[int, ...]]:
+        """The concrete shapes of all inputs."""
+        sizes = self.input_shapes[variant] if self.input_shapes else {}
+        return [
+            tuple(
+                size if axis == spec.batch_axis else sizes[letter] if dim == -1 else dim
+                for axis, (letter, dim) in enumerate(zip(spec.letters, spec.dims, strict=True))
+            )
+            for spec in self.specs
+        ]
+
+
+def plan_inputs(
+    examples: Mapping[str, Value],
+    *,
+    batch_sizes: Sequence[int],
+    batch_axis: int | Mapping[str, int] | None,
+    axes: Mapping[str, str],
+    input_shapes: Sequence[Mapping[str, int]],
+) -> Inputs:
+    """Derive the inputs' specs from example shapes. Raises BundleError, naming the input."""
+    variable = {letter for entry in input_shapes for letter in entry}
+    specs = []
+    for name, (dtype, shape) in examples.items():
+        letters = axes.get(name)
+        if letters is None:
+            axis = batch_axis.get(name, 0) if isinstance(batch_axis, Mapping) else batch_axis
+            # Letters that nobody wrote are nobody's variable axes.
+            specs.append(_spec(name, dtype, shape, _auto_letters(name, len(shape), axis), set()))
+        elif len(letters) != len(shape):
+            raise BundleError(f"axes: {name}: '{letters}' names {len(letters)} axes, the example has {shape}")
+        else:
+            specs.append(_spec(name, dtype, shape, letters, variable))
+    inputs = Inputs(
+        tuple(specs), tuple(dict(entry) for entry in input_shapes), tuple(sorted(set(batch_sizes)))
+    )
+    if inputs.batched and not inputs.batch_sizes:
+        raise BundleError("batch_sizes: is empty; give the sizes to compile, or batch_axis=None")
+    if not inputs.batched and inputs.batch_sizes:
+        raise BundleError("batch_sizes: no input has a batch axis, so it must be empty")
+    used = {letter for spec in specs for letter in axes.get(spec.name, "")}
+    if variable - used:
+        raise BundleError(
+            f"input_shapes: {', '.join(sorted(variable - used))}: no input has such an axis; name axes with axes="
+        )
+    return inputs
+
+
+def plan_outputs(inputs: Inputs, axes: Mapping[str, str], outputs_at: OutputsAt) -> tuple[TensorSpec, ...]:
+    """Derive the outputs' specs by comparing their shapes across batch sizes and variants.
+
+    Raises BundleError when an axis is neither fixed, nor the batch, nor decided by the variant alone.
+    """
+    keys = list(inputs.keys())
+    seen = {key: outputs_at(*key) for key in keys}
+    probes = dict(seen)
+    if len(inputs.batch_sizes) == 1:
+        # One size cannot tell a batch axis from a fixed one that happens to be as long.
+        other = inputs.batch_sizes[0] + 1
+        try:
+            probes.update({(variant, other): outputs_at(variant, other) for variant, _ in keys})
+        except Exception as e:
+            raise BundleError(
+                f"batch_sizes: with one size the outputs' batch axes are found by tracing size {other}, which fails"
+                f" ({type(e).__name__}); give a second size"
+            ) from e
+    first = seen[keys[0]]
+    return tuple(
+        _output_spec(name, {key: at[name] for key, at in probes.items()}, inputs, axes.get(name))
+        for name in first
+    )
+
+
+def _output_spec(
+    name: str, values: Mapping[tuple[int, int], Value], inputs: Inputs, letters: str | None
+) -> TensorSpec:
+    (dtype, shape), *_ = values.values()
+    if len({len(at[1]) for at in values.values()}) > 1:
+        raise BundleError(f"outputs: {name}: its rank depends on the input shapes")
+    dims: list[int] = []
+    batch: list[int] = []
+    for axis in range(len(shape)):
+        by_size = [(size, at[1][axis]) for (_, size), at in values.items()]
+        extents = {extent for _, extent in by_size}
+        if inputs.batched and all(size == extent for size, extent in by_size):
+            batch.append(axis)
+            dims.append(-1)
+        elif len(extents) == 1:
+            dims.append(extents.pop())
+        elif len({(variant, at[1][axis]) for (variant, _), at in values.items()}) == len(
+            {variant for variant, _ in values}
+        ):
+            dims.append(-1)
+        else:
+            raise BundleError(
+                f"outputs: {name}: axis {axis} changes with the batch size but is not equal to it; "
+                "only whole rows can be cut apart"
+            )
+    if inputs.batched and len(batch) != 1:
+        raise BundleError(
+            f"outputs: {name}: has {len(batch)} axes that grow with the batch, needs one; "
+            "the rows of a batch are different requests"
+        )
+    batch_axis = batch[0] if batch else None
+    if letters is None:
+        letters = _auto_letters(name, len(dims), batch_axis)
+    elif len(letters) != len(dims) or [i for i, letter in enumerate(letters) if letter in "nb"] != batch:
+        raise BundleError(
+            f"axes: {name}: '{letters}' does not fit the output's shape {shape}, batch axis {axis}"
+        )
+    return TensorSpec(name, dtype, tuple(dims), batch_axis, letters)
+
+
+def _spec(name: str, dtype: str, shape: tuple[int, ...], letters: str, variable: set[str]) -> TensorSpec:
+    batch = [i for i, letter in enumerate(letters) if letter in "nb"]
+    axis = batch[0] if batch else None
+    dims = tuple(
+        -1 if i == axis or letter in variable else extent
+        for i, (letter, extent) in enumerate(zip(letters, shape, strict=True))
+    )
+    return TensorSpec(name, dtype, dims, axis, letters)
+
+
+def _auto_letters(name: str, rank: int, batch_axis: int | None) -> str:
+    if rank > len(_LETTERS):
+        raise BundleError(f"{name}: has {rank} axes; at most {len(_LETTERS)} can be named")
+    letters = list(_LETTERS[: rank if batch_axis is None else rank - 1])
+    if batch_axis is not None:
+        if not 0 <= batch_axis < rank:
+            raise BundleError(f"{name}: has {rank} axes, so axis {batch_axis} cannot be its batch axis")
+        letters.insert(batch_axis, "n")
+    return "".join(letters)
+
+
+def value_of(name: str, dtype: Any, shape: Sequence[int]) -> Value:
+    """The token and shape of an array-like. Raises BundleError for an element type that the format lacks."""
+    try:
+        token = dtypes.token_of(dtype)
+    except (KeyError, TypeError):
+        raise BundleError(f"{name}: has the element type {dtype}, which the format has no name for") from None
+    return token, tuple(int(extent) for extent in shape)

@@ -1,0 +1,68 @@
+"""Writing the parts of a format 3.0 bundle that need no compiler."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.spec import TensorSpec
+
+
+def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a manifest, keys in the order of `document`. Equal documents give equal bytes."""
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = None
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.width = 110
+    text = io.StringIO()
+    yaml.dump(dict(document), text)
+    path.write_text(text.getvalue(), encoding="utf-8")
+
+
+def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
+    """A tensor as a 3.0 manifest writes it."""
+    dims = {
+        letter: size
+        for axis, (letter, size) in enumerate(zip(spec.letters, spec.dims, strict=True))
+        if axis != spec.batch_axis
+    }
+    return {"name": spec.name, "dtype": spec.dtype, "shape": spec.letters, "dims": dims}
+
+
+def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]]) -> None:
+    """Write weights, given in argument order, as a safetensors file; tensors row-major with their own shapes.
+
+    Written here and not by the safetensors library because its writers differ between versions and take every
+    tensor as bytes in memory; its reader checks the result whenever a bundle is read. Raises KeyError for an
+    element type that the format lacks.
+    """
+    # Wide elements first: with the header a multiple of 8 bytes long, every element is then aligned.
+    stored = sorted(weights, key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, Any] = {
+        "__metadata__": {"argument_order": json.dumps([name for name, _ in weights])},
+    }
+    position = 0
+    for name, array in stored:
+        header[name] = {
+            "dtype": dtypes.safetensors_tag(dtypes.token_of(array.dtype)),
+            "shape": list(array.shape),
+            "data_offsets": [position, position + array.nbytes],
+        }
+        position += array.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for _, array in stored:
+            # As bytes: numpy writes ml_dtypes only through a view, and 0-d arrays have no buffer of one axis.
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

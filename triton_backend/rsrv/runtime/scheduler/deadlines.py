@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from rsrv.runtime.scheduler.waiting import Entry
+from rsrv.runtime.scheduler.waiting import Entry, Lane
 
 #: below this many the heap is never cleaned.
 _SMALL = 64
@@ -33,13 +33,16 @@ class Deadlines:
             self._heap = [item for item in self._heap if item[2].lane is not None]
             heapify(self._heap)
 
-    def due(self, now: float) -> Iterator[Entry]:
-        """The queued requests whose deadline is `now` or earlier, soonest first. They leave the heap."""
+    def due(self, now: float) -> Iterator[tuple[Entry, Lane]]:
+        """The queued requests whose deadline is `now` or earlier, soonest first, and where they wait.
+
+        They leave the heap; the caller takes them out of their lanes.
+        """
         heap = self._heap
         while heap and heap[0][0] <= now:
             entry = heappop(heap)[2]
             if entry.lane is not None:
-                yield entry
+                yield entry, entry.lane
 
     def next(self) -> float | None:
         """The soonest deadline of a queued request."""

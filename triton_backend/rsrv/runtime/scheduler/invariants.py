@@ -85,19 +85,26 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     executing = [request for running in scheduler._running.values() for request in running.execute.requests]
     ids = [entry.request.id for entry in queued] + executing
     _require(len(ids) == len(set(ids)), "a request is in two places (1)")
-    _require(set(ids) == set(scheduler._live), "requests in flight are not those queued or executing (1)")
-    _require(len(queued) == scheduler._queued, f"{scheduler._queued} counted as queued, {len(queued)} wait")
-    for request in executing:
-        _require(scheduler._live[request].lane is None, f"request {request} executes and waits (1)")
-
-    ended = scheduler._departed.total() + sum(state.counts.total() for state in states)
     _require(
-        scheduler._arrived == ended + len(ids),
-        f"{scheduler._arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
+        set(ids) == set(scheduler._queues.live), "requests in flight are not those queued or executing (1)"
+    )
+    _require(
+        len(queued) == scheduler._queues.queued,
+        f"{scheduler._queues.queued} counted as queued, {len(queued)} wait",
+    )
+    for request in executing:
+        _require(scheduler._queues.live[request].lane is None, f"request {request} executes and waits (1)")
+
+    ended = scheduler._queues.departed.total() + sum(state.counts.total() for state in states)
+    _require(
+        scheduler._queues.arrived == ended + len(ids),
+        f"{scheduler._queues.arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
     )
 
     dated = {entry for entry in queued if entry.request.deadline is not None}
-    _require(dated == set(scheduler._deadlines.entries()), "deadlines are not those of queued requests (4)")
+    _require(
+        dated == set(scheduler._queues.deadlines.entries()), "deadlines are not those of queued requests (4)"
+    )
     soonest = scheduler.next_wakeup()
     _require(soonest is None or soonest > scheduler._now, "a queued request is due (4)")
 
@@ -125,7 +132,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
 def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
     held = sum(state.holding.bytes for state in states if state.holding.residency is not Residency.ABSENT)
     _require(scheduler._weights.bytes == held, f"{scheduler._weights.bytes} bytes counted, {held} held (8)")
-    _require(not scheduler._touched, "an event left work undone")
+    _require(not scheduler._queues.touched, "an event left work undone")
     for state in states:
         before = (state.front, state.place, state.backlog_seconds, state.turn_seconds)
         state.recount()

@@ -3,10 +3,26 @@
 from collections import deque
 from collections.abc import Sequence
 
-from rsrv.runtime.scheduler.events import EvictWeights, Execute, LoadWeights
+from rsrv.runtime.scheduler.events import (
+    EvictWeights,
+    Execute,
+    ExecutionFinished,
+    LoadFailed,
+    LoadWeights,
+    WeightsLoaded,
+)
 
-#: what a line is about: an instruction as it was given, ids of requests, or text.
-Subject = Execute | LoadWeights | EvictWeights | Sequence[int] | str
+#: what a line is about: an instruction or an event as it was given, ids of requests, or text.
+Subject = (
+    Execute
+    | ExecutionFinished
+    | LoadWeights
+    | WeightsLoaded
+    | LoadFailed
+    | EvictWeights
+    | Sequence[int]
+    | str
+)
 
 #: more ids than this are abbreviated in a line.
 _IDS = 16
@@ -38,6 +54,13 @@ def _details(subject: Subject) -> str:
                 f"dispatch={subject.dispatch} variant={subject.variant} size={subject.size}"
                 f" rows={subject.rows} requests={_ids(subject.requests)}"
             )
+        case ExecutionFinished():
+            error = "" if subject.error is None else f" error={subject.error}"
+            return f"dispatch={subject.dispatch} seconds={subject.seconds:.6f}{error}"
+        case WeightsLoaded():
+            return f"epoch={subject.epoch} seconds={subject.seconds:.6f}"
+        case LoadFailed():
+            return f"epoch={subject.epoch} error={subject.error}"
         case LoadWeights() | EvictWeights():
             return f"epoch={subject.epoch}"
         case _:

@@ -1,0 +1,189 @@
+"""All requests in flight: how they enter the queues, and every way out of them but an answer.
+
+Requests leave a queue by being taken for an execution, by expiring, by being cancelled, or together with
+their model's load or life. Each way is one method here, so each request is counted and ended once.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rsrv.runtime.scheduler.deadlines import Deadlines
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import Finish, Instruction, Outcome, Reason, Request
+from rsrv.runtime.scheduler.model import ModelState
+from rsrv.runtime.scheduler.snapshot import Counts
+from rsrv.runtime.scheduler.waiting import Entry, Lane
+
+
+class Queues:
+    """The lanes of all models, taken together."""
+
+    __slots__ = ("_models", "arrived", "deadlines", "departed", "live", "queued", "touched")
+
+    def __init__(self, models: Mapping[str, ModelState]) -> None:
+        #: the scheduler's loaded models: read here, written there.
+        self._models = models
+        #: every request that arrived and has not finished, queued or executing.
+        self.live: dict[int, Entry] = {}
+        #: of those, how many wait.
+        self.queued = 0
+        #: requests that ever arrived; the latest one's sequence number.
+        self.arrived = 0
+        self.deadlines = Deadlines()
+        #: models of which something changed since the scheduler settled (a dictionary for its order).
+        self.touched: dict[ModelState, None] = {}
+        #: requests that ended without a model, or with one that is gone.
+        self.departed = Counts()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse arrivals that nobody could account for.
+
+        Raises:
+            CallerError: an id is in flight already or given twice, or a number of rows is negative.
+        """
+        ids = {request.id for request in requests}
+        if len(ids) != len(requests) or not ids.isdisjoint(self.live):
+            counts = Counter(request.id for request in requests)
+            twice = [request for request, count in counts.items() if count > 1 or request in self.live]
+            raise CallerError(f"ids that are in flight already, or twice in one event: {twice}")
+        for request in requests:
+            if request.rows < 0:
+                raise CallerError(f"request {request.id} has {request.rows} rows")
+
+    def arrive(
+        self, requests: Sequence[Request], now: float, out: list[Instruction]
+    ) -> dict[ModelState, list[int]]:
+        """Queue or end each request, by the first of these that is true:
+
+        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline
+        passed, (5) queue full; else it waits.
+
+        Returns:
+            Those of (5), by model: they have to be ended by `refuse_full`, when it is known when to retry.
+        """
+        # Requests that are due give up their places first.
+        self.expire(now, out)
+        models, live, deadlines, sequence = self._models, self.live, self.deadlines, self.arrived
+        self.arrived += len(requests)
+        queued: dict[ModelState, list[int]] = {}
+        full: dict[ModelState, list[int]] = {}
+        for request in requests:
+            sequence += 1
+            model = models.get(request.model)
+            if model is None:  # (1)
+                self.departed.refuse(Reason.UNKNOWN_MODEL)
+                out.append(Finish(request.id, Outcome.REFUSED, Reason.UNKNOWN_MODEL))
+                continue
+            lane = model.lanes.get(request.variant)
+            if lane is None:  # (2)
+                _refuse(model, (request.id,), Reason.UNKNOWN_VARIANT, None, now, out)
+                continue
+            if request.rows > lane.costs.capacities[-1]:  # (3)
+                _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
+                continue
+            deadline = request.deadline
+            if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
+                model.counts.expired += 1
+                model.story.add(now, "expired on arrival", (request.id,))
+                out.append(Finish(request.id, Outcome.EXPIRED))
+                continue
+            if model.queued >= model.program.max_queue_depth:  # (5)
+                full.setdefault(model, []).append(request.id)
+                continue
+            live[request.id] = entry = Entry(request, sequence, lane)
+            lane.push(entry)
+            model.queued += 1
+            if deadline is not None:
+                deadlines.push(entry, deadline)
+            ids = queued.get(model)
+            if ids is None:
+                queued[model] = ids = []
+            ids.append(request.id)
+        for model, ids in queued.items():
+            self.queued += len(ids)
+            self.touched[model] = None
+            model.story.add(now, "arrived", ids)
+        deadlines.clean(self.queued)
+        return full
+
+    def refuse_full(
+        self,
+        full: Mapping[ModelState, Sequence[int]],
+        retry_after: float,
+        now: float,
+        out: list[Instruction],
+    ) -> None:
+        """End the requests that found no place."""
+        for model, ids in full.items():
+            _refuse(model, ids, Reason.QUEUE_FULL, retry_after, now, out)
+
+    def cancel(self, requests: Sequence[int], now: float, out: list[Instruction]) -> None:
+        """End those that wait. An execution is never interrupted: those that execute will be answered."""
+        for request in requests:
+            entry = self.live.get(request)
+            if entry is not None and entry.lane is not None:
+                model = self._withdraw(entry, entry.lane)
+                model.counts.cancelled += 1
+                model.story.add(now, "cancelled", (request,))
+                out.append(Finish(request, Outcome.CANCELLED))
+
+    def expire(self, now: float, out: list[Instruction]) -> None:
+        """End those that wait and whose deadline is `now` or earlier."""
+        for entry, lane in self.deadlines.due(now):
+            model = self._withdraw(entry, lane)
+            model.counts.expired += 1
+            model.story.add(now, "expired", (entry.request.id,))
+            out.append(Finish(entry.request.id, Outcome.EXPIRED))
+
+    def unload(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        """End all of a removed model that wait."""
+        _refuse(model, self._withdraw_all(model), Reason.UNLOADED, None, now, out)
+
+    def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
+        """End all of a model that wait, because its weights did not come."""
+        ids = self._withdraw_all(model)
+        model.counts.failed += len(ids)
+        out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
+
+    def take(self, model: ModelState, lane: Lane, count: int) -> tuple[int, ...]:
+        """Take the first `count` of a lane for an execution: in flight still, but not queued."""
+        self.queued -= count
+        self.touched[model] = None
+        return lane.take(count)
+
+    def forget(self, requests: Sequence[int]) -> None:
+        """They executed, and were ended by the scheduler."""
+        live = self.live
+        for request in requests:
+            del live[request]
+
+    def _withdraw(self, entry: Entry, lane: Lane) -> ModelState:
+        lane.remove(entry)
+        del self.live[entry.request.id]
+        self.queued -= 1
+        model = self._models[entry.request.model]
+        model.queued -= 1
+        self.touched[model] = None
+        return model
+
+    def _withdraw_all(self, model: ModelState) -> list[int]:
+        """Their ids, in order of arrival."""
+        waiting = [(entry, lane) for lane in model.lanes.values() for entry in lane.entries()]
+        waiting.sort(key=lambda item: item[0].sequence)
+        for entry, lane in waiting:
+            self._withdraw(entry, lane)
+        return [entry.request.id for entry, _ in waiting]
+
+
+def _refuse(
+    model: ModelState,
+    ids: Sequence[int],
+    reason: Reason,
+    retry_after: float | None,
+    now: float,
+    out: list[Instruction],
+) -> None:
+    if ids:
+        model.counts.refuse(reason, len(ids))
+        model.story.add(now, f"refused {reason.value}", ids)
+        out.extend([Finish(request, Outcome.REFUSED, reason, retry_after) for request in ids])

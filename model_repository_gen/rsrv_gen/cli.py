@@ -59,8 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "--link",
         choices=("hard", "copy", "symlink"),
         default="hard",
-        help="how the bundles' files come into GEN (default: hard, and a copy where that can't be). "
-        "With hard, never rewrite a bundle's file in place: write a new file and rename it",
+        help="how the bundles' files come into GEN. hard (default): large ones are shared, or copied where that can't "
+        "be; never rewrite such a file in place, but write a new one and rename it. copy: nothing is shared. "
+        "symlink: one link to the bundle, for development",
     )
     parser.add_argument(
         "--prune",

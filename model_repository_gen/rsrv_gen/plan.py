@@ -19,9 +19,9 @@ MODEL_PY = b"""from rsrv.stub.model import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 """
 
-#: How bundle files come into the repository. `hard` costs no space and survives the removal of the bundle; `copy`
-#: is for a repository that shall not share anything with the bundles; `symlink` is one link to the whole bundle,
-#: so that what happens to the bundle happens to the model, at once and half done.
+#: How a bundle's files come into the repository. `hard` shares the large files, which costs no space and survives the
+#: removal of the bundle, and copies the small ones; `copy` is for a repository that shall share nothing with the
+#: bundles; `symlink` is one link to the whole bundle: what happens to the bundle happens to the model, half done too.
 LinkMode = Literal["hard", "copy", "symlink"]
 
 

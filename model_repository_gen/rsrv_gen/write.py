@@ -21,6 +21,9 @@ from pathlib import Path, PurePosixPath
 from rsrv_gen.config import MARK
 from rsrv_gen.plan import CONFIG_FILE, Content, LinkMode, ModelPlan, SourceFile, SourceFolder
 
+#: Smaller files are always copied: a manifest that is edited in place must not change the served model under it.
+LINK_BYTES = 2**20
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -66,7 +69,7 @@ def _is_equal(target: Path, content: Content, mode: LinkMode) -> bool:
             return False
         case SourceFile(source):
             if os.path.samefile(source, target):
-                return mode != "copy"
+                return _may_link(source, mode)
             return filecmp.cmp(source, target, shallow=False)
         case bytes():
             return target.read_bytes() == content
@@ -122,7 +125,7 @@ class RepositoryWriter:
             case SourceFile(source):
                 # A bundle may hold links to its own files; here they become the files.
                 source = source.resolve()
-                if self._mode != "hard" or not _hard_link(source, target):
+                if not (_may_link(source, self._mode) and _hard_link(source, target)):
                     shutil.copy2(source, target)
 
 
@@ -148,6 +151,11 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
             shutil.rmtree(aside, ignore_errors=True)
     finally:
         os.close(handle)
+
+
+def _may_link(source: Path, mode: LinkMode) -> bool:
+    """Whether the file shall be shared with the bundle rather than copied."""
+    return mode == "hard" and source.stat().st_size >= LINK_BYTES
 
 
 def _hard_link(source: Path, target: Path) -> bool:

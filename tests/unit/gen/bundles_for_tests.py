@@ -1,0 +1,72 @@
+"""Bundles for the generator's tests, as data and as directories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rsrv_bundle import Bundle, Manifest, TensorSpec
+
+MANIFEST = """\
+format_version: "3.0"
+executable_inputs:
+  - {name: x, dtype: f32, shape: nc, dims: {c: 4}}
+executable_outputs:
+  - {name: y, dtype: f32, shape: nc, dims: {c: 2}}
+batching: {compiled_batch_sizes: [1, 8]}
+"""
+
+
+def spec(name: str, letters: str, dtype: str = "f32", **dims: int) -> TensorSpec:
+    """A tensor; `n` among the letters is the batch axis, letters without a size are variable axes."""
+    return TensorSpec(
+        name=name,
+        dtype=dtype,
+        dims=tuple(dims.get(letter, -1) for letter in letters),
+        batch_axis=letters.index("n") if "n" in letters else None,
+        letters=letters,
+    )
+
+
+def bundle(
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    *,
+    sizes: Sequence[int] = (1, 8),
+    input_shapes: Sequence[tuple[int, ...]] = (),
+    client_inputs: Sequence[TensorSpec] | None = None,
+) -> Bundle:
+    """A bundle as the reader would return it, without a directory behind it."""
+    manifest = Manifest(
+        format_version="3.0",
+        description="",
+        kind="model",
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        client_inputs=None if client_inputs is None else tuple(client_inputs),
+        client_outputs=None,
+        compiled_batch_sizes=tuple(sizes),
+        input_shapes=tuple(input_shapes),
+        meta_calls=(),
+        provenance={},
+        numerics={},
+    )
+    return Bundle(
+        name="toy",
+        path=Path("/bundles/toy"),
+        manifest=manifest,
+        hooks=None,
+        modules={},
+        weights_file=None,
+        weights=(),
+        digest="",
+    )
+
+
+def write_bundle(folder: Path, module: str = "not looked into") -> Path:
+    """A directory that reads as a bundle."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.yaml").write_text(MANIFEST)
+    for size in (1, 8):
+        (folder / f"model.b{size}.mlir").write_text(f"{module} {size}")
+    return folder

@@ -1,0 +1,277 @@
+"""rsrv-gen on real directories: what it writes, touches, keeps and refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+
+from rsrv_gen import write
+from rsrv_gen.cli import main
+from rsrv_gen.config import MARK
+from tests.unit.gen.bundles_for_tests import write_bundle
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """A directory with the bundles `one` and `two`."""
+    for name in ("one", "two"):
+        write_bundle(tmp_path / "bundles" / name)
+    return tmp_path / "bundles"
+
+
+@pytest.fixture
+def gen(tmp_path: Path) -> Path:
+    """Where the repository goes; it does not exist yet."""
+    return tmp_path / "gen"
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every path below: its inode and when it was modified."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def run(*arguments: str | Path) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The first two words of each line of progress."""
+    return [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_model_directory_is_all_that_triton_needs(bundles: Path, gen: Path) -> None:
+    """The configuration, a model.py that leads to rsrv, the bundle, and no place for compiled Python files."""
+    assert run(bundles, "-o", gen) == 0
+    files = sorted(str(path.relative_to(gen)) for path in gen.rglob("*") if path.is_file())
+    of_one = ["config.pbtxt", "1/model.py", "1/__pycache__"]
+    of_one += [f"1/bundle/{name}" for name in ("manifest.yaml", "model.b1.mlir", "model.b8.mlir")]
+    assert [name for name in files if name.startswith("one/")] == sorted(f"one/{name}" for name in of_one)
+    assert "rsrv.stub.model" in (gen / "one/1/model.py").read_text()
+    assert (gen / "one/1/__pycache__").read_bytes() == b""
+    assert (gen / "rsrv.yaml").is_file()
+    # Nothing is left beside the repository.
+    assert sorted(path.name for path in gen.parent.iterdir()) == ["bundles", "gen"]
+
+
+def test_python_keeps_no_compiled_files_of_hooks_either(bundles: Path, gen: Path) -> None:
+    """Where the bundle has Python code, its folder is closed to compiled files as well; its old ones stay out."""
+    (bundles / "one" / "model.py").write_text("def preprocess(inputs): return inputs\n")
+    (bundles / "one" / "__pycache__").mkdir()
+    (bundles / "one" / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"old")
+    assert run(bundles, "-o", gen) == 0
+    assert (gen / "one/1/bundle/__pycache__").is_file()
+    assert not (gen / "two/1/bundle/__pycache__").exists()
+
+
+def test_a_second_run_touches_nothing(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unchanged models keep their very files, so that a polling Triton reloads nothing."""
+    run(bundles, "-o", gen)
+    before = tree(gen)
+    capsys.readouterr()
+    assert run(bundles, "-o", gen) == 0
+    assert tree(gen) == before
+    assert lines(capsys) == [["unchanged", name] for name in ("one", "two", "rsrv.yaml")]
+
+
+@pytest.mark.parametrize("link", ["hard", "copy"])
+def test_only_the_changed_model_is_written(
+    bundles: Path, gen: Path, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new file in one bundle, of the same size and age, replaces this model and no other."""
+    run(bundles, "-o", gen, "--link", link)
+    untouched = tree(gen / "two")
+    module = bundles / "one" / "model.b8.mlir"
+    age = module.stat()
+    new = module.with_name("new")
+    new.write_text(module.read_text().replace("8", "9"))
+    os.utime(new, ns=(age.st_atime_ns, age.st_mtime_ns))
+    new.replace(module)
+    capsys.readouterr()
+    assert run(bundles, "-o", gen, "--link", link) == 0
+    assert lines(capsys)[:2] == [["changed", "one"], ["unchanged", "two"]]
+    assert (gen / "one/1/bundle/model.b8.mlir").read_text() == module.read_text()
+    assert tree(gen / "two") == untouched
+
+
+def test_a_file_that_left_the_bundle_leaves_the_model(bundles: Path, gen: Path) -> None:
+    """The directory holds what is planned and nothing else."""
+    extra = bundles / "one" / "labels.txt"
+    extra.write_text("a\nb\n")
+    run(bundles, "-o", gen)
+    assert (gen / "one/1/bundle/labels.txt").is_file()
+    extra.unlink()
+    assert run(bundles, "-o", gen) == 0
+    assert not (gen / "one/1/bundle/labels.txt").exists()
+
+
+def test_files_are_linked_copied_or_the_whole_bundle_is(bundles: Path, tmp_path: Path) -> None:
+    """The three ways that a bundle's files come into the repository."""
+    source = bundles / "one" / "model.b1.mlir"
+    source.write_bytes(bytes(write.LINK_BYTES))
+    for mode in ("hard", "copy", "symlink"):
+        assert run(bundles, "-o", tmp_path / mode, "--link", mode) == 0
+        target = tmp_path / mode / "one/1/bundle/model.b1.mlir"
+        assert target.read_bytes() == source.read_bytes()
+        assert target.samefile(source) == (mode != "copy")
+        assert run(bundles, "-o", tmp_path / mode, "--link", mode, "--check") == 0
+    assert (tmp_path / "symlink/one/1/bundle").readlink() == bundles / "one"
+    # Another mode is a change, except from a hard link to what it falls back to.
+    assert run(bundles, "-o", tmp_path / "hard", "--link", "copy", "--check") == 1
+    assert run(bundles, "-o", tmp_path / "copy", "--link", "hard", "--check") == 0
+    assert run(bundles, "-o", tmp_path / "symlink", "--link", "hard", "--check") == 1
+
+
+def test_an_edit_in_the_bundle_reaches_the_model_only_through_rsrv_gen(bundles: Path, gen: Path) -> None:
+    """Small files are never shared, so an editor that writes in place does not change a served model."""
+    run(bundles, "-o", gen)
+    with (bundles / "one" / "manifest.yaml").open("a") as manifest:
+        manifest.write("# edited\n")
+    assert "edited" not in (gen / "one/1/bundle/manifest.yaml").read_text()
+    assert run(bundles, "-o", gen) == 0
+    assert "edited" in (gen / "one/1/bundle/manifest.yaml").read_text()
+
+
+def test_without_hard_links_files_are_copied(
+    bundles: Path, gen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that can't link gets copies, and the next run finds nothing to do."""
+    (bundles / "one" / "model.b1.mlir").write_bytes(bytes(write.LINK_BYTES))
+    monkeypatch.setattr(write, "_hard_link", lambda source, target: False)
+    assert run(bundles, "-o", gen) == 0
+    assert not (gen / "one/1/bundle/model.b1.mlir").samefile(bundles / "one" / "model.b1.mlir")
+    assert run(bundles, "-o", gen, "--check") == 0
+
+
+def test_check_writes_nothing_and_tells(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--check fails as long as there is something to do, and never does it."""
+    assert run(bundles, "-o", gen, "--check") == 1
+    assert not gen.exists()
+    assert lines(capsys) == [["new", name] for name in ("one", "two", "rsrv.yaml")]
+    run(bundles, "-o", gen)
+    assert run(bundles, "-o", gen, "--check") == 0
+
+
+def test_a_broken_bundle_is_named_and_the_others_are_written(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its problems go to stderr, the run fails, and a version written earlier serves on, even with --prune."""
+    run(bundles, "-o", gen)
+    before = tree(gen / "one")
+    (bundles / "one" / "manifest.yaml").write_text('format_version: "3.0"\nsurprise: 1\n')
+    write_bundle(bundles / "three")
+    assert run(bundles, "-o", gen, "--prune") == 1
+    errors = capsys.readouterr().err
+    assert "one is skipped" in errors
+    assert "surprise" in errors
+    assert tree(gen / "one") == before
+    assert (gen / "three/config.pbtxt").is_file()
+
+
+def test_a_name_given_twice_is_an_error(bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of two bundles with one name is served, since nobody knows which was meant."""
+    other = write_bundle(bundles.parent / "more" / "one")
+    assert run(bundles, other, "-o", gen) == 1
+    assert str(other) in capsys.readouterr().err
+    assert not (gen / "one").exists()
+    assert (gen / "two").exists()
+
+
+def test_the_same_bundle_given_twice_is_one_bundle(bundles: Path, gen: Path) -> None:
+    """A bundle may be named beside the directory that it is in."""
+    assert run(bundles, bundles / "one", "-o", gen) == 0
+
+
+def test_models_go_only_when_asked_for_and_only_our_own(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--prune removes what rsrv-gen made from bundles that are gone, and never another's model."""
+    run(bundles, "-o", gen)
+    foreign = gen / "resnet" / "1"
+    foreign.mkdir(parents=True)
+    (gen / "resnet" / "config.pbtxt").write_text('backend: "onnxruntime"\n')
+    assert run(bundles / "one", "-o", gen) == 0
+    assert (gen / "two").exists()
+    capsys.readouterr()
+    assert run(bundles / "one", "-o", gen, "--prune") == 0
+    assert ["removed", "two"] in lines(capsys)
+    assert not (gen / "two").exists()
+    assert foreign.is_dir()
+
+
+def test_a_missing_input_removes_nothing(bundles: Path, gen: Path, tmp_path: Path) -> None:
+    """A path without bundles may be a disk that is not mounted."""
+    run(bundles, "-o", gen)
+    (tmp_path / "empty").mkdir()
+    assert run(bundles / "one", tmp_path / "empty", "-o", gen, "--prune") == 1
+    assert run(bundles / "one", tmp_path / "absent", "-o", gen, "--prune") == 1
+    assert (gen / "two").exists()
+
+
+def test_another_ones_model_is_never_replaced(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bundle whose name is taken by a foreign directory is refused, and the rest is written."""
+    (gen / "one").mkdir(parents=True)
+    (gen / "one" / "config.pbtxt").write_text(f'name: "one"\n{MARK}\n')
+    assert run(bundles, "-o", gen, "--check") == 1
+    assert run(bundles, "-o", gen) == 1
+    assert "was not made by rsrv-gen" in capsys.readouterr().err
+    assert [path.name for path in (gen / "one").iterdir()] == ["config.pbtxt"]
+    assert (gen / "two" / "config.pbtxt").is_file()
+
+
+def test_settings_are_checked_and_written_whole(
+    bundles: Path, gen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A setting from --config is in rsrv.yaml, among all the others; an unknown one stops the run."""
+    config = tmp_path / "settings.yaml"
+    config.write_text("scheduler: {max_queue_depth: 7}\n")
+    assert run(bundles, "-o", gen, "--config", config) == 0
+    text = (gen / "rsrv.yaml").read_text()
+    assert "max_queue_depth: 7" in text
+    assert "compilation_cache_dir" in text
+    before = tree(gen)
+    config.write_text("scheduler: {max_queue_dept: 7}\n")
+    assert run(bundles, "-o", gen, "--config", config) == 1
+    assert "did you mean 'max_queue_depth'" in capsys.readouterr().err
+    assert tree(gen) == before
+
+
+def test_what_a_crash_left_is_cleared_away(bundles: Path, gen: Path) -> None:
+    """Half-built directories of an earlier run are beside the repository, and the next run removes them."""
+    run(bundles, "-o", gen)
+    left = gen.parent / ".gen.rsrv-gen-crashed"
+    (left / "one").mkdir(parents=True)
+    assert run(bundles, "-o", gen) == 0
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("atomic", [True, False], ids=["one step", "two renames"])
+def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways swap the directories whole."""
+    if not atomic:
+        monkeypatch.setattr(write, "_rename_exchange", lambda one, other: False)
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / folder.name).touch()
+    write.exchange(one, other)
+    assert (one / "other").exists()
+    assert (other / "one").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
+
+
+def test_an_old_c_library_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without renameat2 the two renames do it."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "one" / "file").touch()
+    write.exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "other" / "file").exists()

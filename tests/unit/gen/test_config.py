@@ -1,0 +1,150 @@
+"""config.pbtxt: which layout a bundle gets, its dims, and its max_batch_size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from rsrv_bundle import Bundle, TensorSpec, dtypes
+from rsrv_gen.config import EXECUTE_BYTES, EXECUTE_ROWS, MARK, ConfigError, max_batch_size, render, row_bytes
+from tests.unit.gen.bundles_for_tests import bundle, spec
+
+
+def rendered(of: Bundle) -> Any:
+    """The message that Triton reads."""
+    return text_format.Parse(render(of).decode(), ModelConfig())
+
+
+def test_a_batch_axis_in_front_everywhere_lets_triton_batch() -> None:
+    """The dims leave the batch axis out, and plain dynamic batching is on."""
+    config = rendered(bundle([spec("x", "nchw", c=3, h=4, w=5)], [spec("y", "nc", "i64", c=7)]))
+    assert config.name == "toy"
+    assert config.backend == "python"
+    assert config.max_batch_size == EXECUTE_ROWS
+    assert list(config.input[0].dims) == [3, 4, 5]
+    assert config.output[0].data_type == ModelConfig().output.add(data_type="TYPE_INT64").data_type
+    assert config.HasField("dynamic_batching")
+    assert not config.dynamic_batching.ListFields()
+
+
+def test_the_stub_is_given_no_gpu() -> None:
+    """One instance of the kind that also loads where there is no GPU."""
+    (group,) = rendered(bundle([spec("x", "n")], [spec("y", "n")])).instance_group
+    assert (group.kind, group.count) == (group.KIND_CPU, 1)
+
+
+def test_a_tensor_with_only_the_batch_axis_gets_one_element_a_row() -> None:
+    """Triton has no empty dims, so the tensor travels as [N, 1]."""
+    config = rendered(bundle([spec("x", "n")], [spec("y", "nc", c=2)]))
+    assert list(config.input[0].dims) == [1]
+    assert config.max_batch_size > 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dims"),
+    [
+        pytest.param([spec("x", "cn", c=3)], [[3, -1]], id="batch axis last"),
+        pytest.param([spec("x", "cd", c=3, d=2)], [[3, 2]], id="no batch axis"),
+        pytest.param([spec("x", "nc", c=3), spec("t", "c", c=3)], [[-1, 3], [3]], id="not in every input"),
+        pytest.param([spec("x", "nc", c=3), spec("t", "")], [[-1, 3], [1]], id="a scalar beside it"),
+        pytest.param([spec("x", "ch", c=3)], [[3, -1]], id="variable axis"),
+    ],
+)
+def test_any_other_place_of_the_batch_axis_leaves_batching_to_the_runtime(
+    inputs: list[TensorSpec], dims: list[list[int]]
+) -> None:
+    """The dims are complete, with -1 where sizes vary, and Triton does not batch."""
+    config = rendered(bundle(inputs, [spec("y", "nc", c=2)], input_shapes=[(5,)]))
+    assert config.max_batch_size == 0
+    assert not config.HasField("dynamic_batching")
+    assert [list(tensor.dims) for tensor in config.input] == dims
+    assert list(config.output[0].dims) == [-1, 2]
+
+
+def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
+    """With hooks, the configuration is about the clients' tensors."""
+    config = rendered(
+        bundle(
+            [spec("x", "cn", c=3)],
+            [spec("y", "nc", c=2)],
+            client_inputs=[spec("image", "nhw", "u8", h=8, w=8)],
+        )
+    )
+    assert [tensor.name for tensor in config.input] == ["image"]
+    assert config.max_batch_size > 0
+
+
+@pytest.mark.parametrize(
+    ("elements", "sizes", "rows"),
+    [
+        pytest.param(1, (1, 8), EXECUTE_ROWS, id="small rows stop at the limit in rows"),
+        pytest.param(2**20 - 1, (1, 8), 16, id="rows of 4 MiB stop at the limit in bytes"),
+        pytest.param(2**26, (1, 8), 8, id="a row over the limit still allows a full batch"),
+        pytest.param(1, (4096,), 4096, id="a full batch may exceed the limit in rows"),
+        pytest.param(2**26, (), 1, id="no compiled size"),
+    ],
+)
+def test_max_batch_size_is_what_one_call_may_carry(elements: int, sizes: tuple[int, ...], rows: int) -> None:
+    """Bytes divided by a row's bytes, at least the largest compiled size, at most the limit in rows."""
+    assert max_batch_size(bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=sizes)) == rows
+
+
+def test_the_largest_variant_counts() -> None:
+    """A row has the bytes of the variant with most of them, on both sides."""
+    sized = bundle([spec("x", "nhw")], [spec("y", "nh", "u8")], input_shapes=[(2, 3), (10, 1), (4, 4)])
+    assert row_bytes(sized) == 4 * 4 * 4 + 4
+
+
+def test_a_type_that_clients_do_not_have_is_refused_by_name() -> None:
+    """The 8-bit floats exist inside modules only."""
+    with pytest.raises(ConfigError, match="x: clients can't send or get f8_e5m2"):
+        render(bundle([spec("x", "nc", "f8_e5m2", c=2)], [spec("y", "n")]))
+
+
+def test_a_model_without_inputs_is_refused() -> None:
+    """A request needs something to carry."""
+    with pytest.raises(ConfigError, match="at least one input"):
+        render(bundle([], [spec("y", "n")]))
+
+
+WIRE_TYPES = [token for token in dtypes.TOKENS if dtypes.triton_type(token)]
+SPECS = st.builds(
+    lambda name, letters, dtype, sizes: spec(name, letters, dtype, **dict(zip("chw", sizes, strict=True))),
+    st.text(min_size=1, max_size=20).filter(str.isprintable),
+    st.sampled_from(["", "n", "c", "nc", "cn", "nchw", "chwn", "hw"]),
+    st.sampled_from(WIRE_TYPES),
+    st.tuples(*[st.integers(1, 2**31 - 1)] * 3),
+)
+
+
+@given(
+    st.lists(SPECS, min_size=1, max_size=3, unique_by=lambda s: s.name),
+    st.lists(SPECS, min_size=1, max_size=3, unique_by=lambda s: s.name),
+    st.lists(st.integers(1, 2**20), max_size=3),
+)
+def test_every_bundle_reads_back_as_it_was_meant(
+    inputs: list[TensorSpec], outputs: list[TensorSpec], sizes: list[int]
+) -> None:
+    """Names, types and dims of any tensors survive the text, and the batch axis is lost nowhere."""
+    of = bundle(inputs, outputs, sizes=sorted(set(sizes)))
+    assert render(of).startswith(MARK.encode() + b"\n")
+    config = rendered(of)
+    batched = config.max_batch_size > 0
+    assert batched == all(s.batch_axis == 0 for s in (*inputs, *outputs))
+    for tensors, specs in ((config.input, inputs), (config.output, outputs)):
+        for tensor, wanted in zip(tensors, specs, strict=True):
+            assert tensor.name == wanted.name
+            full = [-1, *tensor.dims] if batched else list(tensor.dims)
+            if full == [-1, 1] and len(wanted.dims) == 1:
+                full = [-1]
+            assert full == list(wanted.dims) or (full == [1] and wanted.dims == ())
+    if batched:
+        assert config.max_batch_size >= max(sizes, default=1)
+        assert config.max_batch_size <= max(EXECUTE_ROWS, *sizes, 1)
+        if config.max_batch_size > max(sizes, default=1):
+            assert config.max_batch_size * row_bytes(of) <= EXECUTE_BYTES

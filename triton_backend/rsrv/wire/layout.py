@@ -4,7 +4,6 @@ A request's inputs form one block, its outputs another: the tensors in the order
 row-major and at a multiple of ALIGNMENT. So a place and a number of rows say all; nothing else is sent.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -91,9 +90,11 @@ class Interface:
     """What a stub learns at registration: the executable side of a model."""
 
     variants: tuple[Variant, ...]
+    #: rows must equal a compiled size: some output has no batch axis, so padding would change it
+    exact: bool
 
-    def to_json(self) -> list[dict[str, Any]]:
-        return [
+    def to_json(self) -> dict[str, Any]:
+        variants = [
             {
                 "inputs": [_tensor_json(t) for t in variant.inputs.tensors],
                 "outputs": [_tensor_json(t) for t in variant.outputs.tensors],
@@ -101,19 +102,19 @@ class Interface:
             }
             for variant in self.variants
         ]
+        return {"variants": variants, "exact": self.exact}
 
     @classmethod
-    def from_json(cls, value: Sequence[dict[str, Any]]) -> "Interface":
-        return cls(
-            tuple(
-                Variant(
-                    Block(tuple(_tensor_from_json(t) for t in variant["inputs"])),
-                    Block(tuple(_tensor_from_json(t) for t in variant["outputs"])),
-                    tuple(variant["sizes"]),
-                )
-                for variant in value
+    def from_json(cls, value: dict[str, Any]) -> "Interface":
+        variants = (
+            Variant(
+                Block(tuple(_tensor_from_json(t) for t in variant["inputs"])),
+                Block(tuple(_tensor_from_json(t) for t in variant["outputs"])),
+                tuple(variant["sizes"]),
             )
+            for variant in value["variants"]
         )
+        return cls(tuple(variants), value["exact"])
 
 
 def _tensor_json(tensor: Tensor) -> list[Any]:

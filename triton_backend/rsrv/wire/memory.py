@@ -131,7 +131,9 @@ class Arena:
         return Place(id, offset, nbytes)
 
     def give(self, place: Place) -> None:
-        segment = self._segments[place.segment]
+        segment = self._segments.get(place.segment)
+        if segment is None:
+            return  # the arena was closed while the request was under way
         segment.give(place.offset, place.nbytes)
         if segment.idle and self.nbytes > self._keep:
             self._drop(place.segment)

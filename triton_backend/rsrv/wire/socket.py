@@ -59,20 +59,38 @@ def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
         raise Closed(str(error)) from None
 
 
-def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """One frame and its descriptors, which the caller owns. Raises Closed, BlockingIOError, ProtocolError."""
-    try:
-        frame, ancillary, flags, _ = sock.recvmsg(MAX_FRAME, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionError as error:
-        raise Closed(str(error)) from None
+class Receiver:
+    """Reads frames into one buffer, so that a read costs no allocation."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(MAX_FRAME)
+        self._view = memoryview(self._buffer)
+
+    def receive(self) -> tuple[memoryview, list[int]]:
+        """One frame, valid until the next call, and its descriptors, which the caller owns.
+
+        Raises Closed, ProtocolError, and BlockingIOError when the socket does not block and is empty.
+        """
+        try:
+            size, ancillary, flags, _ = self._sock.recvmsg_into(
+                [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError as error:
+            raise Closed(str(error)) from None
+        fds = _descriptors(ancillary) if ancillary else []
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")
+        if not size:
+            raise Closed("end of stream")
+        return self._view[:size], fds
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        for fd in fds:
-            os.close(fd)
-        raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")
-    if not frame:
-        raise Closed("end of stream")
-    return frame, list(fds)
+    return list(fds)

@@ -337,6 +337,10 @@ class Scheduler:
             raise CallerError(f"model {model!r} with variant {variant} is not loaded")
         return lane.costs.request(rows, coalesce=state.program.coalesce)
 
+    def holds(self, model: str) -> bool:
+        """Whether a model is loaded or draining: only when it is neither may its key be added again."""
+        return model in self._models or model in self._draining
+
     def story(self, model: str) -> list[str]:
         """The latest events and instructions of a loaded or draining model, oldest first; [] for others."""
         state = self._models.get(model) or self._draining.get(model)

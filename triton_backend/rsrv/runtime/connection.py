@@ -1,0 +1,85 @@
+"""One stub's connection, as the loop sees it: frames in, frames out, the stub's memory mapped."""
+
+import os
+import socket
+from collections import deque
+from collections.abc import Iterator
+
+from rsrv.wire.frames import Completion, Kind, ProtocolError, pack_completions, read_header
+from rsrv.wire.memory import Bytes, SharedMemoryError, map_segment
+from rsrv.wire.socket import Closed, Receiver, send
+
+#: frames that wait for a stub that does not read; beyond, the stub is taken for dead
+_MAX_BACKLOG = 4096
+#: frames read from one connection before the others get their turn
+_READ_BURST = 32
+
+
+class Connection:
+    """Non-blocking. Raises ProtocolError or Closed when the connection is to be closed."""
+
+    def __init__(self, id: int, sock: socket.socket, peer: int) -> None:
+        self.id = id
+        self.sock = sock
+        self.peer = peer
+        self.greeted = False
+        self.model: str | None = None  # key of the model it is registered for
+        self.segments: dict[int, Bytes] = {}
+        self.completions: list[Completion] = []
+        self._receiver = Receiver(sock)
+        self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
+
+    def frames(self) -> Iterator[tuple[Kind, int, memoryview, list[int]]]:
+        """What has arrived. Each frame is valid until the next; its descriptors are the consumer's."""
+        for _ in range(_READ_BURST):
+            try:
+                frame, fds = self._receiver.receive()
+            except BlockingIOError:
+                return
+            kind, count = read_header(frame)
+            yield kind, count, frame, fds
+
+    def add_segment(self, id: int, fds: list[int]) -> None:
+        if len(fds) != 1:
+            raise ProtocolError(f"SEGMENT with {len(fds)} descriptors")
+        if id in self.segments:
+            raise ProtocolError(f"segment {id} twice")
+        try:
+            self.segments[id] = map_segment(fds[0])
+        except SharedMemoryError as error:
+            raise ProtocolError(str(error)) from None
+
+    def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Send, or keep for later when the stub is slow: nobody else waits for it."""
+        self._backlog.append((frame, tuple(os.dup(fd) for fd in fds)))
+        if len(self._backlog) > _MAX_BACKLOG:
+            raise Closed(f"{len(self._backlog)} frames unread")
+        self.flush()
+
+    def flush(self) -> None:
+        while self._backlog:
+            frame, fds = self._backlog[0]
+            try:
+                send(self.sock, frame, fds)
+            except BlockingIOError:
+                return
+            self._backlog.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    @property
+    def congested(self) -> bool:
+        return bool(self._backlog)
+
+    def send_completions(self) -> None:
+        done, self.completions = self.completions, []
+        for frame in pack_completions(done):
+            self.send(frame)
+
+    def close(self) -> None:
+        self.sock.close()
+        for _, fds in self._backlog:
+            for fd in fds:
+                os.close(fd)
+        self._backlog.clear()
+        self.segments.clear()

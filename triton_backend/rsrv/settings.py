@@ -1,0 +1,166 @@
+"""rsrv.yaml: every setting, typed. Environment variables `RSRV_<SECTION>__<KEY>` win over the file.
+
+The runtime and the generator read this; the stubs never do (they learn what they need at registration).
+"""
+
+import difflib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+
+class SettingsError(Exception):
+    """The settings cannot be used; the message names the key and what to do."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SchedulerSection(_Section):
+    """Which model runs next, and how long requests may queue."""
+
+    discipline: Literal["fifo"] = Field("fifo", description="Order in which models get the device.")
+    depth: int = Field(1, ge=1, le=8, description="Executions given to the device at once.")
+    max_queue_depth: int = Field(
+        1024, ge=1, description="Requests of one model that may wait; one more is refused (QUEUE_FULL)."
+    )
+    cost_ema_alpha: float = Field(
+        0.2, gt=0, le=1, description="Weight of a new measurement in the learned cost of an execution."
+    )
+
+
+class RuntimeSection(_Section):
+    """The process that owns the device."""
+
+    platform: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where models run. auto: jax's choice."
+    )
+    compilation_cache_dir: Path | None = Field(
+        Path("~/.cache/rsrv/xla"),
+        description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
+    )
+
+
+class StubSection(_Section):
+    """How the processes inside Triton answer."""
+
+    in_place_ms: float = Field(
+        4.0,
+        ge=0,
+        description="Answers predicted sooner than this are waited for inside execute(), which costs less CPU; "
+        "later ones are answered by other threads, which lets more requests reach the queue. 0: never wait.",
+    )
+    sender_threads: int = Field(4, ge=1, le=32, description="Threads that answer later, and run slow hooks.")
+
+
+class ModelSection(_Section):
+    """What differs for one model; absent keys take the general value."""
+
+    max_queue_depth: int | None = Field(
+        None, ge=1, description="As scheduler.max_queue_depth, for this model."
+    )
+    max_batch_size: int | None = Field(
+        None, ge=1, description="Most rows in one execution; null: the largest compiled size."
+    )
+
+
+class Settings(BaseSettings):
+    """All of rsrv.yaml."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="RSRV_", env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    scheduler: SchedulerSection = SchedulerSection()
+    runtime: RuntimeSection = RuntimeSection()
+    stub: StubSection = StubSection()
+    models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return env_settings, init_settings
+
+    def for_model(self, name: str) -> ModelSection:
+        return self.models.get(name, ModelSection())
+
+
+def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
+    """Settings from the file's text and the environment. Raises SettingsError."""
+    try:
+        raw = YAML(typ="safe", pure=True).load(text) or {}
+    except YAMLError as error:
+        raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, Mapping):
+        raise SettingsError(f"{source}: must be a mapping of sections, not a {type(raw).__name__}")
+    try:
+        return Settings(**{str(key): value for key, value in raw.items()})
+    except ValidationError as error:
+        raise SettingsError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from None
+
+
+def dump_settings(settings: Settings) -> str:
+    """rsrv.yaml with every key and what it means; loading it gives the same settings."""
+    out = io.StringIO()
+    out.write("# rsrv's settings. RSRV_<SECTION>__<KEY> in the environment wins over this file.\n")
+    values = settings.model_dump(mode="json")
+    for section, info in Settings.model_fields.items():
+        if section == "models":
+            continue
+        model = info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, BaseModel)
+        out.write(f"\n{section}:\n")
+        for key, field in model.model_fields.items():
+            out.write(f"  # {field.description}\n")
+            out.write(_yaml({key: values[section][key]}, indent="  "))
+    out.write(f"\n# {Settings.model_fields['models'].description}\n")
+    out.write(
+        _yaml(
+            {
+                "models": {
+                    n: {k: v for k, v in m.items() if v is not None} for n, m in values["models"].items()
+                }
+            }
+        )
+    )
+    return out.getvalue()
+
+
+def _yaml(value: dict[str, Any], indent: str = "") -> str:
+    out = io.StringIO()
+    yaml = YAML()
+    yaml.dump(value, out)
+    return "".join(f"{indent}{line}\n" for line in out.getvalue().splitlines())
+
+
+def _explain(error: Any) -> str:
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(path[-1], _known(path[:-1]), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_known(path[:-1]))}"
+        return f"{key}: unknown key{hint}"
+    return f"{key}: {error['msg']} (found {error['input']!r})"
+
+
+def _known(path: list[str]) -> list[str]:
+    model: Any = Settings
+    for part in path:
+        model = ModelSection if model is Settings and part == "models" else model
+        if model is Settings:
+            model = Settings.model_fields[part].annotation
+    return list(model.model_fields)

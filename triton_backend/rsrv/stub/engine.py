@@ -1,0 +1,335 @@
+"""What execute() does: requests into shared memory, one frame to the runtime, answers in place or later.
+
+Waiting inside execute() and returning a list costs a third of the CPU of answering through response
+senders, and lets Triton form batches. But while execute() waits, what is still in Triton's queue is hidden
+from the runtime, which starves a device on long executions. So it waits only for what will be done soon.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.stub.hooks import Hook, Hooks
+from rsrv.stub.job import Job
+from rsrv.stub.lane import Lane
+from rsrv.stub.later import DOWN, Later
+from rsrv.stub.replies import Failure, Reply, Responses
+from rsrv.stub.session import Link, Session
+from rsrv.stub.shapes import BadShape, resolve
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.frames import ProtocolError, Status, Submission
+from rsrv.wire.layout import NUMPY
+from rsrv.wire.memory import Place
+from rsrv.wire.socket import Closed
+
+log = logging.getLogger("rsrv.stub")
+
+Array = npt.NDArray[Any]
+
+#: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
+#: whole server down, and what else waits in Triton's queue cannot be seen meanwhile
+_MAX_BLOCK = 0.2
+#: seconds of preprocessing per request above which it runs on other threads
+_SLOW_HOOK = 0.001
+_EMA = 0.1
+_MAX_SHAPES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A client-facing tensor as config.pbtxt has it; `rank` counts the batch axis."""
+
+    name: str
+    dtype: str
+    rank: int
+
+
+class Engine:
+    def __init__(
+        self,
+        tensors: Tensors,
+        responses: Responses,
+        hooks: Hooks,
+        inputs: Sequence[WireTensor],
+        outputs: Sequence[WireTensor],
+        session: Session,
+    ) -> None:
+        self._tensors = tensors
+        self._responses = responses
+        self._hooks = hooks
+        self._inputs = inputs
+        self._outputs = outputs
+        self._session = session
+        self._shapes: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
+        self._hook_seconds = _SLOW_HOOK if hooks.preprocess or hooks.postprocess else 0.0
+        self._prepare_seconds = _SLOW_HOOK if hooks.preprocess else 0.0
+        self._execute_ns = 0.0
+        #: answered in place by the last execute(); Triton copies them out before the next one
+        self._held: list[Place] = []
+        self._direct: Lane | None = None
+        link = session.establish()
+        self._later = Later(session, self._respond, link.settings["sender_threads"])
+        session.on_link = self._linked
+        self._linked(link)
+
+    def _linked(self, link: Link) -> None:
+        self._shapes.clear()
+        self._held = []
+        self._execute_ns = float(link.cost_ns)
+        self._direct = link.direct
+        self._later.watch(link)
+
+    def close(self) -> None:
+        self._session.close()
+        self._later.close()
+
+    # --- execute ------------------------------------------------------------------------------------------
+
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        """Triton's entry: a list of responses, or None when they come later."""
+        link = self._session.link
+        if link is None:
+            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+        lane = self._direct
+        if lane is link.direct and self._soon(link, len(requests)):
+            return self._in_place(link, lane, requests)
+        self._answer_later(link, requests)
+        return None
+
+    def _soon(self, link: Link, count: int) -> bool:
+        """Whether the answers are predicted within stub.in_place_ms."""
+        rounds = 1 + (count - 1) // link.interface.variants[0].sizes[-1]
+        predicted = (
+            link.direct.device_free_in_ns() + self._execute_ns * rounds + self._hook_seconds * count * 1e9
+        )
+        return bool(predicted <= link.settings["in_place_ms"] * 1e6)
+
+    def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
+        lane.give(self._held)
+        self._held = []
+        jobs, submissions = self._prepare_all(link, lane, requests)
+        waiting = {submission.request: jobs[i] for i, submission in submissions}
+        try:
+            lane.submit([submission for _, submission in submissions])
+            until = time.monotonic() + _MAX_BLOCK
+            while waiting:
+                for done in lane.receive(until - time.monotonic()):
+                    waiting.pop(done.request).finish(done)
+                    if done.status is Status.OK:
+                        self._execute_ns += _EMA * (done.execute_ns - self._execute_ns)
+        except TimeoutError:
+            self._hand_over(link, lane, jobs, waiting)
+            return None
+        except (Closed, ProtocolError, OSError):
+            self._session.lost(link)
+            for job in waiting.values():
+                job.fail(Status.RUNTIME_DOWN, DOWN)
+        responses = [self._respond(job) for job in jobs]
+        self._held = [job.place for job in jobs if job.place is not None]
+        return responses
+
+    def _hand_over(self, link: Link, lane: Lane, jobs: list[Job], waiting: dict[int, Job]) -> None:
+        """It takes longer than predicted: let execute() return, and the lane with it."""
+        self._direct = None
+        for job in jobs:
+            job.reply = Reply(job.request.get_response_sender(), self._responses)
+
+        def idle() -> None:
+            if self._session.link is link:
+                self._direct = lane
+
+        self._later.adopt(link, lane, waiting.values(), idle)
+        for job in jobs:
+            if job.id not in waiting:
+                self._later.finish(job)
+
+    def _answer_later(self, link: Link, requests: list[Any]) -> None:
+        replies = [Reply(request.get_response_sender(), self._responses) for request in requests]
+        if self._prepare_seconds * len(requests) < _SLOW_HOOK:
+            self._submit_later(link, requests, replies)
+            return
+        for request, reply in zip(requests, replies, strict=True):
+            self._later.run(partial(self._submit_later, link, [request], [reply]))
+
+    def _submit_later(self, link: Link, requests: list[Any], replies: list[Reply]) -> None:
+        jobs, submissions = self._prepare_all(link, link.later, requests)
+        for job, reply in zip(jobs, replies, strict=True):
+            job.reply = reply
+        submitted = [jobs[i] for i, _ in submissions]
+        for job in jobs:
+            if job not in submitted:
+                self._later.finish(job)
+        self._later.submit(link, submitted, [submission for _, submission in submissions])
+
+    # --- one request --------------------------------------------------------------------------------------
+
+    def _prepare_all(
+        self, link: Link, lane: Lane, requests: list[Any]
+    ) -> tuple[list[Job], list[tuple[int, Submission]]]:
+        """Jobs for all requests, and (index of the job, submission) for those that need the device."""
+        jobs: list[Job] = []
+        submissions: list[tuple[int, Submission]] = []
+        for id, request in zip(lane.next_ids(len(requests)), requests, strict=True):
+            job = Job(id, request, lane)
+            jobs.append(job)
+            try:
+                submission = self._prepare(link, job)
+            except Failure as failure:
+                job.failure = failure
+            except OSError:
+                log.exception("no memory for a request")
+                job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
+            except Exception:
+                log.exception("preparing a request failed")
+                job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
+            else:
+                if submission is not None:
+                    submissions.append((len(jobs) - 1, submission))
+        return jobs, submissions
+
+    def _prepare(self, link: Link, job: Job) -> Submission | None:
+        """Write a request's inputs to shared memory. None if there is nothing to execute (no rows)."""
+        request = job.request
+        deadline_ns, priority = _terms(request)
+        arrays = self._read_inputs(link, request)
+        if self._hooks.preprocess is not None:
+            started = time.perf_counter()
+            arrays = _run_hook("preprocess", self._hooks.preprocess, arrays, request)
+            self._prepare_seconds += _EMA * (time.perf_counter() - started - self._prepare_seconds)
+        specs = link.interface.variants[0].inputs.tensors
+        try:
+            ordered = [arrays[spec.name] for spec in specs]
+        except KeyError as missing:
+            raise self._wrong_tensor(f"has no tensor {missing}") from None
+        for spec, array in zip(specs, ordered, strict=True):
+            if array.dtype != NUMPY[spec.dtype]:
+                raise self._wrong_tensor(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}")
+        index, rows = self._resolve(link, tuple(array.shape for array in ordered))
+        variant = link.interface.variants[index]
+        job.variant, job.index, job.rows = variant, index, rows
+        offsets, nbytes = variant.inputs.places(rows)
+        job.place = job.lane.take(nbytes + variant.outputs.places(rows)[1])
+        job.outputs_at = nbytes
+        for spec, offset, array in zip(variant.inputs.tensors, offsets, ordered, strict=True):
+            job.lane.view(job.place, offset, spec, rows)[...] = array
+        if rows == 0:
+            return None
+        place = job.place
+        return Submission(
+            job.id, deadline_ns, rows, index, priority, 0, place.segment, place.offset, place.offset + nbytes
+        )
+
+    def _read_inputs(self, link: Link, request: Any) -> dict[str, Array]:
+        dtypes = {wire.name: wire.dtype for wire in self._inputs}
+        arrays = {}
+        for tensor in request.inputs():
+            name = tensor.name()
+            array = self._tensors.read(tensor, dtypes[name])
+            if array.ndim == link.ranks[name] + 1 and array.shape[-1] == 1:
+                # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
+                array = array.reshape(array.shape[:-1])
+            arrays[name] = array
+        return arrays
+
+    def _resolve(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+        known = self._shapes.get(shapes)
+        if known is None:
+            try:
+                known = resolve(link.interface, shapes)
+            except BadShape as error:
+                raise Failure(Status.INVALID, str(error)) from None
+            if len(self._shapes) < _MAX_SHAPES:
+                self._shapes[shapes] = known
+        return known
+
+    def _wrong_tensor(self, what: str) -> Failure:
+        if self._hooks.preprocess is None:
+            return Failure(Status.INVALID, f"the request {what}")
+        log.error("model.py: preprocess's result %s", what)
+        return Failure(Status.INTERNAL, "the model's preprocess hook failed; the server's log says why")
+
+    def _respond(self, job: Job) -> Any:
+        """The response of a job whose outcome is known; never raises."""
+        if job.failure is not None:
+            return self._responses.failure(job.failure.status, job.failure.text)
+        try:
+            return self._responses.answer(self._outputs_of(job))
+        except Failure as failure:
+            return self._responses.failure(failure.status, failure.text)
+        except Exception:
+            log.exception("answering a request failed")
+            return self._responses.failure(
+                Status.INTERNAL, "the answer could not be made; the server's log says why"
+            )
+
+    def _outputs_of(self, job: Job) -> list[Any]:
+        assert job.variant is not None
+        assert job.place is not None
+        block = job.variant.outputs
+        offsets, _ = block.places(job.rows)
+        arrays = {
+            spec.name: job.lane.view(job.place, job.outputs_at + offset, spec, job.rows)
+            for spec, offset in zip(block.tensors, offsets, strict=True)
+        }
+        if self._hooks.postprocess is not None:
+            started = time.perf_counter()
+            arrays = _run_hook("postprocess", self._hooks.postprocess, arrays, job.request)
+            self._hook_seconds += _EMA * (
+                time.perf_counter() - started + self._prepare_seconds - self._hook_seconds
+            )
+        out = []
+        for wire in self._outputs:
+            array = arrays.get(wire.name)
+            if array is None or array.dtype != NUMPY[wire.dtype]:
+                found = "is missing" if array is None else f"is {array.dtype}, expected {wire.dtype}"
+                log.error("model.py: postprocess's result %r %s", wire.name, found)
+                raise Failure(
+                    Status.INTERNAL, "the model's postprocess hook failed; the server's log says why"
+                )
+            if array.ndim == wire.rank - 1:
+                array = array.reshape(*array.shape, 1)
+            out.append(self._tensors.make(wire.name, array, wire.dtype))
+        return out
+
+
+def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> dict[str, Array]:
+    try:
+        result = hook(arrays)
+        return {key: np.asarray(value) for key, value in result.items()}
+    except Exception:
+        log.exception("request %r: model.py: %s raised", request.request_id(), name)
+        raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None
+
+
+def _terms(request: Any) -> tuple[int, int]:
+    """(deadline in CLOCK_MONOTONIC ns or 0, priority) of a request. Raises Failure for parameters of ours that are wrong."""
+    deadline = 0
+    timeout_us = request.timeout()
+    if timeout_us:
+        deadline = time.monotonic_ns() + timeout_us * 1000
+    text = request.parameters()
+    if len(text) <= 2:
+        return deadline, 0
+    parameters = json.loads(text)
+    priority = _integer(parameters, "rsrv_priority", 0xFFFF)
+    unix_ns = _integer(parameters, "rsrv_deadline_unix_ns", 1 << 63)
+    if unix_ns:
+        absolute = max(1, unix_ns - time.time_ns() + time.monotonic_ns())
+        deadline = min(deadline, absolute) if deadline else absolute
+    return deadline, priority
+
+
+def _integer(parameters: dict[str, Any], name: str, limit: int) -> int:
+    value = parameters.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
+        raise Failure(
+            Status.INVALID, f"parameter {name} must be an integer from 0 below {limit}, got {value!r}"
+        )
+    return value

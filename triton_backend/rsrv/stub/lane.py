@@ -1,0 +1,127 @@
+"""A lane: one connection to the runtime, and the memory that the requests on it live in."""
+
+import select
+import time
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.stub.launch import Greeted
+from rsrv.wire import frames
+from rsrv.wire.frames import Completion, Kind, ProtocolError, Submission
+from rsrv.wire.layout import NUMPY, Tensor
+from rsrv.wire.memory import Arena, Place
+from rsrv.wire.socket import Closed, send
+
+Array = npt.NDArray[Any]
+
+#: seconds that a send may wait for a runtime that does not read
+_SEND_TIMEOUT = 0.2
+
+
+class Rejected(Exception):
+    """The runtime cannot load the model; the message says why."""
+
+
+class Lane:
+    """Sends from any thread; receives from one thread at a time."""
+
+    def __init__(self, greeted: Greeted) -> None:
+        self.sock = greeted.sock
+        self.sock.setblocking(False)
+        self._readable = select.poll()
+        self._readable.register(self.sock, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(self.sock, select.POLLOUT)
+        self._receiver = greeted.receiver
+        self._board = greeted.board
+        self._arena = Arena()
+        self._lock = Lock()  # the arena and the order of frames
+        self._next_id = 0
+
+    # --- registration -------------------------------------------------------------------------------------
+
+    def register(self, wanted: dict[str, str]) -> dict[str, Any]:
+        """Wait, however long compiling takes, until the model is ready. Raises Rejected, Closed, ProtocolError."""
+        self._send(frames.pack_json(Kind.REGISTER, wanted))
+        self._readable.poll()
+        frame, _ = self._receiver.receive()
+        kind, _ = frames.read_header(frame)
+        body = frames.unpack_json(frame)
+        if kind is Kind.REJECTED:
+            raise Rejected(str(body["reason"]))
+        if kind is not Kind.REGISTERED:
+            raise ProtocolError(f"{kind.name} where REGISTERED was expected")
+        return body
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def take(self, nbytes: int) -> Place:
+        """Raises OSError when the machine is out of memory."""
+        with self._lock:
+            return self._arena.take(nbytes)
+
+    def give(self, places: Sequence[Place]) -> None:
+        with self._lock:
+            for place in places:
+                self._arena.give(place)
+
+    def view(self, place: Place, offset: int, tensor: Tensor, rows: int) -> Array:
+        """A tensor at `offset` bytes of a place."""
+        return np.ndarray(
+            tensor.shape(rows), NUMPY[tensor.dtype], buffer=self._arena.view(place).data, offset=offset
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def next_ids(self, count: int) -> range:
+        with self._lock:
+            first, self._next_id = self._next_id, self._next_id + count
+        return range(first, first + count)
+
+    def submit(self, submissions: Sequence[Submission]) -> None:
+        """Raises Closed, also when the runtime does not read."""
+        with self._lock:
+            for id, fd in self._arena.fresh:
+                self._send(frames.pack_ids(Kind.SEGMENT, [id]), [fd])
+            self._arena.fresh.clear()
+            if self._arena.dropped:
+                self._send(frames.pack_ids(Kind.DROP_SEGMENT, self._arena.dropped))
+                self._arena.dropped.clear()
+            for at in range(0, len(submissions), frames.MAX_ENTRIES):
+                self._send(frames.pack_submissions(submissions[at : at + frames.MAX_ENTRIES]))
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            self._send(frames.pack_ids(Kind.CANCEL, ids))
+
+    def _send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        try:
+            send(self.sock, frame, fds)
+        except BlockingIOError:
+            if not self._writable.poll(_SEND_TIMEOUT * 1e3):
+                raise Closed("the runtime does not read") from None
+            send(self.sock, frame, fds)
+
+    def receive(self, timeout: float) -> list[Completion]:
+        """The next completions, waiting at most `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""
+        if not self._readable.poll(max(0.0, timeout * 1e3)):
+            raise TimeoutError
+        frame, _ = self._receiver.receive()
+        kind, count = frames.read_header(frame)
+        if kind is not Kind.DONE:
+            raise ProtocolError(f"{kind.name} where DONE was expected")
+        return frames.unpack_completions(frame, count)
+
+    def device_free_in_ns(self) -> int:
+        """When the device will have done what it has to do now, as the runtime predicts; 0: it is free."""
+        ahead: int = self._board[0] - time.monotonic_ns()
+        return max(0, ahead)
+
+    def close(self) -> None:
+        with self._lock:
+            self.sock.close()
+            self._arena.close()

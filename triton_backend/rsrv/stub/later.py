@@ -1,0 +1,207 @@
+"""Answers that come after execute() returned: one thread reads completions, a few send responses."""
+
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rsrv.stub.job import Job
+from rsrv.stub.lane import Lane
+from rsrv.stub.session import Link, Session
+from rsrv.wire.frames import ProtocolError, Status, Submission
+from rsrv.wire.socket import Closed
+
+log = logging.getLogger("rsrv.stub")
+
+#: seconds between looks whether clients are still there; each look costs up to 0.2 ms, so few per round
+_CANCEL_ROUND = 0.05
+_CANCEL_CHECKS = 16
+
+DOWN = "the model runtime is not reachable; it is being restarted, try again"
+
+
+class Later:
+    """`respond` turns a finished job into a Triton response; it must not raise."""
+
+    def __init__(self, session: Session, respond: Callable[[Job], Any], threads: int) -> None:
+        self._session = session
+        self._respond = respond
+        self._threads = threads
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = 0
+        self._lock = threading.Lock()
+        #: lanes that this object reads: their pending jobs by id, their link, and what to do when none is left
+        self._lanes: dict[Lane, dict[int, Job]] = {}
+        self._links: dict[Lane, Link] = {}
+        self._when_idle: dict[Lane, Callable[[], None]] = {}
+        self._poll = select.poll()
+        self._by_fd: dict[int, Lane] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake, select.POLLIN)
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, name="completions", daemon=True)
+        self._reader.start()
+
+    # --- from execute() and from reconnecting -------------------------------------------------------------
+
+    def watch(self, link: Link) -> None:
+        """Read a new link's lane from now on; also notices at once when the runtime dies."""
+        self._add(link, link.later, {})
+
+    def adopt(self, link: Link, lane: Lane, jobs: Iterable[Job], when_idle: Callable[[], None]) -> None:
+        """Take over a lane with submitted jobs; `when_idle` is called when the last of them is answered."""
+        self._add(link, lane, {job.id: job for job in jobs}, when_idle)
+
+    def submit(self, link: Link, jobs: Sequence[Job], submissions: Sequence[Submission]) -> None:
+        """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
+        with self._lock:
+            pending = self._lanes.get(link.later)
+            if pending is not None:
+                pending.update((job.id, job) for job in jobs)
+        try:
+            if pending is None:
+                raise Closed("the link was lost")
+            link.later.submit(submissions)
+        except (Closed, OSError):
+            self._lose(link)
+            # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
+            if pending is None:
+                self._fail(jobs)
+            return
+        os.eventfd_write(self._wake, 1)  # so that the reader looks after cancellations
+
+    def run(self, work: Callable[[], None]) -> None:
+        """On one of the sending threads, which are started when first needed."""
+        if self._started < self._threads:
+            with self._lock:
+                if self._started < self._threads:
+                    self._started += 1
+                    threading.Thread(target=self._send, name="sender", daemon=True).start()
+        self._work.put(work)
+
+    def finish(self, job: Job) -> None:
+        """Answer a job whose outcome is known, on a sending thread."""
+        self.run(lambda: self._answer(job))
+
+    def close(self) -> None:
+        self._closed = True
+        os.eventfd_write(self._wake, 1)
+        self._reader.join(timeout=5)
+        for _ in range(self._started):
+            self._work.put(None)
+
+    # --- the reading thread -------------------------------------------------------------------------------
+
+    def _add(
+        self, link: Link, lane: Lane, pending: dict[int, Job], when_idle: Callable[[], None] | None = None
+    ) -> None:
+        with self._lock:
+            self._lanes[lane] = pending
+            self._links[lane] = link
+            if when_idle is not None:
+                self._when_idle[lane] = when_idle
+            self._by_fd[lane.sock.fileno()] = lane
+            self._poll.register(lane.sock, select.POLLIN)
+        os.eventfd_write(self._wake, 1)
+
+    def _read(self) -> None:
+        while not self._closed:
+            with self._lock:
+                waiting = any(self._lanes.values())
+            for fd, _ in self._poll.poll(_CANCEL_ROUND * 1e3 if waiting else None):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                    continue
+                lane = self._by_fd.get(fd)
+                if lane is not None:
+                    self._receive(lane)
+            if waiting:
+                self._look_for_cancelled()
+
+    def _receive(self, lane: Lane) -> None:
+        try:
+            completions = lane.receive(0)
+        except TimeoutError:
+            return
+        except (Closed, ProtocolError, OSError) as error:
+            if not self._closed:
+                log.error("lost the runtime: %s", error)
+            self._lose(self._links[lane])
+            return
+        for done in completions:
+            with self._lock:
+                job = self._lanes[lane].pop(done.request, None)
+            if job is not None:
+                job.finish(done)
+                self.finish(job)
+        with self._lock:
+            idle = None
+            if not self._lanes[lane] and lane in self._when_idle:
+                idle = self._when_idle.pop(lane)
+                self._forget(lane)
+        if idle is not None:
+            idle()
+
+    def _look_for_cancelled(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            due = [
+                job
+                for pending in self._lanes.values()
+                for job in pending.values()
+                if not job.cancelling and now - max(job.since, job.checked) > _CANCEL_ROUND
+            ][:_CANCEL_CHECKS]
+        for job in due:
+            job.checked = now
+            if job.reply is not None and job.reply.cancelled():
+                job.cancelling = True
+                try:
+                    job.lane.cancel([job.id])
+                except (Closed, OSError):
+                    return  # the next read notices
+
+    def _forget(self, lane: Lane) -> dict[int, Job]:
+        """Under the lock."""
+        pending = self._lanes.pop(lane, {})
+        self._links.pop(lane, None)
+        self._when_idle.pop(lane, None)
+        for fd, other in list(self._by_fd.items()):
+            if other is lane:
+                del self._by_fd[fd]
+                self._poll.unregister(fd)
+        return pending
+
+    def _lose(self, link: Link) -> None:
+        """The runtime behind a link is gone: answer all that waited for it, and look for another."""
+        with self._lock:
+            jobs = [job for lane in (link.later, link.direct) for job in self._forget(lane).values()]
+        self._session.lost(link)
+        link.later.close()
+        self._fail(jobs)
+
+    def _fail(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.fail(Status.RUNTIME_DOWN, DOWN)
+            self.finish(job)
+
+    # --- the sending threads ------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception:
+                log.exception("answering failed")
+            del work  # a job must not live on here: its reply answers when dropped
+
+    def _answer(self, job: Job) -> None:
+        assert job.reply is not None
+        try:
+            job.reply.send(self._respond(job))
+        finally:
+            if job.place is not None:
+                job.lane.give([job.place])

@@ -1,0 +1,141 @@
+"""Reaching the runtime of this tritonserver and GPU; the first stub that needs it starts it."""
+
+import fcntl
+import logging
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rsrv.wire import paths
+from rsrv.wire.frames import ProtocolError, check_hello, hello
+from rsrv.wire.memory import read_board
+from rsrv.wire.socket import Receiver, connect, send
+
+log = logging.getLogger("rsrv.stub")
+
+#: seconds for the runtime's process to listen; it loads jax later
+_START_TIMEOUT = 60.0
+#: seconds for a frame's answer that needs no work
+_GREETING_TIMEOUT = 10.0
+
+
+class LaunchError(Exception):
+    """The runtime cannot be started; the message says why and what to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A connection after its greeting."""
+
+    sock: socket.socket
+    receiver: Receiver
+    board: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """Connects to the runtime that belongs to `server_pid` and `gpu`, starting it if nobody did."""
+
+    server_pid: int
+    gpu: str
+    settings: Path
+
+    def open(self) -> Greeted:
+        """A greeted connection. Raises LaunchError, OSError, ProtocolError."""
+        directory = paths.runtime_directory(self.server_pid, self.gpu)
+        path = directory / paths.SOCKET
+        try:
+            return _greet(connect(path))
+        except (FileNotFoundError, ConnectionError):
+            pass
+        paths.make_private(directory.parent)
+        paths.make_private(directory)
+        # Whoever holds the lock starts the runtime; the others wait here and find it listening.
+        with _locked(directory / paths.LOCK):
+            try:
+                return _greet(connect(path))
+            except (FileNotFoundError, ConnectionError):
+                self._start(directory)
+            return _greet(connect(path))
+
+    def _start(self, directory: Path) -> None:
+        python = interpreter()
+        ready, child_end = os.pipe2(os.O_CLOEXEC)
+        command = [
+            python, "-m", "rsrv.runtime",
+            "--directory", str(directory),
+            "--server-pid", str(self.server_pid),
+            "--settings", str(self.settings),
+            "--ready-fd", str(child_end),
+        ]  # fmt: skip
+        try:
+            try:
+                started = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(child_end,))
+            except OSError as error:
+                raise LaunchError(f"the runtime cannot be started with {python}: {error}") from None
+            finally:
+                os.close(child_end)
+            said = _read_until_closed(ready, _START_TIMEOUT)
+            started.wait()  # it has forked the real one and left
+        finally:
+            os.close(ready)
+        if said != b"ready":
+            reason = said.decode(errors="replace") or "it ended without a word; the server's log may say more"
+            raise LaunchError(
+                f"the runtime did not start with {python}: {reason}. RSRV_RUNTIME_PYTHON must name a Python "
+                "where 'rsrv[runtime]' is installed"
+            )
+
+
+def interpreter() -> str:
+    """RSRV_RUNTIME_PYTHON, or the Python that this stub runs on."""
+    chosen = os.environ.get("RSRV_RUNTIME_PYTHON")
+    if chosen:
+        return chosen
+    # Inside the stub the interpreter is embedded: sys.executable may be the stub, or nothing.
+    own = Path(sys.prefix) / "bin" / "python3"
+    return str(own) if own.exists() else shutil.which("python3") or "python3"
+
+
+def _greet(sock: socket.socket) -> Greeted:
+    sock.settimeout(_GREETING_TIMEOUT)
+    try:
+        send(sock, hello())
+        receiver = Receiver(sock)
+        frame, fds = receiver.receive()
+        check_hello(frame)
+        try:
+            if len(fds) != 1:
+                raise ProtocolError("the runtime's greeting comes without its board")
+            board = read_board(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+    except BaseException:
+        sock.close()
+        raise
+    return Greeted(sock, receiver, board)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _read_until_closed(fd: int, timeout: float) -> bytes:
+    """What the starting process says: one short message, or nothing if it dies."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return os.read(fd, 4096) if poll.poll(timeout * 1000) else b"it was not ready in time"

@@ -1,0 +1,85 @@
+"""Exactly one answer for every request, whatever path fails."""
+
+import logging
+from threading import Lock
+from typing import Any
+
+from rsrv.wire.frames import Status
+
+log = logging.getLogger("rsrv.stub")
+
+#: the tag in front of the message, for what Triton has no code of its own
+_TAGS = {
+    Status.QUEUE_FULL: "[rsrv:QUEUE_FULL] ",
+    Status.DEADLINE: "[rsrv:DEADLINE] ",
+    Status.RUNTIME_DOWN: "[rsrv:RUNTIME_DOWN] ",
+    Status.NOT_RESIDENT: "[rsrv:NOT_RESIDENT] ",
+}
+#: attribute of pb_utils.TritonError; the rest are UNAVAILABLE
+_CODES = {
+    Status.INVALID: "INVALID_ARG",
+    Status.NOT_FOUND: "NOT_FOUND",
+    Status.CANCELLED: "CANCELLED",
+    Status.INTERNAL: "INTERNAL",
+}
+
+
+class Failure(Exception):
+    """How a request ends when not with an answer; `text` is for the client."""
+
+    def __init__(self, status: Status, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+class Responses:
+    """Makes Triton's response objects."""
+
+    def __init__(self, pb_utils: Any) -> None:
+        self._pb = pb_utils
+        self.final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+    def answer(self, tensors: list[Any]) -> Any:
+        return self._pb.InferenceResponse(output_tensors=tensors)
+
+    def failure(self, status: Status, text: str) -> Any:
+        code = getattr(self._pb.TritonError, _CODES.get(status, "UNAVAILABLE"))
+        error = self._pb.TritonError(_TAGS.get(status, "") + text, code)
+        return self._pb.InferenceResponse(output_tensors=[], error=error)
+
+
+class Reply:
+    """A response sender that answers once: never twice, and, if it is dropped, with an error.
+
+    A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
+    whether a request is cancelled after its answer kills the server. Hence the lock.
+    """
+
+    def __init__(self, sender: Any, responses: Responses) -> None:
+        self._sender = sender
+        self._responses = responses
+        self._lock = Lock()
+        self._sent = False
+
+    def send(self, response: Any) -> None:
+        with self._lock:
+            if self._sent:
+                return
+            self._sent = True
+            self._sender.send(response, flags=self._responses.final)
+
+    def cancelled(self) -> bool:
+        with self._lock:
+            return not self._sent and bool(self._sender.is_cancelled())
+
+    def __del__(self) -> None:
+        if not self._sent:
+            try:
+                self.send(
+                    self._responses.failure(
+                        Status.INTERNAL, "the request was dropped; this is a fault of rsrv"
+                    )
+                )
+            except Exception:
+                log.exception("a dropped request could not be answered")

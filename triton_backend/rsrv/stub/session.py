@@ -1,0 +1,107 @@
+"""The stub's tie to the runtime: its lanes, the model's registration, and coming back after the runtime died."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.launch import Greeted, LaunchError
+from rsrv.wire.frames import ProtocolError
+from rsrv.wire.layout import Interface
+from rsrv.wire.paths import RuntimeDirectoryError
+from rsrv.wire.socket import Closed
+
+log = logging.getLogger("rsrv.stub")
+
+#: seconds between attempts to reach a runtime, doubling
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+#: what reaching a runtime may raise
+UNREACHABLE = (LaunchError, RuntimeDirectoryError, ProtocolError, Rejected, Closed, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One life of the runtime, as this stub sees it."""
+
+    interface: Interface
+    #: {name: rank} of the client-facing tensors, as the bundle has them
+    ranks: dict[str, int]
+    settings: dict[str, Any]
+    cost_ns: int
+    #: for answers inside execute(), used by one thread
+    direct: Lane
+    #: for answers after execute() returned
+    later: Lane
+
+
+class Session:
+    """`link` is None while there is no runtime. `on_link` is called with each new one, on the thread that made it."""
+
+    def __init__(self, open_connection: Callable[[], Greeted], model: str, bundle: str) -> None:
+        self._open = open_connection
+        self._wanted = {"model": model, "bundle": bundle}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self.link: Link | None = None
+        self.on_link: Callable[[Link], None] = lambda link: None
+
+    def establish(self) -> Link:
+        """Reach the runtime and register. Raises one of UNREACHABLE."""
+        direct = Lane(self._open())
+        try:
+            body = direct.register(self._wanted)
+            later = Lane(self._open())
+            try:
+                later.register({"key": body["key"]})
+            except BaseException:
+                later.close()
+                raise
+        except BaseException:
+            direct.close()
+            raise
+        link = Link(
+            Interface.from_json(body["interface"]),
+            body["ranks"],
+            body["stub"],
+            body["cost_ns"],
+            direct,
+            later,
+        )
+        self.link = link
+        self.on_link(link)
+        return link
+
+    def lost(self, link: Link) -> bool:
+        """The runtime behind `link` is gone: find or start another, on a thread. True for the first to say so."""
+        with self._lock:
+            if self.link is not link:
+                return False
+            self.link = None
+        if not self._closed.is_set():
+            log.error("the runtime is gone; reconnecting")
+            threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+        return True
+
+    def _reconnect(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._closed.is_set():
+            try:
+                self.establish()
+            except UNREACHABLE as error:
+                log.error("no runtime yet: %s", error)
+                self._closed.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                log.info("reconnected to the runtime")
+                return
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            link, self.link = self.link, None
+        if link is not None:
+            link.direct.close()
+            link.later.close()

@@ -46,7 +46,7 @@ test-unit: $(VENV) ## the tests that need no server
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 
-bench: $(VENV) $(TRITON) bundles ## measure the example models with perf_analyzer
+bench: $(VENV) $(TRITON) ## measure the example models with perf_analyzer
 	$(BIN)/python tools/bench.py
 
 lint: $(VENV) ## style and types

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +18,9 @@ import tritonclient.grpc
 import tritonclient.http
 
 from local_triton import ServerFailed
+from rsrv_gen import cli as rsrv_gen
 from tests.e2e.harness import ROOT, RunningTriton, StartTriton, is_alive, wait_until
+from tests.unit.gen.bundles_for_tests import write_bundle
 
 ECHO_CONFIG = """
 name: "echo"
@@ -139,3 +143,30 @@ def test_a_model_that_fails_need_not_stop_the_others(
     assert "broken on purpose" in states["broken"][1]
     x = np.ones((1, 3), np.float32)
     np.testing.assert_array_equal(infer(tritonclient.grpc, running.grpc, x), x)
+
+
+def test_a_generated_model_is_loaded_once_by_a_polling_server(
+    start_triton: StartTriton, echo_repository: Path, tmp_path: Path
+) -> None:
+    """Python can't leave compiled files in a generated directory, so a poll sees no change after the load.
+
+    The generated model.py is replaced by one that needs nothing of this project.
+    """
+    gen = tmp_path / "gen"
+    assert rsrv_gen.main([str(write_bundle(tmp_path / "toy")), "-o", str(gen)]) == 0
+    (gen / "toy" / "1" / "model.py").write_text(ECHO_MODEL)
+    running = start_triton(gen, extra_args=["--model-control-mode=poll", "--repository-poll-secs=1"])
+
+    def is_ready(model: str) -> bool:
+        return running.server.model_states().get(model, ("", ""))[0] == "READY"
+
+    # A model that appears is loaded by a later poll than the first; the one after that has seen all of both.
+    for name in ("later", "last"):
+        (echo_repository / "echo").rename(echo_repository / name)
+        config = echo_repository / name / "config.pbtxt"
+        config.write_text(config.read_text().replace('name: "echo"', ""))
+        shutil.copytree(echo_repository / name, echo_repository / "echo")
+        (echo_repository / name).rename(gen / name)
+        wait_until(partial(is_ready, name), what=f"{name} to load")
+    assert is_ready("toy")
+    assert running.log_text().count("successfully loaded 'toy'") == 1

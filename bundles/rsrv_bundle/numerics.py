@@ -34,7 +34,8 @@ def compare(
     """Run every module, with the weights as read from the file, against `function(*inputs, *leaves)`.
 
     Returns max_abs_error and max_rel_error over all outputs; relative means divided by the output's largest
-    magnitude. Raises BundleError naming every module and output that is further away than its tolerance.
+    magnitude. Raises BundleError naming every module and output that is further away than its tolerance, and
+    every output whose first row changes with the other rows.
     """
     problems = Problems()
     weights = load_weights(bundle)
@@ -45,6 +46,9 @@ def compare(
         inputs = random_inputs(bundle, *key)
         found = jax.jit(as_exported(file.read_bytes(), signature).call)(*inputs, *weights)
         expected = direct(*inputs, *leaves)
+        if key[1] > 1 and bundle.manifest.batched:
+            alone = direct(*(_first_row_only(bundle, i, array) for i, array in enumerate(inputs)), *leaves)
+            _check_rows(bundle, file.name, expected, alone, tolerance, problems)
         for spec, got, want in zip(bundle.manifest.outputs, found, expected, strict=True):
             absolute, relative = difference(np.asarray(got), np.asarray(want))
             worst_abs, worst_rel = max(worst_abs, absolute), max(worst_rel, relative)
@@ -58,6 +62,38 @@ def compare(
                 )
     problems.raise_if_any()
     return {"max_abs_error": worst_abs, "max_rel_error": worst_rel}
+
+
+def _first_row_only(bundle: Bundle, index: int, array: Array) -> Array:
+    """The input with every row but the first replaced by zeros, as a padded batch has them."""
+    axis = bundle.manifest.inputs[index].batch_axis
+    assert axis is not None
+    padded = np.zeros_like(array)
+    np.moveaxis(padded, axis, 0)[0] = np.moveaxis(array, axis, 0)[0]
+    return padded
+
+
+def _check_rows(
+    bundle: Bundle,
+    file: str,
+    together: Sequence[Any],
+    alone: Sequence[Any],
+    tolerance: Mapping[str, float],
+    problems: Problems,
+) -> None:
+    """The rows of a batch are different requests, or padding, so no row may look at another."""
+    for spec, a, b in zip(bundle.manifest.outputs, together, alone, strict=True):
+        if spec.batch_axis is None:
+            continue
+        rows = [np.take(np.asarray(value), 0, axis=spec.batch_axis) for value in (a, b)]
+        _, relative = difference(rows[0], rows[1])
+        if not relative <= tolerance.get(spec.dtype, 0.0):
+            problems.add(
+                file,
+                f"output '{spec.name}'",
+                f"its first row changes by {relative:.3g} of its magnitude when the other rows do; the rows of a"
+                " batch are different requests, so fn must treat them apart",
+            )
 
 
 def random_inputs(bundle: Bundle, variant: int, size: int) -> list[Array]:

@@ -1,0 +1,153 @@
+"""digits: a small convolutional network, trained in seconds on scikit-learn's 8 x 8 handwritten digits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples import digits_hooks
+from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle.export import export_bundle
+
+Array = np.ndarray[Any, Any]
+Params = dict[str, Any]
+
+BATCH_SIZES = (1, 4, 16, 32)
+#: Share of the held-out images that a trained network must get right.
+REQUIRED_ACCURACY = 0.97
+
+_EPOCHS = 30
+_BATCH = 64
+
+
+@functools.cache
+def _data() -> tuple[Array, Array, Array, Array]:
+    """Training images and labels, held-out images and labels; 80/20, the same in every process."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    order = np.random.default_rng(0).permutation(len(images))
+    train, test = np.split(order, [len(images) * 4 // 5])
+    labels = labels.astype(np.int64)
+    return images[train], labels[train], images[test], labels[test]
+
+
+def held_out() -> tuple[Array, Array]:
+    """What the network has not seen: images f32 [n, 8, 8, 1], from 0 to 1, and labels i64 [n]."""
+    _, _, images, labels = _data()
+    return images, labels
+
+
+def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
+    """image: [n, 8, 8, 1] -> logits: [n, 10]."""
+    x = image
+    for layer in ("conv1", "conv2"):
+        x = jax.lax.conv_general_dilated(
+            x, params[layer]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + params[layer]["bias"])
+        # 2 x 2 maxima, without a window operation: the extents are even.
+        n, h, w, c = x.shape
+        x = x.reshape(n, h // 2, 2, w // 2, 2, c).max((2, 4))
+    x = x.reshape(x.shape[0], -1)
+    x = jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
+    return {"logits": x @ params["dense2"]["kernel"] + params["dense2"]["bias"]}
+
+
+def _initial() -> Params:
+    rng = np.random.default_rng(0)
+
+    def layer(*shape: int) -> dict[str, Array]:
+        kernel = rng.standard_normal(shape) * np.sqrt(2 / np.prod(shape[:-1]))
+        return {"kernel": kernel.astype(np.float32), "bias": np.zeros(shape[-1], np.float32)}
+
+    return {
+        "conv1": layer(3, 3, 1, 16),
+        "conv2": layer(3, 3, 16, 32),
+        "dense1": layer(128, 64),
+        "dense2": layer(64, 10),
+    }
+
+
+@functools.cache
+def trained() -> Params:
+    """The parameters after training with Adam; a few seconds, once per process."""
+    images, labels, _, _ = _data()
+    steps = len(images) // _BATCH
+    rng = np.random.default_rng(1)
+    order = np.stack([rng.permutation(len(images))[: steps * _BATCH] for _ in range(_EPOCHS)]).reshape(
+        -1, _BATCH
+    )
+
+    def loss(params: Params, batch: Array) -> jax.Array:
+        logits = jax.nn.log_softmax(apply(params, jnp.asarray(images)[batch])["logits"])
+        return -jnp.take_along_axis(logits, jnp.asarray(labels)[batch][:, None], axis=1).mean()
+
+    def step(state: Any, item: Any) -> Any:
+        params, mean, square = state
+        count, batch = item
+        gradient = jax.grad(loss)(params, batch)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
+        square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, gradient)
+        rate = 2e-3 * (1 - count / len(order)) * jnp.sqrt(1 - 0.999 ** (count + 1)) / (1 - 0.9 ** (count + 1))
+        params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+        return (params, mean, square), None
+
+    start = jax.tree.map(jnp.asarray, _initial())
+    zeros = jax.tree.map(jnp.zeros_like, start)
+    counts = jnp.arange(len(order), dtype=jnp.float32)
+    (params, _, _), _ = jax.lax.scan(step, (start, zeros, zeros), (counts, jnp.asarray(order)))
+    found: Params = jax.tree.map(np.asarray, params)
+    return found
+
+
+def params_of(bundle_dir: Path) -> Params:
+    """The parameters inside a built bundle."""
+    bundle = read_bundle(bundle_dir, digest=False)
+    params: Params = {}
+    for weight, array in zip(bundle.weights, load_weights(bundle), strict=True):
+        layer, _, part = weight.name.partition("/")
+        params.setdefault(layer, {})[part] = array
+    return params
+
+
+def reference(inputs: Mapping[str, Array], params: Params | None = None) -> dict[str, Array]:
+    """image: f32 [n, 8, 8, 1] -> class: i64 [n, 1], score: f32 [n, 1].
+
+    Trains first, unless it is given the parameters of a built bundle (`params_of`), which is also exact across
+    machines.
+    """
+    weights = trained() if params is None else params
+    logits = np.asarray(apply(weights, jnp.asarray(inputs["image"]))["logits"])
+    return digits_hooks.postprocess({"logits": logits})
+
+
+def make(out_dir: Path) -> None:
+    """Train, and write the bundle `out_dir`, replacing one that is there. RuntimeError if training went badly."""
+    images, labels = held_out()
+    accuracy = float((reference({"image": images})["class"][:, 0] == labels).mean())
+    print(f"digits: {accuracy:.1%} of {len(labels)} held-out images are right", flush=True)
+    if accuracy < REQUIRED_ACCURACY:
+        raise RuntimeError(f"accuracy {accuracy:.1%} is below {REQUIRED_ACCURACY:.0%}")
+    export_bundle(
+        apply,
+        trained(),
+        {"image": images[:1]},
+        batch_sizes=BATCH_SIZES,
+        axes={"image": "nhwc"},
+        out_dir=out_dir,
+        hooks=Path(digits_hooks.__file__),
+        client_outputs=[
+            {"name": "class", "dtype": "i64", "shape": "nk", "dims": {"k": 1}},
+            {"name": "score", "dtype": "f32", "shape": "nk", "dims": {"k": 1}},
+        ],
+        description="Handwritten digits, 8 x 8 pixels from 0 to 1.",
+        overwrite=True,
+    )

@@ -1,0 +1,150 @@
+"""What `make demo` shows: the example bundles in a real tritonserver, and standard clients that use them.
+
+Builds the bundles, generates the repository, starts the server, and classifies handwritten digits that the model
+has never seen, one image a request from several clients at once, over gRPC and over HTTP.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tritonclient.grpc
+import tritonclient.http
+
+import example_bundles
+from examples import digits
+from local_triton import ServerFailed, TritonServer
+from rsrv_gen import cli as rsrv_gen
+from triton_install import InstallError
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "digits"
+#: The output that holds the digit; the model's hooks make it from the network's ten numbers.
+OUTPUT = "class"
+CLIENTS = 8
+
+Array = npt.NDArray[Any]
+
+
+def main() -> int:
+    """Runs the demo; returns the exit status."""
+    step("example bundles")
+    bundles = example_bundles.ensure()
+    step("rsrv-gen: bundles to a Triton model repository")
+    repository = ROOT / "gen"
+    if rsrv_gen.main([str(bundles), "-o", str(repository)]) != 0:
+        return 1
+    log_path = ROOT / "build" / "demo.log"
+    log_path.unlink(missing_ok=True)
+    step(f"tritonserver on {repository.name}/ (its log: {log_path.relative_to(ROOT)})")
+    started = time.monotonic()
+    try:
+        with TritonServer(repository, log_path=log_path) as server:
+            server.wait_ready(timeout=600, progress=lambda model: print(f"   loaded {model}", flush=True))
+            print(f"   ready after {time.monotonic() - started:.1f} s")
+            good = classify(server)
+            step("stopping tritonserver")
+    except (ServerFailed, InstallError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted")
+        return 130
+    return 0 if good else 1
+
+
+def step(title: str) -> None:
+    """One headline of the demo."""
+    print(f"== {title}", flush=True)
+
+
+def classify(server: TritonServer) -> bool:
+    """Sends every held-out image over both protocols; returns whether the answers are as good as they should be."""
+    images, labels = digits.held_out()
+    client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
+    metadata = client.get_model_metadata(MODEL, as_json=True)
+    client.close()
+    step(f"{len(images)} unseen images, one a request, {CLIENTS} clients at once")
+    accuracies = []
+    for protocol, library, url in (
+        ("gRPC", tritonclient.grpc, server.grpc_url),
+        ("HTTP", tritonclient.http, server.http_url),
+    ):
+        started = time.perf_counter()
+        predicted = predict(library, url, metadata, images)
+        seconds = time.perf_counter() - started
+        accuracies.append(float(np.mean(predicted == labels)))
+        print(f"   {protocol}: accuracy {accuracies[-1]:.4f}, {len(images) / seconds:.0f} requests/s")
+    if sizes := batch_sizes_seen(server):
+        print(f"   rows in one execution: {', '.join(map(str, sizes))}")
+    show_curl(server, metadata, images[0], int(labels[0]))
+    good = min(accuracies) >= digits.REQUIRED_ACCURACY and len(set(accuracies)) == 1
+    if not good:
+        print(
+            f"   WRONG: both accuracies must be the same, and at least {digits.REQUIRED_ACCURACY}",
+            file=sys.stderr,
+        )
+    return good
+
+
+def predict(library: ModuleType, url: str, metadata: dict[str, Any], images: Array) -> Array:
+    """The digit that the server sees in each image. `library` is tritonclient's module for the protocol."""
+    wire = metadata["inputs"][0]
+
+    def work(share: Array) -> list[int]:
+        # A client for each thread: the HTTP one must not be shared.
+        client = library.InferenceServerClient(url)
+        try:
+            return [one(client.infer, image) for image in share]
+        finally:
+            client.close()
+
+    def one(infer: Callable[..., Any], image: Array) -> int:
+        tensor = library.InferInput(wire["name"], [1, *image.shape], wire["datatype"])
+        tensor.set_data_from_numpy(image[np.newaxis])
+        return int(infer(MODEL, [tensor]).as_numpy(OUTPUT).item())
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        shares = pool.map(work, np.array_split(images, CLIENTS))
+        return np.array([digit for share in shares for digit in share])
+
+
+def batch_sizes_seen(server: TritonServer) -> Sequence[int]:
+    """The numbers of rows that the runtime put into one execution so far; empty while it does not tell."""
+    del server
+    return ()
+
+
+def show_curl(server: TritonServer, metadata: dict[str, Any], image: Array, label: int) -> None:
+    """Prints a request to copy, after sending the very same one."""
+    wire = metadata["inputs"][0]
+    shape = [1, *image.shape]
+    tensor = {
+        "name": wire["name"],
+        "datatype": wire["datatype"],
+        "shape": shape,
+        "data": image.ravel().tolist(),
+    }
+    body = json.dumps({"inputs": [tensor]}, separators=(",", ":"))
+    path = f"/v2/models/{MODEL}/infer"
+    connection = http.client.HTTPConnection(server.http_url, timeout=30)
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse().read().decode()
+    connection.close()
+    step(f"the same with curl, while `make serve` runs (this image shows a {label})")
+    print(f"curl -s localhost:8000{path} -H 'Content-Type: application/json' -d '{body}'")
+    print(answer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

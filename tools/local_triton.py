@@ -2,7 +2,7 @@
 
     python tools/local_triton.py install
     python tools/local_triton.py serve --model-repository=gen/
-    python tools/local_triton.py run --model-repository=gen/ -- .triton/perf/perf_analyzer -m digits
+    python tools/local_triton.py run --model-repository=gen/ -- sh -c 'curl $TRITON_HTTP_URL/v2'
 
 `install` fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and
 perf_analyzer from a `tritonclient` wheel, and makes the small environment that Triton's stub processes run in.
@@ -265,13 +265,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     summary, _, usage = (__doc__ or "").partition("\n")
+    # No abbreviations: what looks like one of our flags cut short is a flag of tritonserver's.
     parser = argparse.ArgumentParser(
         description=summary, epilog=usage, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="verb", required=True)
-    install = commands.add_parser("install", help="fetch and prepare everything")
-    serve = commands.add_parser("serve", help="serve in the foreground on ports 8000, 8001 and 8002")
-    run = commands.add_parser("run", help="serve on free ports while the command after -- runs")
+    install = commands.add_parser("install", help="fetch and prepare everything", allow_abbrev=False)
+    serve = commands.add_parser(
+        "serve", help="serve in the foreground on ports 8000, 8001 and 8002", allow_abbrev=False
+    )
+    run = commands.add_parser(
+        "run", help="serve on free ports while the command after -- runs", allow_abbrev=False
+    )
     for each in (install, serve, run):
         each.add_argument("--dir", type=Path, default=Installation().folder, help="default: %(default)s")
     for each in (serve, run):

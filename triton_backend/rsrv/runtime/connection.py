@@ -23,6 +23,7 @@ class Connection:
         self.sock = sock
         self.peer = peer
         self.greeted = False
+        self.watched_for_write = False
         self.model: str | None = None  # key of the model it is registered for
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []

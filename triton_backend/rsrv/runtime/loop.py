@@ -91,6 +91,7 @@ class Loop:
         self._board = Board()
         self._inbox = Inbox()
         self._device: Device | None = None
+        self._device_error = ""
         self._device_worker = Worker("device")
         self._build_worker = Worker("build")
         self._staging = Staging()
@@ -180,11 +181,10 @@ class Loop:
             log.error("closing the connection of pid %d: %s", connection.peer, error)
             self._close(connection)
         else:
-            if connection.id in self._connections:
+            if connection.congested != connection.watched_for_write and connection.id in self._connections:
+                connection.watched_for_write = connection.congested
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.congested else 0)
-                if self._selector.get_key(connection.sock).events != events:
-                    data = self._selector.get_key(connection.sock).data
-                    self._selector.modify(connection.sock, events, data)
+                self._selector.modify(connection.sock, events, self._selector.get_key(connection.sock).data)
 
     def _ready(self, connection: Connection, mask: int) -> None:
         if mask & selectors.EVENT_WRITE:
@@ -240,10 +240,16 @@ class Loop:
     # --- models -------------------------------------------------------------------------------------------
 
     def _make_device(self, make: Callable[[], Device]) -> None:
-        device = make()
+        """On the build thread, before anything else."""
+        device, error = None, ""
+        try:
+            device = make()
+        except Exception as caught:
+            log.exception("no device")
+            error = f"{type(caught).__name__}: {caught}"
 
         def ready() -> None:
-            self._device = device
+            self._device, self._device_error = device, error
 
         self._inbox.post(ready)
 
@@ -260,7 +266,9 @@ class Loop:
                 connection.model = wanted["key"]
                 self._welcome(connection, entry.model)
             return
-        name, path = str(wanted["model"]), str(wanted["bundle"])
+        name, path = wanted.get("model"), wanted.get("bundle")
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise ProtocolError("REGISTER without a model's name and its bundle's path")
 
         def read() -> None:
             result: Bundle | str
@@ -299,8 +307,10 @@ class Loop:
         """On the build thread."""
         result: Model | str
         try:
-            assert self._device is not None, "the device is made by this thread, before any model"
-            result = build(bundle, self._device, self._settings, name)
+            if self._device is None:  # the build thread made it, or failed to, before any bundle was read
+                result = f"the runtime has no device: {self._device_error}"
+            else:
+                result = build(bundle, self._device, self._settings, name)
         except BundleError as error:
             result = str(error)
         except Exception as error:

@@ -18,6 +18,9 @@ from rsrv_bundle.modules import Signature, check_signatures, module_file
 
 log = logging.getLogger("rsrv.models")
 
+#: timed executions of each size at warm-up; other work on the machine disturbs single ones
+_WARM_RUNS = 3
+
 
 @dataclass(slots=True)
 class Model:
@@ -50,9 +53,9 @@ def identify(path: str) -> Bundle:
 
 
 def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Model:
-    """Compile every module, put the weights on the device, and run every executable twice on zeros.
+    """Compile every module, put the weights on the device, and run every executable some times on zeros.
 
-    The first run allocates, the second one is the cost that the scheduler starts from.
+    The first run allocates; the fastest of the others is the cost that the scheduler starts from.
     Raises BundleError, DeviceError and whatever the compiler raises.
     """
     started = time.perf_counter()
@@ -69,7 +72,7 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
     for (variant, size), executable in executables.items():
         inputs = zeros(interface.variants[variant].inputs, size)
         device.run(executable, weights, inputs)
-        costs[variant, size] = device.run(executable, weights, inputs)[1]
+        costs[variant, size] = min(device.run(executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
     of_model = settings.for_model(name)
     program = Program(
         model=model_key(bundle),

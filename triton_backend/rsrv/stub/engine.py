@@ -64,7 +64,7 @@ class Engine:
         self._tensors = tensors
         self._responses = responses
         self._hooks = hooks
-        self._inputs = inputs
+        self._dtypes = {wire.name: wire.dtype for wire in inputs}
         self._outputs = outputs
         self._session = session
         self._shapes: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
@@ -73,22 +73,25 @@ class Engine:
         self._execute_ns = 0.0
         #: answered in place by the last execute(); Triton copies them out before the next one
         self._held: list[Place] = []
+        #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
-        link = session.establish()
+        self._link = link = session.establish()
         self._later = Later(session, self._respond, link.settings["sender_threads"])
-        session.on_link = self._linked
-        self._linked(link)
-
-    def _linked(self, link: Link) -> None:
-        self._shapes.clear()
-        self._held = []
-        self._execute_ns = float(link.cost_ns)
-        self._direct = link.direct
+        session.on_link = self._later.watch
         self._later.watch(link)
+        self._switch(link)
+
+    def _switch(self, link: Link) -> None:
+        """On execute()'s thread, which is the only one that uses `_direct`, `_held` and `_link`."""
+        if self._direct is not None:
+            self._direct.close()
+        self._link, self._direct, self._held = link, link.direct, []
+        self._shapes.clear()
+        self._execute_ns = float(link.cost_ns)
 
     def close(self) -> None:
-        self._session.close()
         self._later.close()
+        self._session.close()
 
     # --- execute ------------------------------------------------------------------------------------------
 
@@ -97,9 +100,10 @@ class Engine:
         link = self._session.link
         if link is None:
             return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
-        lane = self._direct
-        if lane is link.direct and self._soon(link, len(requests)):
-            return self._in_place(link, lane, requests)
+        if link is not self._link:
+            self._switch(link)
+        if self._direct is not None and self._soon(link, len(requests)):
+            return self._in_place(link, self._direct, requests)
         self._answer_later(link, requests)
         return None
 
@@ -142,7 +146,7 @@ class Engine:
             job.reply = Reply(job.request.get_response_sender(), self._responses)
 
         def idle() -> None:
-            if self._session.link is link:
+            if self._link is link:
                 self._direct = lane
 
         self._later.adopt(link, lane, waiting.values(), idle)
@@ -227,11 +231,10 @@ class Engine:
         )
 
     def _read_inputs(self, link: Link, request: Any) -> dict[str, Array]:
-        dtypes = {wire.name: wire.dtype for wire in self._inputs}
         arrays = {}
         for tensor in request.inputs():
             name = tensor.name()
-            array = self._tensors.read(tensor, dtypes[name])
+            array = self._tensors.read(tensor, self._dtypes[name])
             if array.ndim == link.ranks[name] + 1 and array.shape[-1] == 1:
                 # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
                 array = array.reshape(array.shape[:-1])

@@ -178,9 +178,12 @@ class Later:
     def _lose(self, link: Link) -> None:
         """The runtime behind a link is gone: answer all that waited for it, and look for another."""
         with self._lock:
+            handed_over = link.direct in self._lanes
             jobs = [job for lane in (link.later, link.direct) for job in self._forget(lane).values()]
         self._session.lost(link)
         link.later.close()
+        if handed_over:
+            link.direct.close()
         self._fail(jobs)
 
     def _fail(self, jobs: Iterable[Job]) -> None:

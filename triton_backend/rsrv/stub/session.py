@@ -74,16 +74,15 @@ class Session:
         self.on_link(link)
         return link
 
-    def lost(self, link: Link) -> bool:
-        """The runtime behind `link` is gone: find or start another, on a thread. True for the first to say so."""
+    def lost(self, link: Link) -> None:
+        """The runtime behind `link` is gone: find or start another, on a thread. Any thread may say so, repeatedly."""
         with self._lock:
             if self.link is not link:
-                return False
+                return
             self.link = None
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
-        return True
 
     def _reconnect(self) -> None:
         pause = _FIRST_PAUSE

@@ -110,17 +110,23 @@ class VariantCosts:
         """
         total = 0.0
         index = self.best
+        if rows < self.capacities[index]:
+            index = self._cheapest(rows)
         while rows > 0:
             room = self.capacities[index]
             if room >= rows:
                 return total + self.seconds[index]
             full, rows = divmod(rows, room)
             total += full * self.seconds[index]
-            index = self._cheapest(rows)
+            if rows:
+                index = self._cheapest(rows)
         return total
 
     def _cheapest(self, rows: int | None) -> int:
-        """Index of the least cost per served row with `rows` waiting (None: any number), ties to more rows."""
+        """Index of the least cost per served row with `rows` > 0 waiting (None: any number).
+
+        Ties go to more served rows.
+        """
         best, best_cost, best_rows = 0, inf, 1
         for index, room in enumerate(self.capacities):
             served = room if rows is None or room < rows else rows

@@ -1,0 +1,17 @@
+"""The machine under test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.scheduler.driver import Driver
+
+
+@pytest.fixture
+def machine() -> Iterator[Driver]:
+    """A scheduler with default settings and no models; checked again when the test is over."""
+    driver = Driver()
+    yield driver
+    driver.scheduler.validate()

@@ -1,0 +1,218 @@
+"""Drives a scheduler in virtual time, and watches what no test should have to repeat.
+
+After each event the machine checks itself, and the driver checks what only an observer can: that each
+request ends once, that executions are made of requests that wait, in order, on resident weights, and
+within the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rsrv.runtime.scheduler.events import (
+    Event,
+    EvictWeights,
+    Execute,
+    ExecutionFinished,
+    Finish,
+    Instruction,
+    LoadFailed,
+    LoadWeights,
+    ModelAdded,
+    ModelRemoved,
+    Outcome,
+    Program,
+    Reason,
+    Request,
+    RequestsArrived,
+    RequestsCancelled,
+    Tick,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+
+#: one execution of a size costs this, unless a test says otherwise.
+COSTS = {(0, 1): 0.001, (0, 32): 0.004}
+
+
+def program(
+    model: str = "a",
+    costs: dict[tuple[int, int], float] | None = None,
+    *,
+    coalesce: bool = True,
+    max_queue_depth: int = 1000,
+    max_batch_rows: int | None = None,
+    weight_bytes: int = 100,
+) -> Program:
+    return Program(
+        model=model,
+        costs=COSTS if costs is None else costs,
+        coalesce=coalesce,
+        max_queue_depth=max_queue_depth,
+        max_batch_rows=max_batch_rows,
+        weight_bytes=weight_bytes,
+    )
+
+
+class Driver:
+    """A scheduler, its events and instructions so far, and a clock that the test moves."""
+
+    def __init__(self, settings: SchedulerSettings | None = None) -> None:
+        self.settings = settings or SchedulerSettings()
+        self.scheduler = Scheduler(self.settings)
+        self.now = 0.0
+        self.events: list[tuple[Event, float]] = []
+        self.instructions: list[list[Instruction]] = []
+        self.requests: dict[int, Request] = {}
+        #: id -> how it ended; every request that arrived must get here.
+        self.ended: dict[int, Finish] = {}
+        #: id -> request, of those that neither ended nor execute.
+        self.waiting: dict[int, Request] = {}
+        self.executing: dict[int, Execute] = {}
+        self.resident: set[str] = set()
+        #: model -> epoch of its load under way.
+        self.loading: dict[str, int] = {}
+        self._next_id = 0
+
+    # --- events --------------------------------------------------------------------------------------
+
+    def send(self, event: Event, after: float = 0.0) -> list[Instruction]:
+        """Let `after` seconds pass, then tell the scheduler."""
+        self.now += after
+        if isinstance(event, RequestsArrived):
+            arrived = {request.id: request for request in event.requests}
+            self.requests |= arrived
+            self.waiting |= arrived
+        if isinstance(event, ExecutionFinished):
+            del self.executing[event.dispatch]
+        if isinstance(event, WeightsLoaded) and self.loading.get(event.model) == event.epoch:
+            del self.loading[event.model]
+            self.resident.add(event.model)
+        if isinstance(event, LoadFailed) and self.loading.get(event.model) == event.epoch:
+            del self.loading[event.model]
+        out = self.scheduler.handle(event, self.now)
+        self.events.append((event, self.now))
+        self.instructions.append(out)
+        self.scheduler.validate()
+        for instruction in out:
+            self._watch(instruction)
+        return out
+
+    def add(self, *programs: Program, resident: bool = True) -> None:
+        for one in programs:
+            self.send(ModelAdded(one))
+            if resident:
+                self.load(one.model)
+
+    def load(self, model: str, seconds: float = 0.0) -> list[Instruction]:
+        return self.send(WeightsLoaded(model, self.loading[model], seconds), after=seconds)
+
+    def fail_load(self, model: str, error: str = "no such file") -> list[Instruction]:
+        return self.send(LoadFailed(model, self.loading[model], error))
+
+    def remove(self, model: str) -> list[Instruction]:
+        return self.send(ModelRemoved(model))
+
+    def request(
+        self,
+        model: str = "a",
+        rows: int = 1,
+        *,
+        variant: int = 0,
+        deadline: float | None = None,
+        committed: bool = False,
+    ) -> Request:
+        """A request with a fresh id, not sent yet; `deadline` is absolute."""
+        self._next_id += 1
+        return Request(self._next_id, model, variant, rows, deadline=deadline, committed=committed)
+
+    def requests_of(self, count: int, model: str = "a", rows: int = 1) -> list[Request]:
+        return [self.request(model, rows) for _ in range(count)]
+
+    def arrive(self, *requests: Request) -> list[Instruction]:
+        return self.send(RequestsArrived(requests))
+
+    def cancel(self, *requests: Request) -> list[Instruction]:
+        return self.send(RequestsCancelled(tuple(request.id for request in requests)))
+
+    def tick(self, at: float) -> list[Instruction]:
+        return self.send(Tick(), after=at - self.now)
+
+    def finish(
+        self, dispatch: int | None = None, *, seconds: float | None = None, error: str | None = None
+    ) -> list[Instruction]:
+        """End an execution (the oldest one), after exactly as long as the scheduler expects."""
+        dispatch = min(self.executing) if dispatch is None else dispatch
+        execute = self.executing[dispatch]
+        if seconds is None:
+            costs = self.scheduler.snapshot().models[execute.model].costs
+            seconds = costs[execute.variant, execute.size]
+        return self.send(ExecutionFinished(dispatch, seconds, error), after=seconds)
+
+    def finish_all(self) -> list[Execute]:
+        """Run until the device is idle; the executions that were started on the way, oldest first."""
+        started = [*self.executing.values()]
+        while self.executing:
+            started += executions(self.finish())
+        return started
+
+    # --- questions -----------------------------------------------------------------------------------
+
+    def outcome(self, request: Request) -> Outcome | Reason | None:
+        """How it ended (the reason, if it was refused); None while in flight."""
+        finish = self.ended.get(request.id)
+        if finish is None:
+            return None
+        return finish.reason if finish.outcome is Outcome.REFUSED else finish.outcome
+
+    def _watch(self, instruction: Instruction) -> None:
+        match instruction:
+            case Execute():
+                self._watch_execute(instruction)
+            case Finish():
+                assert instruction.request in self.requests
+                assert instruction.request not in self.ended
+                self.ended[instruction.request] = instruction
+                self.waiting.pop(instruction.request, None)
+            case LoadWeights():
+                assert instruction.model not in self.resident
+                assert instruction.model not in self.loading
+                self.loading[instruction.model] = instruction.epoch
+            case EvictWeights():
+                assert all(one.model != instruction.model for one in self.executing.values())
+                self.resident.remove(instruction.model)
+
+    def _watch_execute(self, execute: Execute) -> None:
+        assert execute.model in self.resident
+        assert execute.dispatch not in self.executing
+        requests = [self.requests[request] for request in execute.requests]
+        assert requests
+        assert execute.rows == sum(request.rows for request in requests) <= execute.size
+        for request in requests:
+            assert (request.model, request.variant) == (execute.model, execute.variant)
+            assert request.id in self.waiting
+            assert request.deadline is None or request.deadline > self.now
+        # Requests have rising ids here, so what is overtaken shows.
+        lane = [
+            (not one.committed, one.id)
+            for one in self.waiting.values()
+            if (one.model, one.variant) == (execute.model, execute.variant)
+        ]
+        assert [(not one.committed, one.id) for one in requests] == sorted(lane)[: len(requests)]
+        if self.settings.discipline == "fifo":
+            # The oldest of all that could execute is in it.
+            able = [one for one in self.waiting.values() if one.model in self.resident]
+            assert min((not one.committed, one.id) for one in able)[1] in execute.requests
+        for request in requests:
+            del self.waiting[request.id]
+        self.executing[execute.dispatch] = execute
+        assert len(self.executing) <= self.settings.depth
+
+
+def executions(instructions: Iterable[Instruction]) -> list[Execute]:
+    return [one for one in instructions if isinstance(one, Execute)]
+
+
+def ids(requests: Iterable[Request]) -> tuple[int, ...]:
+    return tuple(request.id for request in requests)

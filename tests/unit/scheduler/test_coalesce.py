@@ -1,0 +1,126 @@
+"""`plan_batch`: which waiting requests share an execution, and at which size."""
+
+from __future__ import annotations
+
+from itertools import accumulate, count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler.coalesce import Batch, plan_batch
+from rsrv.runtime.scheduler.errors import CallerError
+
+
+def test_one_short_of_a_big_batch_pads_up() -> None:
+    """31 singles run once at size 32, because 4 ms for 31 rows is less than 1 ms for each."""
+    assert plan_batch([1] * 31, [1, 32], [0.001, 0.004]) == Batch(size=32, count=31, rows=31, seconds=0.004)
+
+
+def test_few_waiting_are_not_worth_the_big_size() -> None:
+    """Two singles run one by one where size 32 costs more than both."""
+    assert plan_batch([1, 1], [1, 32], [0.001, 0.004]) == Batch(size=1, count=1, rows=1, seconds=0.001)
+
+
+def test_equal_cost_per_row_serves_more_rows() -> None:
+    """Four singles at 1 ms each cost what one size of 4 ms costs: the tie goes to serving all four."""
+    assert plan_batch([1] * 4, [1, 32], [0.001, 0.004]).size == 32
+
+
+def test_equal_cost_and_rows_take_the_smaller_size() -> None:
+    """If two sizes serve the same rows at the same cost, less padding wins."""
+    assert plan_batch([3], [4, 8], [0.002, 0.002]).size == 4
+
+
+def test_the_size_in_the_middle_wins_by_its_cost() -> None:
+    """Worked example: 20 singles, sizes 1, 8, 16, 32 at 1.0, 1.6, 2.8 and 6.0 ms.
+
+    Per served row: 1.0/1 = 1.0, 1.6/8 = 0.2, 2.8/16 = 0.175, 6.0/20 = 0.3.
+    """
+    plan = plan_batch([1] * 20, [1, 8, 16, 32], [0.0010, 0.0016, 0.0028, 0.0060])
+
+    assert plan == Batch(size=16, count=16, rows=16, seconds=0.0028)
+
+
+def test_a_request_is_never_split() -> None:
+    """Of 3 + 3 + 3 rows, size 8 takes two whole requests: 6 rows."""
+    assert plan_batch([3, 3, 3], [8], [0.001]) == Batch(size=8, count=2, rows=6, seconds=0.001)
+
+
+def test_a_large_request_is_not_overtaken() -> None:
+    """1, 30, 1 rows at size 16: the second does not fit, and the third does not pass it."""
+    assert plan_batch([1, 30, 1], [16, 32], [0.001, 0.5]).count == 1
+
+
+def test_front_decides_the_smallest_size() -> None:
+    """A front request of 9 rows runs at 16, however cheap 8 is."""
+    assert plan_batch([9, 1], [8, 16], [0.001, 0.9]) == Batch(size=16, count=2, rows=10, seconds=0.9)
+
+
+def test_row_limit_below_the_size() -> None:
+    """With at most 10 rows in one execution, size 32 serves 10, and costs accordingly."""
+    assert plan_batch([1] * 31, [1, 32], [0.001, 0.004], max_rows=10) == Batch(32, 10, 10, 0.004)
+    assert plan_batch([1] * 31, [1, 32], [0.001, 0.011], max_rows=10) == Batch(1, 1, 1, 0.001)
+
+
+def test_empty_requests_alone_take_the_smallest_size() -> None:
+    """Requests of no rows are answered together by the smallest execution."""
+    assert plan_batch([0, 0], [2, 4], [0.001, 0.0005]) == Batch(size=2, count=2, rows=0, seconds=0.001)
+
+
+def test_empty_front_does_not_stop_others() -> None:
+    """A request of no rows rides along with the next that has some."""
+    assert plan_batch([0, 5, 0], [1, 8], [0.001, 0.1]) == Batch(size=8, count=3, rows=5, seconds=0.1)
+
+
+def test_without_coalescing_the_front_runs_alone() -> None:
+    """The front alone, at the smallest size that holds it, even if a larger one were cheaper."""
+    assert plan_batch([3, 1], [2, 4, 8], [9.0, 9.0, 0.1], coalesce=False) == Batch(4, 1, 3, 9.0)
+    assert plan_batch([0, 1], [2, 4], [9.0, 0.1], coalesce=False) == Batch(2, 1, 0, 9.0)
+
+
+def test_nothing_to_plan_is_an_error() -> None:
+    """A plan of nothing, or of a request that fits nowhere, is the caller's mistake."""
+    with pytest.raises(CallerError, match="no requests"):
+        plan_batch([], [1], [0.1])
+    with pytest.raises(CallerError, match="holds a request of 9 rows"):
+        plan_batch([9], [1, 8], [0.1, 0.1])
+
+
+def test_reads_no_more_than_the_largest_size_holds() -> None:
+    """With 32 as the largest size, the 34th waiting request and those behind it are never looked at."""
+    numbers = count()
+
+    plan_batch((1 for _ in numbers), [1, 32], [0.001, 0.004])
+
+    assert next(numbers) == 33
+
+
+@given(
+    waiting=st.lists(st.integers(0, 12), min_size=1, max_size=30),
+    costs=st.dictionaries(st.integers(1, 40), st.integers(1, 50), min_size=1, max_size=5),
+    max_rows=st.none() | st.integers(1, 40),
+)
+def test_agrees_with_trying_everything(
+    waiting: list[int], costs: dict[int, int], max_rows: int | None
+) -> None:
+    """The plan is the best of all prefixes at all sizes, by the formula in its docstring."""
+    sizes = sorted(costs)
+    room = {size: min(size, max_rows or size) for size in sizes}
+    options = [
+        (size, number, rows)
+        for number, rows in enumerate(accumulate(waiting), 1)
+        for size in sizes
+        if rows <= room[size]
+    ]
+    if waiting[0] > max(room.values()):
+        return
+
+    plan = plan_batch(waiting, sizes, [costs[size] for size in sizes], max_rows=max_rows)
+
+    assert (plan.size, plan.count, plan.rows) in options
+    least = min((costs[size] / rows for size, _, rows in options if rows), default=None)
+    if least is None:
+        assert plan.size == sizes[0]
+    else:
+        assert plan.seconds / plan.rows == pytest.approx(least)

@@ -1,0 +1,146 @@
+"""Learned costs, checked by hand."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler.coalesce import plan_batch
+from rsrv.runtime.scheduler.costs import VariantCosts, variant_costs
+from rsrv.runtime.scheduler.errors import CallerError
+
+
+def test_worked_example_of_learning() -> None:
+    """10 ms, then samples of 15, 8 and 12 ms with alpha 0.2.
+
+    10 + 0.2 * (15 - 10)       = 11
+    11 + 0.2 * (8 - 11)        = 10.4
+    10.4 + 0.2 * (12 - 10.4)   = 10.72
+    """
+    costs = VariantCosts({4: 0.010})
+    learned = []
+    for sample in (0.015, 0.008, 0.012):
+        costs.learn(4, sample)
+        learned.append(costs.seconds[0])
+
+    assert learned == pytest.approx([0.011, 0.0104, 0.01072])
+
+
+def test_an_outlier_counts_at_most_twice_the_estimate() -> None:
+    """A pause of 30 s in an execution of 10 ms raises the estimate to 12 ms, no more."""
+    costs = VariantCosts({4: 0.010})
+
+    costs.learn(4, 30.0)
+
+    assert costs.seconds == pytest.approx([0.012])
+
+
+def test_a_lasting_change_is_learned_all_the_same() -> None:
+    """If an execution takes 10 times as long from now on, 25 samples bring the estimate within 10 %."""
+    costs = VariantCosts({4: 0.010})
+    for _ in range(25):
+        costs.learn(4, 0.100)
+
+    assert costs.seconds[0] == pytest.approx(0.100, rel=0.1)
+
+
+@pytest.mark.parametrize("sample", [0.0, -1.0, nan, inf])
+def test_what_is_no_duration_teaches_nothing(sample: float) -> None:
+    """A clock too coarse, or a broken one, leaves the estimate alone."""
+    costs = VariantCosts({4: 0.010})
+
+    costs.learn(4, sample)
+
+    assert costs.seconds == [0.010]
+
+
+def test_an_estimate_that_nobody_measures_sinks_to_its_seed() -> None:
+    """Size 8 was slow for a while. While only size 1 runs, as fast as ever, 8 gets its chance again.
+
+    1 ms and 4 ms; 8 is at 20 ms. One more sample of size 1 takes 1 % of the excess of 16 ms: 19.84 ms.
+    """
+    costs = VariantCosts({1: 0.001, 8: 0.004})
+    costs.seconds[1] = 0.020
+
+    costs.learn(1, 0.001)
+
+    assert costs.seconds == pytest.approx([0.001, 0.01984])
+    for _ in range(1000):
+        costs.learn(1, 0.001)
+    assert costs.seconds[1] == pytest.approx(0.004, rel=0.01)
+
+
+def test_a_device_that_slows_down_is_slow_for_all_sizes() -> None:
+    """When size 1 takes twice its seed, size 8 sinks towards twice its own seed, not below."""
+    costs = VariantCosts({1: 0.001, 8: 0.004})
+    costs.seconds[1] = 0.020
+    for _ in range(2000):
+        costs.learn(1, 0.002)
+
+    assert costs.seconds == pytest.approx([0.002, 0.008], rel=0.01)
+
+
+def test_costs_of_single_executions() -> None:
+    """Sizes 1, 8, 32 at 1, 9 and 5 ms: 8 rows are cheapest at 32, though 8 would hold them."""
+    costs = VariantCosts({1: 0.001, 8: 0.009, 32: 0.005})
+
+    assert [costs.one(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.005, 0.005, inf]
+    assert [costs.fit(rows) for rows in (0, 1, 2, 32, 33)] == [0.001, 0.001, 0.009, 0.005, inf]
+    assert costs.request(70, coalesce=True) == pytest.approx(0.015)
+    assert costs.request(8, coalesce=False) == 0.009
+    with pytest.raises(CallerError, match="holds 33 rows"):
+        costs.request(33, coalesce=False)
+
+
+def test_worked_example_of_draining() -> None:
+    """66 rows at sizes 1 and 32 (1 ms, 4 ms): two full ones and two singles, 2 * 4 + 2 * 1 = 10 ms.
+
+    31 rows are one padded execution, 4 ms; 3 rows three singles, 3 ms.
+    """
+    costs = VariantCosts({1: 0.001, 32: 0.004})
+
+    assert [costs.drain(rows) for rows in (0, 3, 31, 66)] == pytest.approx([0.0, 0.003, 0.004, 0.010])
+
+
+def test_row_limit_counts_in_costs() -> None:
+    """With at most 4 rows an execution, 8 rows at size 32 are two executions."""
+    costs = VariantCosts({1: 0.002, 32: 0.004}, max_rows=4)
+
+    assert costs.max_rows == 4
+    assert costs.drain(8) == pytest.approx(0.008)
+
+
+@given(
+    seeds=st.dictionaries(st.integers(1, 64), st.integers(1, 100), min_size=1, max_size=6),
+    rows=st.integers(0, 300),
+    max_rows=st.none() | st.integers(1, 64),
+)
+def test_draining_is_what_planning_does_with_singles(
+    seeds: dict[int, int], rows: int, max_rows: int | None
+) -> None:
+    """`drain` equals the cost of planning single rows one execution after another."""
+    costs = VariantCosts({size: float(cost) for size, cost in seeds.items()}, max_rows=max_rows)
+    total, left = 0.0, rows
+    while left:
+        plan = plan_batch([1] * left, costs.sizes, costs.seconds, max_rows=max_rows)
+        total, left = total + plan.seconds, left - plan.rows
+
+    assert costs.drain(rows) == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    ("costs", "story"),
+    [
+        ({}, "no compiled size"),
+        ({(0, 0): 1.0}, "sizes start at 1"),
+        ({(0, 1): 0.0}, "costs are positive"),
+        ({(0, 1): nan}, "costs are positive"),
+    ],
+)
+def test_seeds_are_checked(costs: dict[tuple[int, int], float], story: str) -> None:
+    """A model without sizes, or with a cost that is no duration, is refused with a reason."""
+    with pytest.raises(CallerError, match=story):
+        variant_costs("m", costs, max_rows=None, alpha=0.2, outlier_factor=2.0, relax=0.01)

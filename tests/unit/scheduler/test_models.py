@@ -1,0 +1,147 @@
+"""Models come and go: weights, removal, executions in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import (
+    EvictWeights,
+    Finish,
+    LoadFailed,
+    LoadWeights,
+    ModelAdded,
+    Outcome,
+    Reason,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.driver import Driver, executions, program
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+def test_model_that_loads_does_not_block_the_device(machine: Driver) -> None:
+    """The oldest request waits for its weights while a younger one of a resident model executes."""
+    machine.add(program("cold"), resident=False)
+    machine.add(program("warm"))
+    cold, warm = machine.request("cold"), machine.request("warm")
+    machine.arrive(cold)
+
+    assert executions(machine.arrive(warm))[0].model == "warm"
+
+    machine.load("cold")
+    assert executions(machine.finish())[0].requests == (cold.id,)
+
+
+def test_failed_load_fails_what_waits_and_is_tried_again_by_the_next(machine: Driver) -> None:
+    """The waiting requests fail with the load's error; the next arrival loads again, with a new epoch."""
+    machine.add(program("a"), resident=False)
+    first, second = machine.request(), machine.request()
+    machine.arrive(first)
+
+    assert machine.fail_load("a", "disk error") == [Finish(first.id, Outcome.FAILED, error="disk error")]
+    assert machine.arrive(second) == [LoadWeights("a", 2)]
+    assert executions(machine.load("a"))[0].requests == (second.id,)
+
+
+def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
+    """After epoch 1 failed, its late success does not make epoch 2's weights resident."""
+    machine.add(program("a"), resident=False)
+    machine.fail_load("a")
+    machine.arrive(machine.request())
+
+    assert machine.send(WeightsLoaded("a", 1, 0.1)) == []
+    assert machine.send(LoadFailed("a", 1, "late")) == []
+    assert executions(machine.send(WeightsLoaded("a", 2, 0.1))) != []
+    assert machine.send(WeightsLoaded("a", 2, 0.1)) == []
+
+
+def test_epochs_never_repeat(machine: Driver) -> None:
+    """A model that comes back under its old name does not reuse an epoch."""
+    machine.add(program("a"))
+    assert machine.remove("a") == [EvictWeights("a", 1)]
+
+    assert machine.send(ModelAdded(program("a"))) == [LoadWeights("a", 2)]
+    assert machine.send(WeightsLoaded("a", 1, 0.1)) == []
+
+
+def test_bytes_are_counted_from_the_start_of_the_load(machine: Driver) -> None:
+    """Weights on their way hold their bytes; a failed load and an eviction give them back."""
+    machine.add(program("a", weight_bytes=10), program("b", weight_bytes=5), resident=False)
+    held = [machine.scheduler.snapshot().weight_bytes]
+    machine.fail_load("a")
+    held.append(machine.scheduler.snapshot().weight_bytes)
+    machine.load("b")
+    machine.remove("b")
+    held.append(machine.scheduler.snapshot().weight_bytes)
+
+    assert held == [15, 5, 0]
+
+
+# --- removing ---------------------------------------------------------------------------------------------
+
+
+def test_removal_refuses_what_waits_and_lets_run_what_runs(machine: Driver) -> None:
+    """Queued requests are refused at once, the running one is answered, then the weights go."""
+    machine.add(program("a"))
+    running, waiting = machine.request(), machine.request()
+    machine.arrive(running)
+    machine.arrive(waiting)
+
+    assert machine.remove("a") == [Finish(waiting.id, Outcome.REFUSED, Reason.UNLOADED)]
+    assert machine.scheduler.snapshot().models["a"].draining
+    assert machine.finish() == [Finish(running.id, Outcome.ANSWERED), EvictWeights("a", 1)]
+    assert machine.scheduler.snapshot().models == {}
+
+
+def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Driver) -> None:
+    """Until its weights are gone nobody can use the name: not a request, not another model."""
+    machine.add(program("a"))
+    machine.arrive(machine.request())
+    machine.remove("a")
+    late = machine.request()
+    machine.arrive(late)
+
+    assert machine.outcome(late) is Reason.UNKNOWN_MODEL
+    with pytest.raises(CallerError, match="draining"):
+        machine.send(ModelAdded(program("a")))
+
+    machine.finish()
+    machine.add(program("a"))
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) -> None:
+    """Nobody frees buffers that are being written: the eviction follows the end of the load."""
+    machine.add(program("a"), resident=False)
+
+    assert machine.remove("a") == []
+    assert (machine.load("a") if good else machine.fail_load("a")) == ([EvictWeights("a", 1)] if good else [])
+    assert machine.scheduler.snapshot().models == {}
+
+
+def test_removal_without_weights_is_immediate(machine: Driver) -> None:
+    """A model whose load failed leaves nothing behind."""
+    machine.add(program("a"), resident=False)
+    machine.fail_load("a")
+
+    assert machine.remove("a") == []
+    assert machine.scheduler.snapshot().models == {}
+
+
+# --- depth ------------------------------------------------------------------------------------------------
+
+
+def test_depth_two_keeps_the_next_execution_ready() -> None:
+    """With depth 2 a second execution is launched beside the first; a third waits. Ends come in any order."""
+    machine = Driver(SchedulerSettings(depth=2))
+    machine.add(program("a", {(0, 1): 0.001}))
+    requests = machine.requests_of(3)
+
+    assert [one.requests for one in executions(machine.arrive(*requests))] == [(1,), (2,)]
+    [third] = executions(machine.finish(2))
+
+    assert third.requests == (3,)
+    assert machine.outcome(requests[1]) is Outcome.ANSWERED
+    assert machine.outcome(requests[0]) is None

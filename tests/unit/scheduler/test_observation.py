@@ -1,0 +1,278 @@
+"""What the scheduler tells about itself: estimates, statistics, stories, errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.errors import CallerError, InvariantError
+from rsrv.runtime.scheduler.events import (
+    Event,
+    ExecutionFinished,
+    Finish,
+    ModelAdded,
+    Outcome,
+    Program,
+    Reason,
+    Request,
+    RequestsArrived,
+    Tick,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.weights import Residency
+from tests.unit.scheduler.driver import Driver, executions, program
+
+# --- estimates --------------------------------------------------------------------------------------------
+
+
+def test_backlog_counts_what_runs_and_what_waits(machine: Driver) -> None:
+    """An execution of 4 ms, 1 ms into it, and 33 singles that wait (4 ms + 1 ms): 8 ms."""
+    machine.add(program("a"))
+    machine.arrive(*machine.requests_of(32))
+    machine.arrive(*machine.requests_of(33))
+    began = machine.now
+
+    backlog = machine.scheduler.backlog_seconds
+
+    assert [backlog(began), backlog(began + 0.001)] == pytest.approx([0.009, 0.008])
+    assert backlog(began + 1.0) == pytest.approx(0.005)
+
+
+def test_backlog_at_depth_two_counts_executions_one_after_another() -> None:
+    """Two executions of 1 ms in flight, launched together: the second has the device from the first's end."""
+    machine = Driver(SchedulerSettings(depth=2))
+    machine.add(program("a", {(0, 1): 0.001}))
+    machine.arrive(*machine.requests_of(2))
+    began = machine.now
+    backlog = [machine.scheduler.backlog_seconds(began), machine.scheduler.backlog_seconds(began + 0.0005)]
+    machine.finish()
+    backlog.append(machine.scheduler.backlog_seconds(machine.now + 0.0004))
+
+    assert backlog == pytest.approx([0.002, 0.0015, 0.0006])
+
+
+def test_backlog_of_nothing_is_nothing(machine: Driver) -> None:
+    """After all is done there is no rounding error left over."""
+    machine.add(program("a", {(0, 1): 0.1, (0, 3): 0.17}), program("b"))
+    machine.arrive(*machine.requests_of(50), *machine.requests_of(40, "b"))
+    machine.finish_all()
+
+    assert machine.scheduler.backlog_seconds(machine.now) == 0.0
+
+
+def test_cost_follows_what_executions_took(machine: Driver) -> None:
+    """1 ms by warm-up, then a sample of 2 ms: 1 + 0.2 * (2 - 1) = 1.2 ms. A failed one teaches nothing."""
+    machine.add(program("a", {(0, 1): 0.001}))
+    machine.arrive(*machine.requests_of(2))
+    machine.finish(seconds=0.002)
+    machine.finish(seconds=9.0, error="device fault")
+
+    assert machine.scheduler.cost("a", 0, 1) == pytest.approx(0.0012)
+    with pytest.raises(CallerError, match="not loaded"):
+        machine.scheduler.cost("a", 1, 1)
+    with pytest.raises(CallerError, match="not loaded"):
+        machine.scheduler.cost("b", 0, 1)
+
+
+def test_learned_cost_changes_the_plan(machine: Driver) -> None:
+    """Size 32 was promised cheap and proves dear: after enough samples, singles are preferred."""
+    machine.add(program("a", {(0, 1): 0.001, (0, 32): 0.004}))
+    sizes = set()
+    for _ in range(30):
+        machine.arrive(*machine.requests_of(8))
+        [*running] = machine.executing.values()
+        sizes.add(running[0].size)
+        while machine.executing:
+            [one] = machine.executing.values()
+            machine.finish(seconds=0.001 if one.size == 1 else 0.020)
+        last = running[0].size
+
+    assert sizes == {1, 32}
+    assert last == 1
+
+
+# --- what can be seen from outside -------------------------------------------------------------------------
+
+
+def test_snapshot_counts(machine: Driver) -> None:
+    """33 singles run as 32 and 1; one expires, one is refused, one waits."""
+    machine.add(program("a", max_queue_depth=34), program("b"))
+    machine.arrive(machine.request("b"))
+    machine.arrive(*machine.requests_of(33), machine.request(deadline=machine.now + 0.0005))
+    machine.arrive(machine.request("nobody"), machine.request())
+    machine.tick(at=machine.now + 0.0005)
+    machine.finish_all()
+    machine.arrive(machine.request(), machine.request())
+
+    snapshot = machine.scheduler.snapshot()
+    a = snapshot.models["a"]
+
+    assert a.sizes == {(0, 32): 1, (0, 1): 2}
+    assert (a.dispatches, a.useful_rows, a.padded_rows) == (3, 34, 0)
+    assert a.device_seconds == pytest.approx(0.005)
+    assert (a.queued, a.queued_rows, a.executing) == (1, 1, 1)
+    assert a.outcomes == {
+        Outcome.ANSWERED: 33,
+        Outcome.REFUSED: 1,
+        Outcome.EXPIRED: 1,
+        Outcome.CANCELLED: 0,
+        Outcome.FAILED: 0,
+    }
+    assert a.refused == {Reason.QUEUE_FULL: 1}
+    assert a.costs == pytest.approx({(0, 1): 0.001, (0, 32): 0.004})
+    assert (a.residency, a.loads) == (Residency.RESIDENT, 1)
+    assert snapshot.refused == {Reason.QUEUE_FULL: 1, Reason.UNKNOWN_MODEL: 1}
+    assert (snapshot.arrived, snapshot.queued, snapshot.executing, snapshot.running) == (39, 1, 1, 1)
+
+
+def test_snapshot_is_detached(machine: Driver) -> None:
+    """What happens later does not change a snapshot that was taken."""
+    machine.add(program("a"))
+    before = machine.scheduler.snapshot()
+    machine.arrive(machine.request())
+    machine.finish()
+
+    assert before.models["a"].dispatches == 0
+    assert before.models["a"].sizes == {}
+
+
+def test_story_of_a_short_life(machine: Driver) -> None:
+    """Loads, their failures and the removal are in the story, as plain lines; it leaves with the model."""
+    machine.add(program("a"), resident=False)
+    machine.fail_load("a", "no such file")
+    machine.arrive(machine.request())
+    machine.load("a", seconds=0.5)
+    machine.arrive(machine.request())
+    machine.remove("a")
+
+    assert machine.scheduler.story("a") == [
+        "t=0.000000 added sizes=[(0, 1), (0, 32)]",
+        "t=0.000000 load weights epoch=1",
+        "t=0.000000 load failed epoch=1 error=no such file",
+        "t=0.000000 arrived requests=1",
+        "t=0.000000 load weights epoch=2",
+        "t=0.500000 weights loaded epoch=2 seconds=0.500000",
+        "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=1",
+        "t=0.500000 arrived requests=2",
+        "t=0.500000 removed",
+        "t=0.500000 refused unloaded requests=2",
+    ]
+    machine.finish()
+    assert machine.scheduler.story("a") == []
+
+
+def test_story_of_a_busy_model(machine: Driver) -> None:
+    """Arrivals, refusals, executions and their ends, with times, sizes and ids."""
+    machine.add(program("a"), resident=False)
+    machine.load("a", seconds=0.5)
+    machine.arrive(machine.request(rows=20), machine.request(deadline=0.25), machine.request(rows=99))
+    machine.finish(seconds=0.004)
+
+    assert machine.scheduler.story("a") == [
+        "t=0.000000 added sizes=[(0, 1), (0, 32)]",
+        "t=0.000000 load weights epoch=1",
+        "t=0.500000 weights loaded epoch=1 seconds=0.500000",
+        "t=0.500000 expired on arrival requests=2",
+        "t=0.500000 refused too_many_rows requests=3",
+        "t=0.500000 arrived requests=1",
+        "t=0.500000 execute dispatch=1 variant=0 size=32 rows=20 requests=1",
+        "t=0.504000 answered dispatch=1 seconds=0.004000",
+    ]
+
+
+def test_story_is_bounded() -> None:
+    """Old records make room for new ones, and long lists of ids are cut."""
+    machine = Driver(SchedulerSettings(story_length=2))
+    machine.add(program("a"))
+    machine.arrive(*machine.requests_of(20))
+
+    assert machine.scheduler.story("a") == [
+        "t=0.000000 arrived requests=1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,... (20 in all)",
+        (
+            "t=0.000000 execute dispatch=1 variant=0 size=32 rows=20"
+            " requests=1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,... (20 in all)"
+        ),
+    ]
+
+
+# --- broken callers, broken machines -----------------------------------------------------------------------
+
+
+def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
+    """An event that contradicts earlier ones raises; the machine goes on as if it had not been sent."""
+    machine.add(program("a"))
+    running, waiting = machine.request(), machine.request()
+    machine.arrive(running)
+    machine.arrive(waiting)
+    before = (machine.scheduler.snapshot(), machine.scheduler.story("a"))
+    fresh = machine.request()
+
+    contradictions: list[tuple[Event, str]] = [
+        (RequestsArrived((fresh, running)), "in flight already"),
+        (RequestsArrived((fresh, waiting)), "in flight already"),
+        (RequestsArrived((fresh, fresh)), "twice"),
+        (RequestsArrived((Request(99, "a", 0, -1),)), "-1 rows"),
+        (ExecutionFinished(7, 0.1), "dispatch 7 is not in flight"),
+        (ModelAdded(program("a")), "loaded already"),
+        (ModelAdded(program("b", {})), "no compiled size"),
+        (ModelAdded(program("b", max_queue_depth=0)), "max_queue_depth"),
+        (ModelAdded(program("b", max_batch_rows=0)), "max_batch_rows"),
+        (ModelAdded(program("b", weight_bytes=-1)), "weight_bytes"),
+        (ModelAdded(Program("b", {(0, 1): 1.0}, True, 1, weight=0.0)), "weight must be above 0"),
+        (WeightsLoaded("a", 2, 0.1), "epoch 2"),
+    ]
+    for event, problem in contradictions:
+        with pytest.raises(CallerError, match=problem):
+            machine.scheduler.handle(event, machine.now)
+    with pytest.raises(CallerError, match="to remove"):
+        machine.remove("b")
+    with pytest.raises(CallerError, match="backwards"):
+        machine.scheduler.handle(Tick(), machine.now - 1.0)
+
+    assert (machine.scheduler.snapshot(), machine.scheduler.story("a")) == before
+    machine.finish_all()
+    assert machine.outcome(waiting) is Outcome.ANSWERED
+
+
+def test_an_id_may_be_used_again_after_its_end(machine: Driver) -> None:
+    """Ids have to be unique among requests in flight, not for ever."""
+    machine.add(program("a"))
+    for _ in range(2):
+        out = machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1),)), 0.0)
+        [one] = executions(out)
+        out = machine.scheduler.handle(ExecutionFinished(one.dispatch, 0.001), 0.0)
+
+        assert out == [Finish(1, Outcome.ANSWERED)]
+
+
+def test_broken_invariant_tells_the_story(machine: Driver) -> None:
+    """A machine whose counters lie is caught, with the history of the model concerned."""
+    machine.add(program("a"))
+    machine.arrive(machine.request())
+    machine.scheduler._models["a"].queued += 1
+
+    with pytest.raises(InvariantError, match="1 counted as queued, 0 wait") as caught:
+        machine.scheduler.validate()
+
+    machine.scheduler._models["a"].queued -= 1
+    assert caught.value.model == "a"
+    assert "execute dispatch=1" in str(caught.value)
+    assert isinstance(caught.value, AssertionError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"discipline": "lifo"}, "must be one of"),
+        ({"depth": 0}, "depth"),
+        ({"cost_ema_alpha": 0.0}, "cost_ema_alpha"),
+        ({"cost_outlier_factor": 1.0}, "cost_outlier_factor"),
+        ({"cost_relax": 2.0}, "cost_relax"),
+        ({"story_length": 0}, "story_length"),
+    ],
+)
+def test_settings_are_checked(wrong: dict[str, object], problem: str) -> None:
+    """A setting out of range is refused by name."""
+    with pytest.raises(ValueError, match=problem):
+        Scheduler(SchedulerSettings(**wrong))  # type: ignore[arg-type]

@@ -1,0 +1,202 @@
+"""Any events in any order: what must hold for all of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from rsrv.runtime.scheduler.events import (
+    LoadFailed,
+    ModelAdded,
+    Program,
+    Request,
+    RequestsArrived,
+    RequestsCancelled,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.driver import Driver
+
+MODELS = ("a", "b", "c")
+
+programs = st.builds(
+    Program,
+    model=st.sampled_from(MODELS),
+    costs=st.dictionaries(
+        st.tuples(st.integers(0, 1), st.sampled_from([1, 2, 4, 8, 32])),
+        st.sampled_from([0.001, 0.002, 0.004, 0.032]),
+        min_size=1,
+        max_size=5,
+    ),
+    coalesce=st.booleans(),
+    max_queue_depth=st.sampled_from([1, 3, 40]),
+    max_batch_rows=st.none() | st.sampled_from([1, 5, 64]),
+    weight_bytes=st.integers(0, 3),
+)
+arrivals = st.lists(
+    st.tuples(
+        st.sampled_from((*MODELS, "nobody")),
+        st.integers(0, 2),  # variant
+        st.sampled_from([0, 1, 1, 1, 2, 3, 33]),  # rows
+        st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
+        st.sampled_from([False, False, False, True]),  # committed
+    ),
+    min_size=1,
+    max_size=12,
+)
+pauses = st.sampled_from([0.0, 0.0, 0.0005, 0.003, 0.5])
+
+
+class RandomEvents(RuleBasedStateMachine):
+    """Drives a scheduler at random.
+
+    `Driver` asserts at each step: conservation, nothing expired or cancelled executes, order within a
+    variant, the oldest progresses, no execution on absent weights, no eviction below an execution, the
+    depth; and the machine validates itself after each event.
+    """
+
+    driver: Driver
+
+    @initialize(depth=st.integers(1, 3))
+    def start(self, depth: int) -> None:
+        self.driver = Driver(SchedulerSettings(depth=depth))
+        self.bytes: dict[str, int] = {}
+
+    # --- models --------------------------------------------------------------------------------------
+
+    @rule(program=programs, pause=pauses)
+    def add(self, program: Program, pause: float) -> None:
+        if program.model not in self.driver.scheduler.snapshot().models:
+            self.bytes[program.model] = program.weight_bytes
+            self.driver.send(ModelAdded(program), after=pause)
+
+    @rule(model=st.sampled_from(MODELS))
+    def remove(self, model: str) -> None:
+        state = self.driver.scheduler.snapshot().models.get(model)
+        if state is not None and not state.draining:
+            self.driver.remove(model)
+
+    @rule(model=st.sampled_from(MODELS), pause=pauses)
+    def load(self, model: str, pause: float) -> None:
+        if model in self.driver.loading:
+            self.driver.load(model, pause)
+
+    @rule(model=st.sampled_from(MODELS))
+    def fail_load(self, model: str) -> None:
+        if model in self.driver.loading:
+            self.driver.fail_load(model)
+
+    @precondition(lambda self: self.driver.loading)
+    @rule(data=st.data(), good=st.booleans())
+    def late_end_of_a_load(self, data: st.DataObject, good: bool) -> None:
+        latest = max(self.driver.loading.values())
+        epoch = data.draw(st.integers(1, latest))
+        model = data.draw(st.sampled_from(MODELS))
+        if self.driver.loading.get(model) != epoch:
+            late = WeightsLoaded(model, epoch, 0.1) if good else LoadFailed(model, epoch, "late")
+            ended, running = len(self.driver.ended), len(self.driver.executing)
+            held = self.driver.scheduler.snapshot().weight_bytes
+            self.driver.send(late)
+
+            assert (len(self.driver.ended), len(self.driver.executing)) == (ended, running)
+            assert self.driver.scheduler.snapshot().weight_bytes == held
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    @rule(arrivals=arrivals, pause=pauses)
+    def arrive(self, arrivals: list[tuple[str, int, int, float | None, bool]], pause: float) -> None:
+        at = self.driver.now + pause
+        requests = [
+            self.driver.request(
+                model,
+                rows,
+                variant=variant,
+                deadline=None if deadline is None else at + deadline,
+                committed=committed,
+            )
+            for model, variant, rows, deadline, committed in arrivals
+        ]
+        self.driver.send(RequestsArrived(tuple(requests)), after=pause)
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        known: list[Request] = [*self.driver.requests.values()]
+        some = data.draw(st.lists(st.sampled_from(known[-20:]), max_size=4))
+        waiting = {request.id for request in some} & self.driver.waiting.keys()
+        ended = len(self.driver.ended)
+        self.driver.send(RequestsCancelled(tuple(request.id for request in some)))
+
+        assert len(self.driver.ended) == ended + len(waiting)
+
+    @precondition(lambda self: self.driver.executing)
+    @rule(data=st.data(), slower=st.sampled_from([0.5, 1.0, 1.0, 100.0]), good=st.booleans())
+    def finish(self, data: st.DataObject, slower: float, good: bool) -> None:
+        execute = data.draw(st.sampled_from([*self.driver.executing.values()]))
+        ended = len(self.driver.ended)
+        self.driver.finish(execute.dispatch, seconds=0.001 * slower, error=None if good else "device fault")
+
+        assert len(self.driver.ended) >= ended + len(execute.requests)
+
+    @rule(pause=pauses)
+    def wait(self, pause: float) -> None:
+        wakeup = self.driver.scheduler.next_wakeup()
+        self.driver.tick(self.driver.now + pause if wakeup is None else wakeup)
+
+    # --- always --------------------------------------------------------------------------------------
+
+    @invariant()
+    def bytes_are_those_on_the_device(self) -> None:
+        if hasattr(self, "driver"):
+            held = self.driver.resident | self.driver.loading.keys()
+            assert self.driver.scheduler.snapshot().weight_bytes == sum(self.bytes[one] for one in held)
+
+    @invariant()
+    def wakeup_is_the_soonest_deadline(self) -> None:
+        if hasattr(self, "driver"):
+            deadlines = [one.deadline for one in self.driver.waiting.values() if one.deadline is not None]
+            assert self.driver.scheduler.next_wakeup() == min(deadlines, default=None)
+
+    @invariant()
+    def backlog_is_there_when_work_is(self) -> None:
+        if hasattr(self, "driver"):
+            backlog = self.driver.scheduler.backlog_seconds(self.driver.now)
+            busy = bool(self.driver.waiting or self.driver.executing)
+            assert backlog > 0.0 if self.driver.waiting else backlog >= 0.0
+            assert busy or backlog == 0.0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        for model in [*driver.loading]:
+            driver.load(model)
+        driver.finish_all()
+
+        assert driver.ended.keys() == driver.requests.keys()
+
+        again = Scheduler(driver.settings)
+        assert [again.handle(event, now) for event, now in driver.events] == driver.instructions
+        assert again.snapshot() == driver.scheduler.snapshot()
+
+
+def test_random_events() -> None:
+    """No sequence of events breaks an invariant, and a replay gives the same instructions."""
+    run_state_machine_as_test(RandomEvents, settings=settings(max_examples=100, stateful_step_count=40))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_very_many_random_events() -> None:
+    """The same with 5,000 longer runs, half a million events."""
+    run_state_machine_as_test(RandomEvents, settings=settings(max_examples=5000, stateful_step_count=100))

@@ -1,0 +1,308 @@
+"""Requests, one scenario per test: events in, instructions out."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import (
+    Execute,
+    ExecutionFinished,
+    Finish,
+    LoadWeights,
+    ModelAdded,
+    Outcome,
+    Reason,
+    Request,
+    RequestsArrived,
+    RequestsCancelled,
+    WeightsLoaded,
+)
+from tests.unit.scheduler.driver import Driver, executions, ids, program
+
+# --- one request, many requests --------------------------------------------------------------------------
+
+
+def test_life_of_one_request(machine: Driver) -> None:
+    """A model is added and loaded, a request arrives, executes and is answered."""
+    assert machine.send(ModelAdded(program("a"))) == [LoadWeights("a", 1)]
+    assert machine.send(WeightsLoaded("a", 1, 0.5), after=0.5) == []
+
+    request = machine.request("a")
+    started = machine.arrive(request)
+
+    assert started == [Execute(1, "a", variant=0, size=1, rows=1, requests=(request.id,))]
+    assert machine.send(ExecutionFinished(1, 0.001), after=0.001) == [Finish(request.id, Outcome.ANSWERED)]
+
+
+def test_arrivals_of_one_event_run_together(machine: Driver) -> None:
+    """31 singles that arrive at once are queued before the device is given work: one execution."""
+    machine.add(program("a"))
+    requests = machine.requests_of(31)
+
+    started = machine.arrive(*requests)
+
+    assert started == [Execute(1, "a", 0, size=32, rows=31, requests=ids(requests))]
+
+
+def test_64_singles_are_two_full_executions(machine: Driver) -> None:
+    """The second batch of 32 starts in the answer to the first one's end, after the answers."""
+    machine.add(program("a"))
+    requests = machine.requests_of(64)
+    machine.arrive(*requests)
+
+    out = machine.finish()
+
+    assert out == [
+        *(Finish(request.id, Outcome.ANSWERED) for request in requests[:32]),
+        Execute(2, "a", 0, size=32, rows=32, requests=ids(requests[32:])),
+    ]
+
+
+def test_work_that_arrives_while_the_device_is_busy_is_coalesced(machine: Driver) -> None:
+    """What arrives in several events during an execution makes up the next one."""
+    machine.add(program("a"))
+    machine.arrive(machine.request())
+    for _ in range(10):
+        machine.arrive(machine.request())
+
+    [second] = executions(machine.finish())
+
+    assert (second.size, second.rows) == (32, 10)
+
+
+def test_model_that_does_not_coalesce_runs_one_by_one(machine: Driver) -> None:
+    """Each request runs alone at the smallest size that holds it."""
+    machine.add(program("a", {(0, 1): 0.001, (0, 4): 0.001}, coalesce=False))
+    machine.arrive(*machine.requests_of(2), machine.request(rows=3))
+
+    started = machine.finish_all()
+
+    assert [(one.size, one.rows) for one in started] == [(1, 1), (1, 1), (4, 3)]
+
+
+def test_request_without_rows_is_answered(machine: Driver) -> None:
+    """An empty batch runs at the smallest size and ends like any other."""
+    machine.add(program("a"))
+    request = machine.request(rows=0)
+
+    assert executions(machine.arrive(request)) == [Execute(1, "a", 0, size=1, rows=0, requests=(request.id,))]
+
+    machine.finish()
+    assert machine.outcome(request) is Outcome.ANSWERED
+
+
+def test_failed_execution_fails_its_requests_only(machine: Driver) -> None:
+    """All requests of the execution fail with its error; those that wait run next."""
+    machine.add(program("a"))
+    first, second = machine.request(), machine.request()
+    machine.arrive(first)
+    machine.arrive(second)
+
+    out = machine.finish(error="device fault")
+
+    assert out[0] == Finish(first.id, Outcome.FAILED, error="device fault")
+    assert executions(out)[0].requests == (second.id,)
+
+
+# --- refusals, in the order of the checks -----------------------------------------------------------------
+
+
+def test_checks_come_in_their_order(machine: Driver) -> None:
+    """A request that is wrong in every way is refused for the first reason of the list."""
+    machine.add(program("a", max_queue_depth=1), resident=False)
+    machine.arrive(machine.request())
+    past = machine.now
+    wrong = [
+        machine.request("nobody", 99, variant=7, deadline=past),
+        machine.request("a", 99, variant=7, deadline=past),
+        machine.request("a", 99, deadline=past),
+        machine.request("a", 1, deadline=past),
+        machine.request("a", 1),
+    ]
+
+    machine.arrive(*wrong)
+
+    assert [machine.outcome(request) for request in wrong] == [
+        Reason.UNKNOWN_MODEL,
+        Reason.UNKNOWN_VARIANT,
+        Reason.TOO_MANY_ROWS,
+        Outcome.EXPIRED,
+        Reason.QUEUE_FULL,
+    ]
+
+
+def test_row_limit_refuses_what_a_size_would_hold(machine: Driver) -> None:
+    """With at most 10 rows in one execution, a request of 11 is refused though size 32 exists."""
+    machine.add(program("a", max_batch_rows=10))
+    fits, does_not = machine.request(rows=10), machine.request(rows=11)
+
+    machine.arrive(fits, does_not)
+
+    assert machine.outcome(does_not) is Reason.TOO_MANY_ROWS
+    assert machine.outcome(fits) is None
+
+
+def test_full_queue_says_when_to_retry(machine: Driver) -> None:
+    """2 ms are left of what runs, then one batch of each model with work: 4 ms for a, 1 ms for b.
+
+    a has 32 waiting, one execution of size 32; b has one, of size 1.
+    """
+    machine.add(program("a", max_queue_depth=32), program("b"))
+    machine.arrive(*machine.requests_of(32))
+    machine.arrive(machine.request("b"))
+    machine.tick(at=machine.now + 0.002)
+
+    [*_, refused] = machine.arrive(*machine.requests_of(33))
+
+    assert isinstance(refused, Finish)
+    assert refused.reason is Reason.QUEUE_FULL
+    assert refused.retry_after == pytest.approx(0.002 + 0.004 + 0.001)
+
+
+def test_expired_requests_give_up_their_places(machine: Driver) -> None:
+    """A full queue of requests whose deadline has come takes new ones in the same event."""
+    machine.add(program("a", max_queue_depth=2), resident=False)
+    old = [machine.request(deadline=1.0) for _ in range(2)]
+    machine.arrive(*old)
+    machine.now = 1.0
+    new = [machine.request() for _ in range(2)]
+
+    machine.arrive(*new)
+
+    assert [machine.outcome(request) for request in old] == [Outcome.EXPIRED] * 2
+    assert [machine.outcome(request) for request in new] == [None] * 2
+
+
+# --- deadlines and cancelling -----------------------------------------------------------------------------
+
+
+def test_tick_expires_what_is_due(machine: Driver) -> None:
+    """The next wake-up is the soonest deadline in the queue; the tick then ends exactly that request."""
+    machine.add(program("a"))
+    machine.arrive(machine.request())
+    late, soon, never = machine.request(deadline=5.0), machine.request(deadline=3.0), machine.request()
+    machine.arrive(late, soon, never)
+
+    assert machine.scheduler.next_wakeup() == 3.0
+    assert machine.tick(at=3.0) == [Finish(soon.id, Outcome.EXPIRED)]
+    assert machine.scheduler.next_wakeup() == 5.0
+
+
+def test_no_wakeup_without_deadlines(machine: Driver) -> None:
+    """Requests that execute, or wait for ever, need no tick."""
+    machine.add(program("a"))
+    machine.arrive(machine.request(deadline=9.0))
+    machine.arrive(machine.request())
+
+    assert machine.scheduler.next_wakeup() is None
+
+
+def test_request_that_expires_while_it_executes_is_answered(machine: Driver) -> None:
+    """A running execution is never interrupted, and its result is not thrown away."""
+    machine.add(program("a"))
+    request = machine.request(deadline=machine.now + 0.0005)
+    machine.arrive(request)
+
+    machine.finish()
+
+    assert machine.outcome(request) is Outcome.ANSWERED
+
+
+def test_expired_at_the_moment_of_dispatch(machine: Driver) -> None:
+    """A request whose deadline came with the end of the last execution never reaches the device."""
+    machine.add(program("a"))
+    machine.arrive(machine.request())
+    due, alive = machine.request(deadline=machine.now + 0.001), machine.request()
+    machine.arrive(due, alive)
+
+    [second] = executions(machine.finish(seconds=0.001))
+
+    assert second.requests == (alive.id,)
+    assert machine.outcome(due) is Outcome.EXPIRED
+
+
+def test_cancelled_while_queued(machine: Driver) -> None:
+    """It ends at once and never executes; those around it keep their order."""
+    machine.add(program("a"))
+    machine.arrive(machine.request())
+    requests = machine.requests_of(5)
+    machine.arrive(*requests)
+
+    assert machine.cancel(requests[2]) == [Finish(requests[2].id, Outcome.CANCELLED)]
+
+    [second] = executions(machine.finish())
+    assert second.requests == ids([*requests[:2], *requests[3:]])
+
+
+def test_cancel_of_anything_but_a_queued_request_is_ignored(machine: Driver) -> None:
+    """Executing, finished and unknown requests: no instruction, and the executing one is answered."""
+    machine.add(program("a"))
+    done, running = machine.request(), machine.request()
+    machine.arrive(done)
+    machine.finish()
+    machine.arrive(running)
+
+    assert machine.cancel(done, running) == []
+    assert machine.send(RequestsCancelled((12345,))) == []
+    machine.finish()
+    assert machine.outcome(running) is Outcome.ANSWERED
+
+
+def test_deadline_that_is_no_number_expires(machine: Driver) -> None:
+    """NaN compares with nothing; it must not wait for ever, nor upset the heap."""
+    machine.add(program("a"))
+    request = machine.request(deadline=float("nan"))
+
+    assert machine.arrive(request) == [Finish(request.id, Outcome.EXPIRED)]
+
+
+def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> None:
+    """10,000 requests with far deadlines, answered one after another, leave almost nothing behind."""
+    machine.add(program("a"))
+    for _ in range(10_000):
+        machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1, deadline=1e9),)), 1.0)
+        [running] = machine.scheduler._running
+        machine.scheduler.handle(ExecutionFinished(running, 0.001), 1.0)
+
+    assert len(machine.scheduler._queues.deadlines) < 100
+
+
+# --- order ------------------------------------------------------------------------------------------------
+
+
+def test_models_take_turns_by_their_oldest_request(machine: Driver) -> None:
+    """Arrivals b, a, b while the device is busy: b goes first with both of its requests, then a."""
+    machine.add(program("a"), program("b"))
+    machine.arrive(machine.request("a"))
+    machine.arrive(machine.request("b", rows=16))
+    machine.arrive(machine.request("a"))
+    machine.arrive(machine.request("b", rows=16))
+
+    assert [(one.model, one.rows) for one in machine.finish_all()] == [("a", 1), ("b", 32), ("a", 1)]
+
+
+def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver) -> None:
+    """Variants 0, 1, 0, 1: the front's variant runs together, over the other's head; then the other."""
+    costs = {(variant, size): 0.001 for variant in (0, 1) for size in (1, 8)}
+    machine.add(program("a", costs))
+    machine.arrive(machine.request(variant=1))
+    requests = [machine.request(variant=variant) for variant in (0, 1, 0, 1)]
+    machine.arrive(*requests)
+
+    [_, second, third] = machine.finish_all()
+
+    assert (second.variant, second.requests) == (0, ids([requests[0], requests[2]]))
+    assert (third.variant, third.requests) == (1, ids([requests[1], requests[3]]))
+
+
+def test_committed_requests_go_first(machine: Driver) -> None:
+    """A sub-call of a running meta passes older requests of its own and of other models."""
+    machine.add(program("a", {(0, 1): 0.001}), program("b", {(0, 1): 0.001}))
+    machine.arrive(machine.request("a"))
+    old_a, old_b = machine.request("a"), machine.request("b")
+    first, second = machine.request("b", committed=True), machine.request("b", committed=True)
+    machine.arrive(old_a, old_b, first, second)
+
+    order = [one.requests[0] for one in machine.finish_all()[1:]]
+
+    assert tuple(order) == ids([first, second, old_a, old_b])

@@ -145,6 +145,15 @@ def test_a_model_that_fails_need_not_stop_the_others(
     np.testing.assert_array_equal(infer(tritonclient.grpc, running.grpc, x), x)
 
 
+def test_the_shared_server_has_all_example_bundles(triton: RunningTriton, example_bundles: Path) -> None:
+    """Every example bundle became a model that is ready."""
+    names = {path.parent.name for path in example_bundles.glob("*/manifest.yaml")}
+    assert names
+    assert {name: state for name, (state, _) in triton.server.model_states().items()} == dict.fromkeys(
+        names, "READY"
+    )
+
+
 def test_a_generated_model_is_loaded_once_by_a_polling_server(
     start_triton: StartTriton, echo_repository: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,10 @@ from rsrv_bundle import Bundle, BundleError
 
 log = logging.getLogger("rsrv.loop")
 
+#: seconds of expected execution below which the loop executes by itself: handing over to a thread and back
+#: costs about 0.1 ms, and reading sockets that much later does no harm
+_SHORT = 0.0005
+
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
 
@@ -104,6 +108,10 @@ class Loop:
         self._answering: set[Connection] = set()
         self._started = clock()
         self._running_loop = True
+        #: a job too short to be worth a thread, and, when it has run, the message that it ended in
+        self._short: Job | None = None
+        self._ended: Callable[[], None] | None = None
+        self._builds = 0
 
         self._selector = selectors.EpollSelector()
         self._listener = listener
@@ -118,16 +126,22 @@ class Loop:
         while self._running_loop:
             wakeup = self._scheduler.next_wakeup()
             timeout = None if wakeup is None else max(0.0, wakeup - self._clock())
-            ready = self._selector.select(timeout)
-            for key, mask in ready:
+            if self._ended is not None:
+                timeout = 0.0
+            for key, mask in self._selector.select(timeout):
                 key.data(mask)
-            if self._arrived:
-                requests, self._arrived = tuple(self._arrived), []
-                self._feed(ev.RequestsArrived(requests))
-            if wakeup is not None and self._clock() >= wakeup:
+            self._flush_arrivals()
+            if self._ended is not None:
+                # After the arrivals: what came while this one executed may share the next execution.
+                ended, self._ended = self._ended, None
+                ended()
+            elif wakeup is not None and self._clock() >= wakeup:
                 self._feed(ev.Tick())
             self._answer()
             self._publish()
+            if self._short is not None:
+                job, self._short = self._short, None
+                self._ended = self._run_job(job)
 
     def _drain(self, _mask: int) -> None:
         for message in self._inbox.drain():
@@ -297,6 +311,7 @@ class Loop:
         known = entry is not None
         if entry is None:
             entry = self._models[key] = _Entry(name)
+            self._builds += 1
             self._build_worker.put(lambda: self._build(key, name, bundle))
         entry.connections.add(connection.id)
         connection.model = key
@@ -319,6 +334,7 @@ class Loop:
         self._inbox.post(lambda: self._built(key, result))
 
     def _built(self, key: str, result: Model | str) -> None:
+        self._builds -= 1
         entry = self._models[key]
         waiting = [self._connections[id] for id in entry.connections if id in self._connections]
         if isinstance(result, str):
@@ -476,10 +492,15 @@ class Loop:
             tuple(self._pending[id].part for id in instruction.requests),
         )
         self._running[job.dispatch] = job
-        self._device_worker.put(lambda: self._run_job(job))
+        cost = self._scheduler.cost(job.model.key, job.variant, job.rows)
+        # While a model is built, its warm-up may hold the device for long: then only the thread may wait.
+        if cost <= _SHORT and len(self._running) == 1 and not self._builds:
+            self._short = job
+        else:
+            self._device_worker.put(lambda: self._inbox.post(self._run_job(job)))
 
-    def _run_job(self, job: Job) -> None:
-        """On the device's thread."""
+    def _run_job(self, job: Job) -> Callable[[], None]:
+        """Execute, on whichever thread; returns what the loop is to do about it."""
         assert self._device is not None
         seconds, error = 0.0, None
         try:
@@ -487,7 +508,7 @@ class Loop:
         except Exception as caught:
             log.exception("%s: execution failed", job.model.key)
             error = f"{type(caught).__name__}: {caught}"
-        self._inbox.post(lambda: self._executed(job, seconds, error))
+        return lambda: self._executed(job, seconds, error)
 
     def _executed(self, job: Job, seconds: float, error: str | None) -> None:
         del self._running[job.dispatch]

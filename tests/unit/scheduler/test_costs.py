@@ -73,6 +73,16 @@ def test_an_estimate_that_nobody_measures_sinks_to_its_seed() -> None:
     assert costs.seconds[1] == pytest.approx(0.004, rel=0.01)
 
 
+def test_an_estimate_below_its_seed_stays_learned() -> None:
+    """Size 8 proved faster than its warm-up said; measuring size 1 does not take that back."""
+    costs = VariantCosts({1: 0.001, 8: 0.004})
+    costs.seconds[1] = 0.002
+
+    costs.learn(1, 0.001)
+
+    assert costs.seconds == [0.001, 0.002]
+
+
 def test_a_device_that_slows_down_is_slow_for_all_sizes() -> None:
     """When size 1 takes twice its seed, size 8 sinks towards twice its own seed, not below."""
     costs = VariantCosts({1: 0.001, 8: 0.004})

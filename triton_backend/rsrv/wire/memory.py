@@ -26,11 +26,10 @@ class SharedMemoryError(Exception):
 
 
 def create_sealed(nbytes: int, name: str) -> int:
-    """A memfd of this size, all of it backed by memory. Raises OSError (ENOMEM, ENOSPC) when there is none."""
+    """A memfd of this size; pages come when they are touched. Raises OSError."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Without this a full machine shows only when a page is touched, as a fatal SIGBUS.
-        os.posix_fallocate(fd, 0, nbytes)
+        os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -69,7 +68,11 @@ class _Segment:
     def __init__(self, nbytes: int) -> None:
         self.fd = create_sealed(nbytes, "rsrv-tensors")
         self.nbytes = nbytes
-        self.bytes: Bytes = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+        try:
+            self.bytes: Bytes = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.free: list[tuple[int, int]] = [(0, nbytes)]
 
     def take(self, nbytes: int) -> int | None:

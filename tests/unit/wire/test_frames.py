@@ -1,0 +1,121 @@
+"""Frames survive the way there, and nothing malformed gets through."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.wire import frames
+from rsrv.wire.frames import Completion, Kind, ProtocolError, Status, Submission
+
+submissions = st.builds(
+    Submission,
+    request=st.integers(0, 2**64 - 1),
+    deadline_ns=st.integers(0, 2**63 - 1),
+    rows=st.integers(0, 2**32 - 1),
+    variant=st.integers(0, 2**16 - 1),
+    priority=st.integers(0, 2**16 - 1),
+    flags=st.just(frames.COMMITTED),
+    segment=st.integers(0, 2**32 - 1),
+    inputs_at=st.integers(0, 2**63),
+    outputs_at=st.integers(0, 2**63),
+)
+completions = st.builds(
+    Completion,
+    request=st.integers(0, 2**64 - 1),
+    status=st.sampled_from(Status),
+    size=st.integers(0, 2**32 - 1),
+    rows=st.integers(0, 2**32 - 1),
+    execute_ns=st.integers(0, 2**63 - 1),
+    text=st.text(max_size=30),
+)
+
+
+@given(st.lists(submissions, max_size=20))
+def test_submissions_survive(sent: list[Submission]) -> None:
+    """What a stub packs, the runtime unpacks."""
+    frame = frames.pack_submissions(sent)
+
+    assert frames.read_header(frame) == (Kind.SUBMIT, len(sent))
+    assert frames.unpack_submissions(frame, len(sent)) == sent
+
+
+@given(st.lists(completions, max_size=20))
+def test_completions_survive(sent: list[Completion]) -> None:
+    """What the runtime packs, a stub unpacks, texts included."""
+    received: list[Completion] = []
+    for frame in frames.pack_completions(sent):
+        kind, count = frames.read_header(frame)
+        assert kind is Kind.DONE
+        received += frames.unpack_completions(frame, count)
+
+    assert received == sent
+
+
+def test_many_long_texts_are_split_over_frames() -> None:
+    """A dispatch whose completions do not fit one frame takes several, each below the limit."""
+    sent = [Completion(i, Status.INTERNAL, text="x" * 4000) for i in range(200)]
+
+    packed = frames.pack_completions(sent)
+
+    assert len(packed) > 1
+    assert all(len(frame) <= frames.MAX_FRAME for frame in packed)
+    received = [c for f in packed for c in frames.unpack_completions(f, frames.read_header(f)[1])]
+    assert received == sent
+
+
+def test_the_largest_batch_of_submissions_fits_one_frame() -> None:
+    """MAX_ENTRIES is chosen so that a full SUBMIT stays below MAX_FRAME."""
+    full = [Submission(i, 0, 1, 0, 0, 0, 0, 0, 0) for i in range(frames.MAX_ENTRIES)]
+
+    assert len(frames.pack_submissions(full)) <= frames.MAX_FRAME
+
+
+@given(st.binary(max_size=64))
+def test_garbage_is_a_protocol_error_or_a_frame(raw: bytes) -> None:
+    """No bytes make the decoder fail in any other way than by ProtocolError."""
+    try:
+        kind, count = frames.read_header(raw)
+        match kind:
+            case Kind.SUBMIT:
+                frames.unpack_submissions(raw, count)
+            case Kind.DONE:
+                frames.unpack_completions(raw, count)
+            case Kind.CANCEL | Kind.SEGMENT | Kind.DROP_SEGMENT:
+                frames.unpack_ids(raw, count)
+            case _:
+                frames.unpack_json(raw)
+    except ProtocolError:
+        pass
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=50))
+def test_ids_survive(ids: list[int]) -> None:
+    """CANCEL and DROP_SEGMENT carry plain lists of ids."""
+    frame = frames.pack_ids(Kind.CANCEL, ids)
+
+    assert frames.unpack_ids(frame, frames.read_header(frame)[1]) == tuple(ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"magic": 1, "version": 1}, "does not speak"),
+        ({"magic": frames.MAGIC, "version": 99}, "version 99 of the protocol, this side 1"),
+        ({}, "does not speak"),
+    ],
+)
+def test_a_wrong_greeting_is_refused_with_its_reason(body: dict[str, int], expected: str) -> None:
+    """The first frame tells a stranger and another version apart."""
+    with pytest.raises(ProtocolError, match=expected):
+        frames.check_hello(frames.pack_json(Kind.HELLO, body))
+
+
+def test_a_matching_greeting_passes() -> None:
+    """Both sides of one installation understand each other."""
+    frames.check_hello(frames.hello())
+
+
+def test_an_overlong_json_is_refused_before_it_is_sent() -> None:
+    """A frame that the peer could not receive is an error here, not there."""
+    with pytest.raises(ProtocolError, match="exceeds a frame"):
+        frames.pack_json(Kind.REGISTER, {"bundle": "x" * frames.MAX_FRAME})

@@ -1,0 +1,57 @@
+"""The rule where tensors lie, which both ends apply."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.stub.dlpack import _TYPES
+from rsrv.wire.layout import ALIGNMENT, ITEMSIZE, NUMPY, Block, Interface, Tensor, Variant
+from rsrv_bundle import dtypes
+
+X = Tensor("x", "f32", (-1, 3), 0)
+MASK = Tensor("mask", "bool", (5, -1), 1)
+SCALAR = Tensor("s", "i64", (), None)
+
+
+def test_tensors_follow_each_other_aligned() -> None:
+    """Two rows: 24 bytes of x, 10 of mask, 8 of s, each at a multiple of 64."""
+    assert Block((X, MASK, SCALAR)).places(2) == ((0, 64, 128), 192)
+
+
+def test_the_batch_axis_may_be_anywhere() -> None:
+    """Rows replace the -1, whichever axis it is on; a tensor without a batch axis keeps its shape."""
+    assert (X.shape(7), MASK.shape(7), SCALAR.shape(7)) == ((7, 3), (5, 7), ())
+
+
+@given(st.integers(0, 10_000))
+def test_blocks_hold_their_tensors(rows: int) -> None:
+    """For any number of rows: places are aligned, in order, and far enough apart."""
+    block = Block((X, MASK, SCALAR))
+    offsets, total = block.places(rows)
+    for tensor, start, end in zip(block.tensors, offsets, (*offsets[1:], total), strict=True):
+        assert start % ALIGNMENT == 0
+        assert start + tensor.nbytes(rows) <= end
+
+
+def test_an_interface_survives_its_json() -> None:
+    """What the runtime says at registration is what the stub understands."""
+    interface = Interface((Variant(Block((X, SCALAR)), Block((MASK,)), (1, 4)),), exact=True)
+
+    assert Interface.from_json(interface.to_json()) == interface
+
+
+def test_the_protocols_dtypes_are_the_bundles() -> None:
+    """The protocol's own table, which keeps the stub's import light, agrees with the bundle format's."""
+    assert set(ITEMSIZE) == set(NUMPY) == set(dtypes.TOKENS)
+    assert {token: dtypes.itemsize(token) for token in dtypes.TOKENS} == ITEMSIZE
+    plain = [token for token in dtypes.TOKENS if token != "bf16" and not token.startswith("f8")]
+    assert {token: dtypes.numpy_dtype(token).name for token in plain} == {
+        token: NUMPY[token] for token in plain
+    }
+
+
+def test_every_dtype_that_clients_can_send_has_a_capsule_type() -> None:
+    """DLPack codes exist for each dtype with a wire name, with the right width."""
+    sendable = {token for token in dtypes.TOKENS if dtypes.kserve_name(token)}
+
+    assert set(_TYPES) == sendable
+    assert all(bits == 8 * ITEMSIZE[token] for token, (_, bits) in _TYPES.items())

@@ -1,0 +1,154 @@
+"""Shared memory: ranges never overlap, everything comes back, and a hostile segment is refused."""
+
+import mmap
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.wire.layout import ALIGNMENT
+from rsrv.wire.memory import Arena, Board, Place, SharedMemoryError, create_sealed, map_segment, read_board
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(first=4096, keep=1 << 20)
+    yield made
+    made.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=60))
+def test_ranges_never_overlap_and_all_come_back(steps: list[tuple[int, bool]]) -> None:
+    """Random takes and gives: what is out is disjoint and aligned, and an idle arena is whole again."""
+    arena = Arena(first=4096, keep=1 << 16)
+    out: list[Place] = []
+    for nbytes, give in steps:
+        if give and out:
+            arena.give(out.pop(nbytes % len(out)))
+        else:
+            place = arena.take(nbytes)
+            assert place.nbytes >= nbytes
+            assert place.offset % ALIGNMENT == 0
+            assert len(arena.view(place)) == place.nbytes
+            for other in out:
+                apart = (
+                    place.segment != other.segment
+                    or place.offset >= other.offset + other.nbytes
+                    or other.offset >= place.offset + place.nbytes
+                )
+                assert apart
+            out.append(place)
+    for place in out:
+        arena.give(place)
+
+    assert arena.idle
+    arena.close()
+
+
+def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena) -> None:
+    """Beyond `keep`, an idle segment is dropped at once, and the runtime is to be told."""
+    small = arena.take(100)
+    before = arena.nbytes
+    large = arena.take(8 << 20)
+
+    arena.give(large)
+
+    assert arena.nbytes == before
+    assert arena.dropped == [large.segment]
+    arena.give(small)
+
+
+def test_a_segment_that_was_never_announced_is_not_announced_after_its_end(arena: Arena) -> None:
+    """Its descriptor is closed: it must not be sent any more."""
+    large = arena.take(8 << 20)
+
+    arena.give(large)
+
+    assert all(id != large.segment for id, _ in arena.fresh)
+
+
+def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:
+    """A runtime that died under way leaves places that nobody can use any more."""
+    before = descriptors()
+    arena = Arena()
+    place = arena.take(10)
+
+    arena.close()
+    arena.give(place)
+
+    assert descriptors() == before
+
+
+def test_both_sides_see_the_same_bytes(arena: Arena) -> None:
+    """What the stub writes through its mapping, the runtime reads through its own."""
+    place = arena.take(256)
+    arena.view(place)[:] = np.arange(256, dtype=np.uint8)
+    (_, fd) = arena.fresh[0]
+
+    mapped = map_segment(fd)
+
+    assert mapped[place.offset : place.offset + 256].tolist() == list(range(256))
+
+
+def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
+    """Reading a shrunken mapping would kill the runtime with SIGBUS."""
+    fd = os.memfd_create("plain", os.MFD_CLOEXEC)
+    os.ftruncate(fd, 4096)
+    try:
+        with pytest.raises(SharedMemoryError, match="sealed"):
+            map_segment(fd)
+    finally:
+        os.close(fd)
+
+
+def test_something_that_is_no_memory_is_refused() -> None:
+    """A pipe's descriptor in place of a memfd is the peer's fault, not a crash."""
+    read, write = os.pipe()
+    try:
+        with pytest.raises(SharedMemoryError):
+            map_segment(read)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_sealed_segment_cannot_be_resized() -> None:
+    """Nobody, its owner included, can pull the memory away."""
+    fd = create_sealed(4096, "test")
+    try:
+        for size in (0, 8192):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def test_a_tensor_that_no_machine_can_hold_is_an_error_that_can_be_handled(arena: Arena) -> None:
+    """The request is refused; the arena goes on, and no descriptor is lost."""
+    before = descriptors()
+    with pytest.raises(OSError, match="memory"):
+        arena.take(1 << 60)
+
+    assert descriptors() == before
+    arena.give(arena.take(10))
+
+
+def test_the_board_shows_what_was_published_last() -> None:
+    """Readers map it once and see every later value; they cannot write."""
+    board = Board()
+    view = read_board(board.fd)
+    assert view[0] == 0
+
+    board.publish(123_456_789)
+
+    assert view[0] == 123_456_789
+    assert view.readonly
+    assert len(view) * view.itemsize == mmap.PAGESIZE

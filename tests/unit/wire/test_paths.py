@@ -1,0 +1,86 @@
+"""The runtime's private directory: whose it is, and what is swept."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from rsrv.wire import paths
+from rsrv.wire.frames import MAX_FRAME, ProtocolError
+from rsrv.wire.socket import Closed, Receiver, connect, listen, send
+
+
+def test_the_directory_is_private(tmp_path: Path) -> None:
+    """Only this user can reach the socket in it."""
+    directory = tmp_path / "base" / "one"
+
+    paths.make_private(directory)
+    paths.make_private(directory)
+
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    """Somebody else may have made it, and may be waiting in it."""
+    (tmp_path / "open").mkdir(mode=0o755)
+
+    with pytest.raises(paths.RuntimeDirectoryError, match="mode 0700"):
+        paths.make_private(tmp_path / "open")
+
+
+def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path) -> None:
+    """A link could lead anywhere."""
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+
+    with pytest.raises(paths.RuntimeDirectoryError):
+        paths.make_private(tmp_path / "link")
+
+
+def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path) -> None:
+    """A pid that was reused has another start time, so its old directory goes too."""
+    alive = tmp_path / f"{os.getpid()}-{paths.start_time(os.getpid())}-gpu0"
+    reused = tmp_path / f"{os.getpid()}-1-gpu0"
+    dead = tmp_path / "4194303-77-gpu0"
+    foreign = tmp_path / "something-else-gpu0"
+    for directory in (alive, reused, dead, foreign):
+        directory.mkdir()
+        (directory / paths.LOCK).touch()
+
+    paths.sweep(tmp_path)
+
+    assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
+
+
+def test_frames_pass_the_socket_whole_with_their_descriptors(tmp_path: Path) -> None:
+    """One send is one receive, at any size up to the limit."""
+    listener = listen(tmp_path / "s")
+    client = connect(tmp_path / "s")
+    server, _ = listener.accept()
+    receiver = Receiver(server)
+    big = os.urandom(MAX_FRAME)
+
+    send(client, b"small", [client.fileno()])
+    frame, fds = receiver.receive()
+    assert (bytes(frame), len(fds)) == (b"small", 1)
+    os.close(fds[0])
+    send(client, big)
+    assert bytes(receiver.receive()[0]) == big
+
+    client.close()
+    with pytest.raises(Closed):
+        receiver.receive()
+    with pytest.raises(Closed):
+        send(server, b"to nobody")
+    server.close()
+    listener.close()
+
+
+def test_an_oversized_frame_is_a_protocol_error() -> None:
+    """A truncated frame must not be read as a short one."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        one.send(b"x" * (MAX_FRAME + 1))
+        with pytest.raises(ProtocolError, match="larger than"):
+            Receiver(other).receive()

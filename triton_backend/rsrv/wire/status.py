@@ -1,0 +1,41 @@
+"""Asking a runtime how it is: for tools and tests, from any process of the same user."""
+
+import json
+import os
+from typing import Any
+
+from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header
+from rsrv.wire.paths import SOCKET, runtime_directory
+from rsrv.wire.socket import Receiver, connect, send
+
+
+def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
+    """What the runtime of this tritonserver and GPU says of itself and its models; keys as in docs/protocol.md.
+
+    Reads RSRV_RUNTIME_DIR, which must be what it is for the server. Raises OSError when there is no runtime or it
+    is silent for `timeout` seconds, Closed when it ends meanwhile, ProtocolError when it is not ours.
+    """
+    with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
+        sock.settimeout(timeout)
+        receiver = Receiver(sock)
+        send(sock, hello())
+        frame, fds = receiver.receive()
+        _close(fds)
+        check_hello(frame)
+        send(sock, pack_json(Kind.STATUS, {}))
+        frame, fds = receiver.receive()
+        try:
+            if read_header(frame)[0] is not Kind.STATUS_REPLY or len(fds) != 1:
+                raise ProtocolError("the runtime does not answer STATUS with its status")
+            text = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
+        finally:
+            _close(fds)
+    status = json.loads(text)
+    if not isinstance(status, dict):
+        raise ProtocolError("the runtime's status is not an object")
+    return status
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -143,6 +143,14 @@ class Loop:
                 job, self._short = self._short, None
                 self._ended = self._run_job(job)
 
+    def close(self) -> None:
+        """End all connections, as the process's end would. For those who run a loop inside a process."""
+        for connection in list(self._connections.values()):
+            self._selector.unregister(connection.sock)
+            connection.close()
+        self._connections.clear()
+        self._selector.close()
+
     def _drain(self, _mask: int) -> None:
         for message in self._inbox.drain():
             message()

@@ -52,7 +52,7 @@ class Launcher:
         directory = paths.runtime_directory(self.server_pid, self.gpu)
         path = directory / paths.SOCKET
         try:
-            return _greet(connect(path))
+            return greet(connect(path))
         except (FileNotFoundError, ConnectionError):
             pass
         paths.make_private(directory.parent)
@@ -60,10 +60,10 @@ class Launcher:
         # Whoever holds the lock starts the runtime; the others wait here and find it listening.
         with _locked(directory / paths.LOCK):
             try:
-                return _greet(connect(path))
+                return greet(connect(path))
             except (FileNotFoundError, ConnectionError):
                 self._start(directory)
-            return _greet(connect(path))
+            return greet(connect(path))
 
     def _start(self, directory: Path) -> None:
         python = interpreter()
@@ -104,7 +104,8 @@ def interpreter() -> str:
     return str(own) if own.exists() else shutil.which("python3") or "python3"
 
 
-def _greet(sock: socket.socket) -> Greeted:
+def greet(sock: socket.socket) -> Greeted:
+    """Exchange the first frames on a new connection. Raises Closed, ProtocolError, OSError; then it is closed."""
     sock.settimeout(_GREETING_TIMEOUT)
     try:
         send(sock, hello())

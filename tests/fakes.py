@@ -1,0 +1,158 @@
+"""A device without jax, and Triton's Python API without Triton: seams for unit tests.
+
+The fakes keep the originals' quirks that the product must live with: a device runs one execution at a
+time; a response sender takes one response, and asking it anything afterwards is fatal.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.runtime.device import Array, DeviceError, Executable, Weights
+from rsrv_bundle.modules import Signature
+
+Compute = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
+
+
+class FakeDevice:
+    """Computes with a Python function; executions can be held, failed and watched.
+
+    `compute(inputs, weights)` stands for every module. `executed` collects the rows that each execution was
+    given, padding included. Clear `gate` to hold executions; `waiting` is set while one is held.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._lock = threading.Lock()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waiting = threading.Event()
+        self.executed: list[int] = []
+        self.warm = False
+        self.fail: str | None = None
+        self.seconds = 0.001
+        self.resident = 0
+
+    def compile(self, module: bytes, signature: Signature) -> Executable:
+        return Executable(signature)
+
+    def upload(self, arrays: Sequence[Array]) -> Weights:
+        self.resident += 1
+        return Weights(list(arrays))
+
+    def free(self, weights: Weights) -> None:
+        assert isinstance(weights, list)
+        weights.clear()
+        self.resident -= 1
+
+    def run(
+        self, executable: Executable, weights: Weights, inputs: Sequence[Array]
+    ) -> tuple[list[Array], float]:
+        assert isinstance(weights, list)
+        with self._lock:
+            if not self.gate.is_set():
+                self.waiting.set()
+                self.gate.wait(30)
+                self.waiting.clear()
+            if self.fail is not None:
+                raise DeviceError(self.fail)
+            self.executed.append(len(inputs[0]) if inputs and inputs[0].ndim else 0)
+            return self._compute(inputs, weights), self.seconds
+
+
+class FakeTensor:
+    def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
+        self._name = name
+        self._array = np.asarray(array)
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> npt.NDArray[Any]:
+        return self._array
+
+    def to_dlpack(self) -> Any:
+        return np.ascontiguousarray(self._array).__dlpack__()
+
+    @staticmethod
+    def from_dlpack(name: str, capsule: Any) -> "FakeTensor":
+        class Holder:
+            def __dlpack__(self, **_: object) -> Any:
+                return capsule
+
+            def __dlpack_device__(self) -> tuple[int, int]:
+                return 1, 0
+
+        return FakeTensor(name, np.from_dlpack(Holder()).copy())
+
+
+class FakeError:
+    INVALID_ARG, NOT_FOUND, UNAVAILABLE, INTERNAL, CANCELLED = "inv", "nf", "una", "int", "can"
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message = message
+        self.code = code
+
+
+class FakeResponse:
+    def __init__(self, output_tensors: list[FakeTensor], error: FakeError | None = None) -> None:
+        # Triton copies when it sends; so the memory may change afterwards.
+        self.arrays = {tensor.name(): tensor.as_numpy().copy() for tensor in output_tensors}
+        self.error = error
+
+
+class FakeSender:
+    """Takes one final response, into `request.answers`."""
+
+    def __init__(self, request: "FakeRequest") -> None:
+        self._request = request
+        self._final = False
+
+    def send(self, response: FakeResponse, flags: int) -> None:
+        assert not self._final, "two final responses"
+        assert flags == FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        self._final = True
+        self._request.answers.put(response)
+
+    def is_cancelled(self) -> bool:
+        assert not self._final, "is_cancelled() after the final response kills the server"
+        return self._request.cancelled
+
+
+class FakeRequest:
+    def __init__(
+        self, inputs: dict[str, npt.NDArray[Any]], timeout_us: int = 0, parameters: str = "{}"
+    ) -> None:
+        self._inputs = [FakeTensor(name, array) for name, array in inputs.items()]
+        self._timeout = timeout_us
+        self._parameters = parameters
+        self.cancelled = False
+        self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()
+
+    def inputs(self) -> list[FakeTensor]:
+        return self._inputs
+
+    def timeout(self) -> int:
+        return self._timeout
+
+    def parameters(self) -> str:
+        return self._parameters
+
+    def request_id(self) -> str:
+        return "fake"
+
+    def get_response_sender(self) -> FakeSender:
+        return FakeSender(self)
+
+
+class FakePbUtils:
+    """What `triton_python_backend_utils` offers a model."""
+
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    Tensor = FakeTensor
+    TritonError = FakeError
+    InferenceResponse = FakeResponse

@@ -1,0 +1,126 @@
+"""A runtime in this process: the real loop and scheduler, a fake device, real sockets and shared memory."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsrv.runtime.loop import Loop
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.settings import Settings, load_settings
+from rsrv.stub.engine import Engine, WireTensor
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.launch import Greeted, greet
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.socket import connect, listen
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeDevice, FakePbUtils
+
+
+@pytest.fixture(scope="session")
+def doubling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle `doubling`: y = 2 x + w, x of 3 columns, sizes 1, 4, 8."""
+    path = tmp_path_factory.mktemp("bundles") / "doubling"
+    export_bundle(
+        lambda params, x: {"y": 2 * x + params["w"]},
+        {"w": jnp.ones(3, jnp.float32)},
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1, 4, 8],
+        out_dir=path,
+    )
+    return path
+
+
+@dataclass
+class Runtime:
+    """One life of a runtime; `stop()` is its sudden end."""
+
+    loop: Loop
+    device: FakeDevice
+    socket: Path
+    _alive: int
+    _thread: threading.Thread
+
+    def open(self) -> Greeted:
+        return greet(connect(self.socket))
+
+    def stop(self) -> None:
+        os.close(self._alive)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+StartRuntime = Callable[..., Runtime]
+
+
+@pytest.fixture
+def start_runtime(tmp_path: Path) -> Iterator[StartRuntime]:
+    """Start a runtime at the same socket; every one is stopped at the end."""
+    started: list[Runtime] = []
+
+    def start(settings: Settings | None = None) -> Runtime:
+        # A pipe stands for the server: its read end becomes readable when the write end is closed.
+        read, write = os.pipe()
+        path = tmp_path / "socket"
+        path.unlink(missing_ok=True)
+        listener = listen(path)
+        device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]])
+        loop = Loop(listener, read, settings or load_settings(), Scheduler(), lambda: device)
+
+        def run() -> None:
+            loop.run()
+            loop.close()
+            listener.close()
+            os.close(read)
+
+        thread = threading.Thread(target=run)
+        runtime = Runtime(loop, device, path, write, thread)
+        thread.start()
+        started.append(runtime)
+        return runtime
+
+    yield start
+    for runtime in started:
+        if runtime._thread.is_alive():
+            runtime.device.gate.set()
+            runtime.stop()
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime()
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
+    """An engine of a stub for `doubling`, connected to `runtime`."""
+    started: list[Engine] = []
+
+    def start(
+        hooks: Hooks | None = None, outputs: tuple[WireTensor, ...] = (WireTensor("y", "f32", 2),)
+    ) -> Engine:
+        engine = Engine(
+            Tensors(FakePbUtils),
+            Responses(FakePbUtils),
+            hooks or Hooks(),
+            [WireTensor("x", "f32", 2)],
+            outputs,
+            Session(runtime.open, "doubling", str(doubling)),
+        )
+        started.append(engine)
+        return engine
+
+    yield start
+    runtime.device.gate.set()
+    for engine in started:
+        engine.close()

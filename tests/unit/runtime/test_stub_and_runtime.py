@@ -1,0 +1,373 @@
+"""The stub's engine against the real loop: every request is answered once, with its own rows."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine, WireTensor
+from rsrv.stub.hooks import Hooks
+from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
+
+Array = npt.NDArray[Any]
+
+
+def rows(count: int, start: float = 0) -> Array:
+    return np.arange(start, start + 3 * count, dtype=np.float32).reshape(count, 3)
+
+
+def ask(engine: Engine, *requests: FakeRequest) -> list[FakeResponse]:
+    """Whichever way they are answered."""
+    answers = engine.execute(list(requests))
+    return answers if answers is not None else [request.answers.get(timeout=10) for request in requests]
+
+
+def refused(response: FakeResponse, code: str, text: str) -> bool:
+    return response.error is not None and response.error.code == code and text in response.error.message
+
+
+def test_requests_of_one_execute_share_an_execution_and_get_their_own_rows(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """1 + 2 + 1 rows run as one execution of size 4; each answer holds its request's rows."""
+    engine = start_engine()
+    runtime.device.executed.clear()
+    sent = [rows(1), rows(2, 10), rows(1, 100)]
+
+    answers = ask(engine, *(FakeRequest({"x": x}) for x in sent))
+
+    assert runtime.device.executed == [4]
+    for x, answer in zip(sent, answers, strict=True):
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * x + 1)
+
+
+def test_padding_never_shows(runtime: Runtime, start_engine: StartEngine) -> None:
+    """Three rows run padded; a later smaller batch does not see the earlier one's leftovers."""
+    engine = start_engine()
+
+    for count in (3, 2, 7, 5, 1):
+        (answer,) = ask(engine, FakeRequest({"x": rows(count)}))
+        np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(count) + 1)
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (np.zeros((1, 4), np.float32), "expected shape [-1, 3] (axis 0 is the batch), got [1, 4]"),
+        (np.zeros(3, np.float32), "got [3]"),
+        (np.zeros((9, 3), np.float32), "9 rows exceed the largest compiled batch size; compiled are 1, 4, 8"),
+    ],
+)
+def test_a_bad_shape_is_refused_and_its_neighbours_are_answered(
+    start_engine: StartEngine, array: Array, text: str
+) -> None:
+    """The message names the input, what was expected and what came; the batch's others are not touched."""
+    engine = start_engine()
+
+    before, bad, after = ask(engine, *(FakeRequest({"x": x}) for x in (rows(1), array, rows(2))))
+
+    assert refused(bad, FakeError.INVALID_ARG, text)
+    np.testing.assert_array_equal(before.arrays["y"], 2 * rows(1) + 1)
+    np.testing.assert_array_equal(after.arrays["y"], 2 * rows(2) + 1)
+
+
+def test_no_rows_need_no_device(runtime: Runtime, start_engine: StartEngine) -> None:
+    """An empty batch is answered with empty outputs of the right shape."""
+    engine = start_engine()
+    runtime.device.executed.clear()
+
+    (answer,) = ask(engine, FakeRequest({"x": np.zeros((0, 3), np.float32)}))
+
+    assert answer.arrays["y"].shape == (0, 3)
+    assert runtime.device.executed == []
+
+
+def test_a_failing_execution_fails_its_requests_and_nothing_else(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """Clients learn that it failed, not the device's words; the next request is served."""
+    engine = start_engine()
+    runtime.device.fail = "secret detail of the device"
+
+    (failed,) = ask(engine, FakeRequest({"x": rows(1)}))
+    runtime.device.fail = None
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+
+    assert refused(failed, FakeError.INTERNAL, "failed to execute")
+    assert failed.error is not None
+    assert "secret" not in failed.error.message
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(1) + 1)
+
+
+def test_what_takes_longer_than_predicted_is_answered_later(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """execute() waits for what should be quick, gives up after a while, and the answers still come."""
+    engine = start_engine()
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(2)}), FakeRequest({"x": rows(9)})]
+
+    assert engine.execute(list(requests)) is None
+
+    assert refused(requests[1].answers.get(timeout=10), FakeError.INVALID_ARG, "9 rows")
+    assert requests[0].answers.empty()
+    runtime.device.gate.set()
+    np.testing.assert_array_equal(requests[0].answers.get(timeout=10).arrays["y"], 2 * rows(2) + 1)
+
+
+def test_requests_that_come_while_others_wait_are_answered_too(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """While the lane for quick answers is away with the slow ones, execute() goes on with the other lane."""
+    engine = start_engine()
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1, i)}) for i in range(20)]
+
+    for request in requests:
+        assert engine.execute([request]) is None
+    runtime.device.gate.set()
+
+    for i, request in enumerate(requests):
+        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * rows(1, i) + 1)
+    (quick,) = ask(engine, FakeRequest({"x": rows(1)}))
+    np.testing.assert_array_equal(quick.arrays["y"], 2 * rows(1) + 1)
+
+
+def test_a_deadline_that_passed_is_told_and_never_executed(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """By Triton's timeout and by our absolute parameter alike."""
+    engine = start_engine()
+    runtime.device.executed.clear()
+    past = json.dumps({"rsrv_deadline_unix_ns": time.time_ns() - 1})
+
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=past))
+
+    assert refused(answer, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert runtime.device.executed == []
+
+
+def test_a_request_whose_time_runs_out_in_the_queue_is_not_executed(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """It waits behind a held execution for 20 ms at most, then its client is told, before the device is free."""
+    engine = start_engine()
+    runtime.device.gate.clear()
+    first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, timeout_us=20_000)
+    assert engine.execute([first]) is None
+    runtime.device.executed.clear()
+
+    assert engine.execute([second]) is None
+
+    assert refused(second.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    runtime.device.gate.set()
+    assert first.answers.get(timeout=10).error is None
+    assert runtime.device.executed == [1]
+
+
+def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: StartEngine) -> None:
+    """The stub notices that the client is gone while the request waits; it is never executed."""
+    engine = start_engine()
+    runtime.device.gate.clear()
+    first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)})
+    assert engine.execute([first]) is None
+    assert engine.execute([second]) is None
+    runtime.device.executed.clear()
+
+    second.cancelled = True
+
+    assert refused(second.answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
+    runtime.device.gate.set()
+    assert first.answers.get(timeout=10).error is None
+    assert runtime.device.executed == [1]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again(
+    start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """With room for two, the third that waits is refused at once."""
+    runtime = start_runtime(load_settings("models: {doubling: {max_queue_depth: 2}}"))
+    engine = make_engine(runtime, doubling)
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1)}) for _ in range(4)]
+
+    for request in requests:
+        assert engine.execute([request]) is None
+
+    assert refused(requests[3].answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+    runtime.device.gate.set()
+    assert all(request.answers.get(timeout=10).error is None for request in requests[:3])
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        '{"rsrv_priority": "high"}',
+        '{"rsrv_deadline_unix_ns": 1.5}',
+        '{"rsrv_priority": -1}',
+        '{"rsrv_priority": true}',
+    ],
+)
+def test_a_wrong_parameter_of_ours_is_the_clients_fault(start_engine: StartEngine, parameters: str) -> None:
+    """The message names the parameter."""
+    (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}, parameters=parameters))
+
+    assert refused(answer, FakeError.INVALID_ARG, "parameter rsrv_")
+
+
+def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
+    """Other parts of a pipeline send their own."""
+    (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}, parameters='{"tenant": "a"}'))
+
+    assert answer.error is None
+
+
+def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None) -> Engine:
+    from rsrv.stub.replies import Responses
+    from rsrv.stub.session import Session
+    from rsrv.stub.tensors import Tensors
+    from tests.fakes import FakePbUtils
+
+    return Engine(
+        Tensors(FakePbUtils),
+        Responses(FakePbUtils),
+        hooks or Hooks(),
+        [WireTensor("x", "f32", 2)],
+        [WireTensor("y", "f32", 2)],
+        Session(runtime.open, "doubling", str(bundle)),
+    )
+
+
+def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: StartEngine) -> None:
+    """preprocess sees what the client sent, postprocess the request's own rows."""
+    engine = start_engine(
+        Hooks(lambda arrays: {"x": arrays["x"] * 10}, lambda arrays: {"y": arrays["y"][:, :1]}),
+    )
+
+    one, two = ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(2, 5)}))
+
+    np.testing.assert_array_equal(one.arrays["y"], (20 * rows(1) + 1)[:, :1])
+    np.testing.assert_array_equal(two.arrays["y"], (20 * rows(2, 5) + 1)[:, :1])
+
+
+def raising(arrays: dict[str, Array]) -> dict[str, Array]:
+    if arrays[next(iter(arrays))][0, 0] == 666:
+        raise ValueError("secret in the hook")
+    return arrays
+
+
+@pytest.mark.parametrize("hooks", [Hooks(preprocess=raising), Hooks(postprocess=lambda a: raising_result(a))])
+def test_a_hook_that_raises_fails_its_own_request(start_engine: StartEngine, hooks: Hooks) -> None:
+    """No word of the exception reaches the client; the neighbours are answered."""
+    engine = start_engine(hooks)
+    bad = np.full((1, 3), 666, np.float32)
+
+    fine, failed = ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": bad}))
+
+    assert fine.error is None
+    assert refused(failed, FakeError.INTERNAL, "hook failed")
+    assert failed.error is not None
+    assert "secret" not in failed.error.message
+
+
+def raising_result(arrays: dict[str, Array]) -> dict[str, Array]:
+    if arrays["y"][0, 0] == 2 * 666 + 1:
+        raise ValueError("secret in the hook")
+    return arrays
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        {},
+        {"y": "text"},
+        {"y": np.zeros((1, 3))},
+        {"z": np.zeros((1, 3), np.float32)},
+        42,
+    ],
+)
+def test_a_hook_with_a_wrong_result_fails_its_request(start_engine: StartEngine, result: object) -> None:
+    """Nothing, the wrong names and the wrong types are the bundle's fault, not the server's end."""
+    wrong: Callable[..., Any] = lambda arrays: result
+
+    for hooks in (Hooks(preprocess=wrong), Hooks(postprocess=wrong)):
+        (answer,) = ask(start_engine(hooks), FakeRequest({"x": rows(1)}))
+        assert refused(answer, FakeError.INTERNAL, "hook failed")
+
+
+def test_the_runtimes_end_is_told_and_its_successor_is_used(
+    runtime: Runtime, start_runtime: StartRuntime, start_engine: StartEngine
+) -> None:
+    """Requests in flight are answered at once; when a runtime is there again, requests succeed again."""
+    engine = start_engine()
+    runtime.device.gate.clear()
+    held = [FakeRequest({"x": rows(1, i)}) for i in range(5)]
+    for request in held:
+        assert engine.execute([request]) is None
+
+    runtime.stop()
+
+    for request in held:
+        assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    (down,) = ask(engine, FakeRequest({"x": rows(1)}))
+    assert refused(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    start_runtime()
+    until(lambda: ask(engine, FakeRequest({"x": rows(1)}))[0].error is None)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+
+
+def test_a_model_leaves_with_its_last_stub_and_comes_back(
+    runtime: Runtime, doubling: Path, start_engine: StartEngine
+) -> None:
+    """Its weights are freed; another stub gets it again."""
+    first = make_engine(runtime, doubling)
+    second = make_engine(runtime, doubling)
+    assert runtime.device.resident == 1
+
+    first.close()
+    (answer,) = ask(second, FakeRequest({"x": rows(1)}))
+    assert answer.error is None
+    second.close()
+    until(lambda: runtime.device.resident == 0)
+
+    (answer,) = ask(start_engine(), FakeRequest({"x": rows(1)}))
+    assert answer.error is None
+    assert runtime.device.resident == 1
+
+
+def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: StartEngine) -> None:
+    """A hook's [N] is sent as [N, 1] where the configuration says so."""
+    engine = start_engine(
+        Hooks(postprocess=lambda arrays: {"best": arrays["y"].max(axis=1)}), (WireTensor("best", "f32", 2),)
+    )
+
+    (answer,) = ask(engine, FakeRequest({"x": rows(2)}))
+
+    assert answer.arrays["best"].shape == (2, 1)
+
+
+def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
+    """Whoever loses the last reference to a request that is not answered answers it by that."""
+    from rsrv.stub.replies import Reply, Responses
+    from tests.fakes import FakePbUtils
+
+    request = FakeRequest({})
+    reply = Reply(request.get_response_sender(), Responses(FakePbUtils))
+
+    del reply
+
+    assert refused(request.answers.get(timeout=1), FakeError.INTERNAL, "dropped")

@@ -1,0 +1,116 @@
+"""Makes bundles by hand, good ones and bad ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from rsrv_bundle import BundleError, read_bundle
+
+GOOD: Mapping[str, Any] = {
+    "format_version": "3.0",
+    "executable_inputs": [{"name": "x", "dtype": "f32", "shape": "nchw", "dims": {"c": 3, "h": 4, "w": 5}}],
+    "executable_outputs": [{"name": "y", "dtype": "f32", "shape": "nk", "dims": {"k": 2}}],
+    "batching": {"compiled_batch_sizes": [1, 4]},
+}
+META: Mapping[str, Any] = {
+    "format_version": "3.0",
+    "kind": "meta",
+    "meta": {"calls": ["first", "second"]},
+    "client_inputs": [{"name": "text", "dtype": "u8", "shape": "nc", "dims": {"c": -1}}],
+    "client_outputs": [{"name": "y", "dtype": "f32", "shape": "n", "dims": {}}],
+}
+VARIANTS: Mapping[str, Any] = {
+    **GOOD,
+    "executable_inputs": [
+        {"name": "x", "dtype": "f32", "shape": "nchw", "dims": {"c": 3, "h": -1, "w": -1}},
+        {"name": "mask", "dtype": "bool", "shape": "wn", "dims": {"w": -1}},
+    ],
+    "input_shapes": [{"h": 4, "w": 5}, {"w": 7, "h": 6}],
+}
+
+
+def changed(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """A deep copy of a manifest with some keys replaced; None removes a key."""
+    document = copy.deepcopy(dict(base))
+    for key, value in changes.items():
+        if value is None:
+            document.pop(key, None)
+        else:
+            document[key] = value
+    return document
+
+
+def tensor(name: str = "x", dtype: Any = "f32", shape: Any = "nc", **dims: Any) -> dict[str, Any]:
+    """A tensor entry."""
+    return {"name": name, "dtype": dtype, "shape": shape, "dims": dims}
+
+
+def safetensors_bytes(
+    header: Mapping[str, Any] | str, buffer: bytes = b"", *, length: int | None = None
+) -> bytes:
+    """A safetensors file with any header, true or false."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + buffer
+
+
+def one_weight(
+    shape: Sequence[int] = (2, 3), dtype: str = "F32", buffer: bytes | None = None, **header: Any
+) -> bytes:
+    """A file with one weight `w`; keywords replace top-level keys of its header."""
+    size = 4
+    for extent in shape:
+        size *= extent
+    entry = {"dtype": dtype, "shape": list(shape), "data_offsets": [0, size]}
+    whole = {"__metadata__": {"argument_order": '["w"]'}, "w": entry, **header}
+    return safetensors_bytes(
+        {k: v for k, v in whole.items() if v is not None}, b"\0" * size if buffer is None else buffer
+    )
+
+
+def make_bundle(
+    parent: Path,
+    manifest: Mapping[str, Any] | str | bytes = GOOD,
+    *,
+    name: str = "model_a",
+    modules: Mapping[str, bytes] | Sequence[str] = ("model.b1.mlir", "model.b4.mlir"),
+    weights: bytes | None = None,
+    hooks: str | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a bundle; module contents are junk unless they are given."""
+    directory = parent / name
+    directory.mkdir(parents=True)
+    path = directory / "manifest.yaml"
+    if isinstance(manifest, bytes):
+        path.write_bytes(manifest)
+    elif isinstance(manifest, str):
+        path.write_text(manifest)
+    else:
+        with path.open("w") as file:
+            YAML(typ="safe", pure=True).dump(dict(manifest), file)
+    contents = modules if isinstance(modules, Mapping) else dict.fromkeys(modules, b"junk")
+    for module, content in contents.items():
+        (directory / module).write_bytes(content)
+    if weights is not None:
+        (directory / "weights.safetensors").write_bytes(weights)
+    if hooks is not None:
+        (directory / "model.py").write_text(hooks)
+    for file_name, content in (files or {}).items():
+        (directory / file_name).write_bytes(content)
+    return directory
+
+
+def problems_of(directory: Path) -> tuple[str, ...]:
+    """What the reader has against a bundle; empty if nothing."""
+    try:
+        read_bundle(directory)
+    except BundleError as e:
+        return e.problems
+    return ()

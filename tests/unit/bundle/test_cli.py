@@ -1,0 +1,76 @@
+"""The command line: exit codes and lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv_bundle import cli
+from rsrv_bundle.export import export_bundle
+from tests.unit.bundle.forge import GOOD, META, changed, make_bundle
+
+
+def test_good_bundles_print_one_line_each_and_exit_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A short summary, for models and meta models."""
+    export_bundle(
+        lambda p, x: x * p,
+        np.float32(2),
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1, 2],
+        out_dir=tmp_path / "m",
+    )
+    meta = make_bundle(tmp_path, META, name="meta", modules=(), hooks="def run(inputs, call): ...\n")
+    assert cli.main(["check", str(tmp_path / "m"), str(meta)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"ok {tmp_path / 'm'}: format 3.0, batch sizes 1 2, 1 weights, 4 bytes, sha256 ")
+    assert second.startswith(f"ok {meta}: format 3.0, meta model of 2 calls, hooks, sha256 ")
+
+
+def test_broken_bundles_print_one_line_per_problem_and_exit_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Signatures and hooks are looked at together, and other bundles are checked all the same."""
+    junk = make_bundle(tmp_path, hooks="pass\n")
+    bad = make_bundle(tmp_path, changed(GOOD, kind="x", name=3), name="bad")
+    assert cli.main(["check", str(junk), str(bad), str(tmp_path / "none")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "model.py",
+        "model.b1.mlir",
+        "model.b4.mlir",
+        "manifest.yaml",
+        "manifest.yaml",
+        "none",
+    ]
+
+
+def test_modules_can_be_left_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For machines without jaxlib."""
+    assert cli.main(["check", "--no-signatures", str(make_bundle(tmp_path))]) == 0
+    assert capsys.readouterr().out.startswith("ok ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["check"], ["chek", "."], ["check", "--nope", "."]])
+def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """And says how it is meant."""
+    assert cli.main(arguments) == 2
+    assert "usage: rsrv-bundle" in capsys.readouterr().err
+
+
+def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking is no mistake."""
+    assert cli.main(["--help"]) == 0
+    assert "check" in capsys.readouterr().out
+
+
+def test_signatures_without_jaxlib_are_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check that was not made must not look like one that passed."""
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    assert cli.main(["check", str(make_bundle(tmp_path))]) == 2
+    assert "--no-signatures" in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""The example bundles: their references agree with what was built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+
+import examples.build
+from examples import digits, digits_hooks, mlp, two_sizes, v2_affine
+from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle.modules import as_exported, check_signatures, module_file
+from rsrv_bundle.numerics import random_inputs
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All examples that need no training."""
+    out_dir = tmp_path_factory.mktemp("examples")
+    examples.build.build(out_dir, ["mlp", "two_sizes", "v2_affine"])
+    return out_dir
+
+
+@pytest.mark.parametrize("maker", [mlp, two_sizes, v2_affine])
+def test_every_module_gives_the_answers_of_the_reference(built: Path, maker: ModuleType) -> None:
+    """Every variant and size, on random inputs."""
+    bundle = read_bundle(built / maker.__name__.rpartition(".")[2])
+    weights = load_weights(bundle)
+    for key, signature in check_signatures(bundle).items():
+        inputs = random_inputs(bundle, *key)
+        found = jax.jit(as_exported(module_file(bundle, key).read_bytes(), signature).call)(*inputs, *weights)
+        expected = maker.reference(
+            {spec.name: array for spec, array in zip(bundle.manifest.inputs, inputs, strict=True)}
+        )
+        assert set(expected) == set(bundle.output_names(len(found)))
+        for name, got in zip(bundle.output_names(len(found)), found, strict=True):
+            np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_build_does_nothing_and_imports_no_jax(built: Path) -> None:
+    """So that it can stand in front of every test run."""
+    script = Path(examples.build.__file__)
+    code = f"import sys, runpy; sys.argv = ['build.py', '-o', {str(built)!r}, 'mlp', 'v2_affine']\n"
+    code += f"try: runpy.run_path({str(script)!r}, run_name='__main__')\nexcept SystemExit as e: assert not e.code\n"
+    code += "assert 'jax' not in sys.modules"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["mlp: up to date", "v2_affine: up to date"]
+
+
+def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message lists those there are."""
+    with pytest.raises(SystemExit):
+        examples.build.main(["-o", str(tmp_path), "nope"])
+    assert "there are digits, mlp, two_sizes, v2_affine" in capsys.readouterr().err
+
+
+def test_held_out_digits_are_the_same_every_time() -> None:
+    """A fifth of the images, from 0 to 1."""
+    images, labels = digits.held_out()
+    assert (images.shape, images.dtype) == ((360, 8, 8, 1), np.float32)
+    assert (labels.shape, labels.dtype) == ((360,), np.int64)
+    assert (images.min(), images.max()) == (0, 1)
+    assert labels[:5].tolist() == digits.held_out()[1][:5].tolist()
+
+
+def test_the_digits_hook_turns_logits_into_class_and_score() -> None:
+    """Softmax of [0, ln 3] is [1/4, 3/4]."""
+    found = digits_hooks.postprocess({"logits": np.log(np.array([[1, 3], [1, 1]], np.float32))})
+    assert found["class"].tolist() == [[1], [0]]
+    np.testing.assert_allclose(found["score"], [[0.75], [0.5]], rtol=1e-6)
+    assert [found[name].dtype.name for name in ("class", "score")] == ["int64", "float32"]

@@ -1,0 +1,301 @@
+"""Exporting functions, and what the exporter refuses."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rsrv_bundle import BundleError, load_weights, numerics
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.modules import as_exported, check_signatures, module_file
+from rsrv_bundle.numerics import difference
+
+X = {"x": np.zeros((1, 3), np.float32)}
+KERNEL = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+def dense(params: Any, x: jax.Array) -> Any:
+    """x: [n, 3] -> [n, 2]."""
+    return x @ params["kernel"]
+
+
+def export(out_dir: Path, fn: Any = dense, params: Any = None, inputs: Any = None, **options: Any) -> Any:
+    """export_bundle with defaults for all that a test does not care about."""
+    return export_bundle(
+        fn,
+        {"kernel": KERNEL} if params is None else params,
+        X if inputs is None else inputs,
+        out_dir=out_dir,
+        **{"batch_sizes": [1, 4], **options},
+    )
+
+
+def test_a_bundle_holds_what_the_function_does(tmp_path: Path) -> None:
+    """Names, sizes, numerics, provenance; and nothing else is left behind."""
+    bundle = export(tmp_path / "dense", description="One layer.")
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+    assert bundle.manifest.description == "One layer."
+    assert bundle.manifest.compiled_batch_sizes == (1, 4)
+    assert [(spec.name, spec.dims, spec.letters) for spec in bundle.manifest.wire_outputs] == [
+        ("output", (-1, 2), "na")
+    ]
+    assert bundle.manifest.numerics == {"max_abs_error": 0.0, "max_rel_error": 0.0}
+    assert bundle.manifest.provenance["platform"] == "cpu"
+    assert bundle.manifest.provenance["jax"] == jax.__version__
+    assert set(check_signatures(bundle)) == {(0, 1), (0, 4)}
+
+
+def test_equal_exports_have_equal_digests(tmp_path: Path) -> None:
+    """No date, no path, no order by chance."""
+    assert export(tmp_path / "a" / "m").digest == export(tmp_path / "b" / "m").digest
+    assert b"test_export" not in (tmp_path / "a" / "m" / "model.b1.mlir").read_bytes()
+
+
+def test_every_element_type_survives(tmp_path: Path) -> None:
+    """As weight, input and output; f8 only as a weight, since clients cannot take it."""
+    params = {
+        "bf": np.array([1.5, -2], ml_dtypes.bfloat16),
+        "f8": np.array([0.5, 448], ml_dtypes.float8_e4m3fn),
+        "half": np.array([0.25, 3], np.float16),
+        "i8": np.array([-7, 7], np.int8),
+        "mask": np.array([True, False]),
+        "scalar": np.array(3, np.uint8),
+    }
+
+    def fn(p: Any, bf: Any, half: Any, i8: Any, mask: Any) -> Any:
+        return {
+            "bf": bf * p["bf"] + p["f8"].astype(jnp.bfloat16),
+            "half": half + p["half"],
+            "i8": i8 + p["i8"],
+            "mask": mask ^ p["mask"],
+            "u8": jnp.where(mask, p["scalar"], p["scalar"] + 1),
+        }
+
+    types = {"bf": ml_dtypes.bfloat16, "half": np.float16, "i8": np.int8, "mask": np.bool_}
+    bundle = export(
+        tmp_path / "m", fn, params, {name: np.zeros((1, 2), kind) for name, kind in types.items()}
+    )
+    assert [spec.dtype for spec in bundle.manifest.inputs] == ["bf16", "f16", "i8", "bool"]
+    assert [spec.dtype for spec in bundle.manifest.outputs] == ["bf16", "f16", "i8", "bool", "u8"]
+    loaded = dict(zip((weight.name for weight in bundle.weights), load_weights(bundle), strict=True))
+    for name, value in params.items():
+        assert loaded[name].dtype == value.dtype
+        np.testing.assert_array_equal(loaded[name], value)
+
+
+def test_64_bit_types_need_jax_to_keep_them(tmp_path: Path) -> None:
+    """Narrowing in silence would serve another function."""
+    inputs = {"x": np.zeros((1, 3))}
+    with pytest.raises(BundleError, match=re.escape("x: is f64, which jax narrows to 32 bits")):
+        export(tmp_path / "m", inputs=inputs)
+    with pytest.raises(BundleError, match="params: kernel: is f64"):
+        export(tmp_path / "m", params={"kernel": KERNEL.astype(np.float64)})
+    with jax.enable_x64(True):
+        bundle = export(tmp_path / "m", params={"kernel": KERNEL.astype(np.float64)}, inputs=inputs)
+    assert bundle.manifest.outputs[0].dtype == "f64"
+
+
+def test_a_model_without_a_batch_axis_is_one_module(tmp_path: Path) -> None:
+    """Also when all it has are scalars."""
+    bundle = export(
+        tmp_path / "m",
+        lambda p, a, b: {"sum": a + b * p},
+        np.float32(2),
+        {"a": np.float32(0), "b": jax.ShapeDtypeStruct((), jnp.float32)},
+        batch_sizes=[],
+        batch_axis=None,
+    )
+    assert [path.name for path in bundle.modules.values()] == ["model.mlir"]
+    assert [weight.name for weight in bundle.weights] == ["params"]
+    assert set(check_signatures(bundle)) == {(0, 1)}
+    assert bundle.manifest.inputs[0].dims == ()
+
+
+def test_a_model_without_weights_has_no_weights_file(tmp_path: Path) -> None:
+    """3.0 allows that."""
+    bundle = export(tmp_path / "m", lambda p, x: x * 2, {})
+    assert bundle.weights_file is None
+    assert load_weights(bundle) == []
+
+
+def test_unused_inputs_and_weights_stay_arguments(tmp_path: Path) -> None:
+    """Otherwise every argument behind them would shift."""
+    bundle = export(
+        tmp_path / "m",
+        lambda p, x, unused: x + p[1],
+        [np.ones(3, np.int32), np.ones(3, np.float32)],
+        {**X, "unused": np.zeros((1, 7), np.int32)},
+    )
+    (signature, _) = check_signatures(bundle).values()
+    assert signature.inputs == (("f32", (1, 3)), ("i32", (1, 7)), ("i32", (3,)), ("f32", (3,)))
+    assert [weight.name for weight in bundle.weights] == ["0", "1"]
+
+
+def test_inputs_keep_the_given_order_and_axes(tmp_path: Path) -> None:
+    """The batch axis may differ by input; names decide what the function gets."""
+
+    def fn(params: Any, a: Any, z: Any) -> Any:
+        return {"q": z.T - a, "b": z[None] * 1}
+
+    inputs = {"z": np.zeros((2, 1), np.float32), "a": np.zeros((1, 2), np.float32)}
+    bundle = export(tmp_path / "m", fn, {}, inputs, batch_axis={"z": 1})
+    assert [(spec.name, spec.batch_axis) for spec in bundle.manifest.inputs] == [("z", 1), ("a", 0)]
+    assert [(spec.name, spec.letters) for spec in bundle.manifest.outputs] == [("q", "na"), ("b", "acn")]
+
+
+def test_variants_share_weights_and_open_the_axes_that_vary(tmp_path: Path) -> None:
+    """Outputs follow: an axis that depends on the variant is -1."""
+
+    def fn(params: Any, image: Any) -> Any:
+        return image @ params, image.mean((1, 2))
+
+    bundle = export(
+        tmp_path / "m",
+        fn,
+        KERNEL,
+        {"image": np.zeros((1, 4, 5, 3), np.float32)},
+        axes={"image": "nhwc"},
+        input_shapes=[{"h": 4, "w": 5}, {"h": 6, "w": 5}],
+        output_names=["pixels", "mean"],
+        batch_sizes=[2],
+    )
+    assert bundle.manifest.inputs[0].dims == (-1, -1, -1, 3)
+    assert [spec.dims for spec in bundle.manifest.outputs] == [(-1, -1, 5, 2), (-1, 3)]
+    assert sorted(path.name for path in bundle.modules.values()) == ["model.v0.b2.mlir", "model.v1.b2.mlir"]
+    assert bundle.variant_of([(2, 6, 5, 3)]) == 1
+    signatures = check_signatures(bundle)
+    blob = module_file(bundle, (1, 2)).read_bytes()
+    image = np.ones((2, 6, 5, 3), np.float32)
+    pixels, _ = jax.jit(as_exported(blob, signatures[1, 2]).call)(image, *load_weights(bundle))
+    np.testing.assert_array_equal(pixels, image @ KERNEL)
+
+
+def test_hooks_and_client_specs_are_written(tmp_path: Path) -> None:
+    """As text or as a file; the hooks decide what clients see."""
+    text = "def postprocess(outputs):\n    return outputs\n"
+    (tmp_path / "hooks.py").write_text(text)
+    clients = [{"name": "label", "dtype": "i64", "shape": "nk", "dims": {"k": 1}}]
+    for name, hooks in (("a", text), ("b", tmp_path / "hooks.py")):
+        bundle = export(tmp_path / name, hooks=hooks, client_outputs=clients)
+        assert bundle.hooks is not None
+        assert bundle.hooks.read_text() == text
+        assert [spec.name for spec in bundle.manifest.wire_outputs] == ["label"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": {"kernel": [[1.0]]}}, "params: kernel/0/0: is a float; make it an array"),
+        ({"params": {"a": {"b": KERNEL}, "a/b": KERNEL}}, "params: a/b: two leaves have this path"),
+        ({"inputs": {"x": [1.0]}}, "x: is a list; give an array"),
+        ({"inputs": {"x": np.zeros((1, 3), np.complex64)}}, "x: has the element type complex64"),
+        ({"batch_sizes": []}, "batch_sizes: is empty"),
+        ({"batch_axis": None}, "batch_sizes: no input has a batch axis, so it must be empty"),
+        ({"batch_axis": 2}, "x: has 2 axes, so axis 2 cannot be its batch axis"),
+        ({"axes": {"x": "nab"}}, "axes: x: 'nab' names 3 axes"),
+        ({"axes": {"output": "cn"}}, "axes: output: 'cn' does not fit the output's shape"),
+        ({"input_shapes": [{"h": 2}]}, "input_shapes: h: no input has such an axis"),
+        ({"fn": lambda p, x: (x, x)}, "outputs: fn returns a tuple; name its parts with output_names"),
+        ({"output_names": ["a", "b"]}, "outputs: fn returns 1 arrays, output_names are ['a', 'b']"),
+        (
+            {"fn": lambda p, x: {"a": x}, "output_names": ["b"]},
+            "outputs: fn returns ['a'], output_names says ['b']",
+        ),
+        ({"fn": lambda p, x: x.sum()}, "outputs: output: has 0 axes that grow with the batch"),
+        ({"fn": lambda p, x: x @ x.T}, "outputs: output: has 2 axes that grow with the batch"),
+        ({"fn": lambda p, x: x.reshape(-1)}, "outputs: output: axis 0 changes with the batch size"),
+        ({"fn": lambda p, x: x * 1j}, "outputs: output: has the element type complex64"),
+        (
+            {"fn": lambda p, x: x.reshape(1, 3), "batch_sizes": [1]},
+            "by tracing size 2, which fails (TypeError)",
+        ),
+        ({"fn": lambda p, x: x - x.mean(0)}, "its first row changes by"),
+        ({"hooks": "x = 1\n"}, "model.py: defines no hook; define preprocess or postprocess"),
+        ({"hooks": "def f(:\n"}, "model.py: is not valid Python"),
+        ({"client_outputs": [{"name": "y"}]}, "client_outputs: only hooks can change what clients see"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """And nothing appears where the bundle was to be."""
+    with pytest.raises(BundleError, match=re.escape(message)):
+        export(tmp_path / "m", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_captured_constants_are_refused(tmp_path: Path) -> None:
+    """They would be in every module again; one repeated value costs nothing and is fine."""
+    table = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)
+    with pytest.raises(
+        BundleError, match=r"captures 12000 bytes of constants \(largest: tensor<3x1000xf32>\)"
+    ):
+        export(tmp_path / "m", lambda p, x: x @ table, {}, max_constant_bytes=10_000)
+    export(tmp_path / "m", lambda p, x: x @ np.ones((3, 1000), np.float32), {}, max_constant_bytes=10_000)
+
+
+def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check runs what was written: here, weights that came out of the file a tenth larger."""
+    monkeypatch.setattr(
+        numerics, "load_weights", lambda bundle: [w * np.float32(1.1) for w in load_weights(bundle)]
+    )
+    with pytest.raises(
+        BundleError, match=r"model\.b1\.mlir: output 'output': differs from fn by 0\.1 of its"
+    ):
+        export(tmp_path / "m")
+    bundle = export(tmp_path / "m", tolerance={"f32": 0.2})
+    assert bundle.manifest.numerics["max_rel_error"] == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_foreign_platform_is_lowered_for_but_not_run(tmp_path: Path) -> None:
+    """Then the manifest claims no numerics."""
+    bundle = export(tmp_path / "m", platform="tpu")
+    assert bundle.manifest.numerics == {}
+    assert bundle.manifest.provenance["platform"] == "tpu"
+
+
+def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
+    """And whole: no file of the old one stays."""
+    export(tmp_path / "m", batch_sizes=[1, 8])
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        export(tmp_path / "m")
+    assert set(export(tmp_path / "m", overwrite=True).modules) == {(0, 1), (0, 4)}
+    shutil.rmtree(tmp_path / "m")
+    (tmp_path / "m").touch()
+    with pytest.raises(BundleError, match="is no directory"):
+        export(tmp_path / "m", overwrite=True)
+
+
+def test_the_date_is_stored_when_it_is_given(tmp_path: Path) -> None:
+    """Otherwise no bundle would be built twice."""
+    bundle = export(tmp_path / "m", exported_at="2026-02-03")
+    assert bundle.manifest.provenance["exported_at"] == "2026-02-03"
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "expected"),
+    [
+        ([1.0, 2.5], [1.0, 2.0], (0.5, 0.25)),
+        ([np.nan, np.inf], [np.nan, np.inf], (0.0, 0.0)),
+        ([1.0], [np.nan], (np.inf, np.inf)),
+        ([np.inf], [-np.inf], (np.inf, np.inf)),
+        ([0.5], [0.0], (0.5, 0.5)),
+        ([], [], (0.0, 0.0)),
+    ],
+)
+def test_difference_is_relative_to_the_largest_magnitude(
+    got: list[float], want: list[float], expected: tuple[float, float]
+) -> None:
+    """Elementwise ratios explode near zero."""
+    assert difference(np.array(got), np.array(want)) == expected
+
+
+def test_neighbouring_large_integers_differ() -> None:
+    """As floats they would be equal."""
+    assert difference(np.array([2**62 + 1]), np.array([2**62])) == (1.0, np.inf)

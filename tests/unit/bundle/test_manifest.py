@@ -1,0 +1,261 @@
+"""Every rule that a manifest can break, with the message it gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv_bundle import TensorSpec, read_bundle
+from tests.unit.bundle.forge import (
+    GOOD,
+    META,
+    VARIANTS,
+    changed,
+    make_bundle,
+    one_weight,
+    problems_of,
+    tensor,
+)
+
+HOOKS = "def preprocess(inputs):\n    return inputs\n"
+V2: dict[str, Any] = changed(GOOD, format_version=2.0)
+
+
+def with_input(**entry: Any) -> dict[str, Any]:
+    """GOOD with keys of its input replaced; None removes one."""
+    return changed(GOOD, executable_inputs=[changed(GOOD["executable_inputs"][0], **entry)])
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("no version", changed(GOOD, format_version=None), "format_version: is missing"),
+    ("old version", changed(GOOD, format_version="1.0"), "format_version: '1.0' is not supported"),
+    ("name", changed(GOOD, name=7), "name: must be text"),
+    ("description", changed(GOOD, description=["a"]), "description: must be text"),
+    ("kind", changed(GOOD, kind="graph"), "kind: must be 'model' or 'meta', not 'graph'"),
+    ("kind type", changed(GOOD, kind=3), "kind: must be 'model' or 'meta', not 3"),
+    ("no inputs", changed(GOOD, executable_inputs=None), "executable_inputs: is missing"),
+    ("no outputs", changed(GOOD, executable_outputs=None), "executable_outputs: is missing"),
+    ("empty outputs", changed(GOOD, executable_outputs=[]), "executable_outputs: must list at least one"),
+    ("inputs type", changed(GOOD, executable_inputs={}), "executable_inputs: must be a list"),
+    ("tensor type", changed(GOOD, executable_inputs=["x"]), "executable_inputs[0]: must be a mapping"),
+    ("tensor name", with_input(name=None), "executable_inputs[0]: tensor entry missing string name"),
+    ("tensor name type", with_input(name=3), "executable_inputs[0]: tensor entry missing string name"),
+    ("tensor name text", with_input(name="a\nb"), "printable characters"),
+    ("dtype missing", with_input(dtype=None), "executable_inputs.x: dtype is missing; use one of f16"),
+    ("dtype unknown", with_input(dtype="float32"), "executable_inputs.x: unknown dtype 'float32'"),
+    ("dtype type", with_input(dtype=["f32"]), "executable_inputs.x: unknown dtype"),
+    ("shape missing", with_input(shape=None), "executable_inputs.x: shape must be text"),
+    ("shape letter", with_input(shape="n1hw"), "'1' is not an ASCII letter"),
+    ("shape unicode", with_input(shape="nähw"), "is not an ASCII letter"),
+    ("shape repeat", with_input(shape="nchh"), "repeats the axis 'h'"),
+    ("two n", with_input(shape="nn"), "repeats the axis 'n'"),
+    ("n and b", with_input(shape="nb"), "has two batch axes"),
+    ("dims type", with_input(dims=[3, 4, 5]), "dims must be a mapping"),
+    ("dims key", with_input(dims={"c": 3, "h": 4, "w": 5, "ww": 1}), "dims: 'ww' is not one ASCII letter"),
+    ("dims batch", with_input(dims={"c": 3, "h": 4, "w": 5, "n": 1}), "dims: 'n' is reserved"),
+    ("dims orphan", with_input(dims={"c": 3, "h": 4, "w": 5, "z": 1}), "dims: 'z' does not occur"),
+    ("dims missing", with_input(dims={"c": 3, "h": 4}), "dims gives no size for the axis 'w'"),
+    ("dims zero", with_input(dims={"c": 0, "h": 4, "w": 5}), "dims: c must be a whole number"),
+    ("dims -2", with_input(dims={"c": -2, "h": 4, "w": 5}), "or -1, not -2"),
+    ("dims bool", with_input(dims={"c": True, "h": 4, "w": 5}), "dims: c must be a whole number"),
+    ("dims float", with_input(dims={"c": 3.0, "h": 4, "w": 5}), "dims: c must be a whole number"),
+    ("dims text", with_input(dims={"c": "3", "h": 4, "w": 5}), "dims: c must be a whole number"),
+    ("dims large", with_input(dims={"c": 2**31, "h": 4, "w": 5}), "dims: c must be a whole number"),
+    ("dims product", with_input(dims={"c": 2**31 - 1, "h": 2**31 - 1, "w": 5}), "more bytes than 64 bits"),
+    ("same name", changed(GOOD, executable_inputs=[tensor(c=1), tensor(c=1)]), "names must be unique"),
+    (
+        "mixed batching",
+        changed(GOOD, executable_inputs=[tensor(c=1), tensor("z", shape="c", c=1)]),
+        "mixes batched and unbatched executable inputs; these have no batch axis: z",
+    ),
+    ("batching type", changed(GOOD, batching=[1]), "batching: must be a mapping"),
+    ("sizes type", changed(GOOD, batching={"compiled_batch_sizes": 4}), "must be a list of batch sizes"),
+    ("size 0", changed(GOOD, batching={"compiled_batch_sizes": [0]}), "from 1 to 2147483647, not 0"),
+    ("size bool", changed(GOOD, batching={"compiled_batch_sizes": [True]}), "not True"),
+    ("provenance", changed(GOOD, provenance="me"), "provenance: must be a mapping"),
+    ("numerics", changed(GOOD, numerics={"max_abs_error": "0"}), "numerics.max_abs_error: must be a number"),
+    ("f8 to clients", with_input(dtype="f8_e4m3"), "the element type f8_e4m3 cannot travel to clients"),
+    ("client spec", changed(GOOD, client_outputs=[tensor(c=1)]), "client_outputs: only hooks can change"),
+    ("meta on a model", changed(GOOD, meta={"calls": []}), "meta: only a bundle of kind 'meta' has it"),
+    ("unknown key", changed(GOOD, executable_input=[]), "did you mean 'executable_inputs'?"),
+    ("unknown key far", changed(GOOD, zzz=1), "zzz: unknown key; known keys: format_version"),
+    ("unknown nested", changed(GOOD, batching={"batch_sizes": [1]}), "batching.batch_sizes: unknown key"),
+    ("unknown in tensor", with_input(dim={}), "executable_inputs[0].dim: unknown key; did you mean 'dims'?"),
+    ("open axis", with_input(dims={"c": 3, "h": -1, "w": 5}), "axes of size -1 (h)"),
+    ("shapes type", changed(VARIANTS, input_shapes={"h": 1}), "input_shapes: must be a list of mappings"),
+    ("shapes empty", changed(VARIANTS, input_shapes=[]), "input_shapes: must list at least one"),
+    ("shapes needless", changed(GOOD, input_shapes=[{"h": 1}]), "no executable input has an axis of size -1"),
+    ("shapes entry", changed(VARIANTS, input_shapes=[4]), "input_shapes[0]: must be a mapping"),
+    (
+        "shapes key",
+        changed(VARIANTS, input_shapes=[{"hh": 1, "h": 1, "w": 1}]),
+        "'hh' is not one ASCII letter",
+    ),
+    ("shapes orphan", changed(VARIANTS, input_shapes=[{"c": 1, "h": 1, "w": 1}]), "gives a size for 'c'"),
+    ("shapes missing", changed(VARIANTS, input_shapes=[{"h": 1}]), "no size for the variable axis 'w'"),
+    ("shapes zero", changed(VARIANTS, input_shapes=[{"h": 0, "w": 1}]), "input_shapes[0].h: sizes are whole"),
+    (
+        "shapes twice",
+        changed(VARIANTS, input_shapes=[{"h": 1, "w": 2}, {"w": 2, "h": 1}]),
+        "input_shapes[1]: repeats the sizes",
+    ),
+]
+BAD_META: list[tuple[str, dict[str, Any], str]] = [
+    ("no meta", changed(META, meta=None), "meta.calls: a meta model needs the list"),
+    ("calls type", changed(META, meta={"calls": "first"}), "meta.calls: a meta model needs the list"),
+    ("call type", changed(META, meta={"calls": [1]}), "entries are model names, not 1"),
+    ("call twice", changed(META, meta={"calls": ["a", "a"]}), "'a' is listed 2 times"),
+    ("own name", changed(META, meta={"calls": ["model_a"]}), "'model_a' must not call itself"),
+    ("no client inputs", changed(META, client_inputs=None), "client_inputs: a meta model must list"),
+    ("no client outputs", changed(META, client_outputs=[]), "client_outputs: a meta model must list"),
+    ("shapes", changed(META, input_shapes=[{"c": 1}]), "input_shapes: a meta model has no compiled shapes"),
+    (
+        "unknown",
+        changed(META, meta={"calls": [], "call": 1}),
+        "meta.call: unknown key; did you mean 'calls'?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("manifest", "fragment"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_broken_rule_is_named(tmp_path: Path, manifest: dict[str, Any], fragment: str) -> None:
+    """Each line says the file, the key and the rule."""
+    lines = [line for line in problems_of(make_bundle(tmp_path, manifest)) if fragment in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("manifest.yaml: ")
+
+
+@pytest.mark.parametrize(("manifest", "fragment"), [b[1:] for b in BAD_META], ids=[b[0] for b in BAD_META])
+def test_a_broken_rule_of_meta_models_is_named(
+    tmp_path: Path, manifest: dict[str, Any], fragment: str
+) -> None:
+    """Meta models have rules of their own."""
+    lines = problems_of(make_bundle(tmp_path, manifest, modules=(), hooks=HOOKS))
+    assert [line for line in lines if fragment in line]
+
+
+def test_a_meta_model_without_hooks_is_refused(tmp_path: Path) -> None:
+    """Its hooks are all it is."""
+    assert problems_of(make_bundle(tmp_path, META, modules=())) == (
+        "manifest.yaml: kind: a meta model needs a model.py",
+    )
+
+
+def test_a_good_meta_model_needs_neither_modules_nor_weights(tmp_path: Path) -> None:
+    """It chains other models."""
+    bundle = read_bundle(make_bundle(tmp_path, META, modules=(), hooks=HOOKS))
+    assert bundle.manifest.meta_calls == ("first", "second")
+    assert (bundle.modules, bundle.weights, bundle.manifest.wire_inputs[0].dims) == ({}, (), (-1, -1))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "just words", "- a\n- b"])
+def test_a_manifest_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    """There is nothing else to say about it."""
+    assert problems_of(make_bundle(tmp_path, text)) == ("manifest.yaml: must be a mapping of keys to values",)
+
+
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    """One look, one list: the manifest, the modules and the weights."""
+    bad = changed(GOOD, kind="x", executable_outputs=[tensor("y", dtype="f", c=1)])
+    lines = problems_of(make_bundle(tmp_path, bad, modules=["model.b1.mlir"], weights=b"short"))
+    assert len(lines) == 4
+    assert {line.partition(":")[0] for line in lines} == {
+        "manifest.yaml",
+        "model.b4.mlir",
+        "weights.safetensors",
+    }
+
+
+def test_a_newline_in_a_key_does_not_forge_a_second_line(tmp_path: Path) -> None:
+    """Names come from strangers and go into logs."""
+    (line,) = problems_of(make_bundle(tmp_path, changed(GOOD, **{"a\nb": 1})))
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("version", [2, 2.0, "2", "2.0", 3, 3.0, "3"])
+def test_versions_may_be_written_as_numbers(tmp_path: Path, version: Any) -> None:
+    """YAML makes a number of 2.0."""
+    made = make_bundle(tmp_path, changed(GOOD, format_version=version), weights=one_weight())
+    assert read_bundle(made).manifest.format_version == f"{str(version)[0]}.0"
+
+
+def test_version_3_shapes_are_row_major(tmp_path: Path) -> None:
+    """What is written is what numpy has."""
+    (spec,) = read_bundle(make_bundle(tmp_path)).manifest.inputs
+    assert spec == TensorSpec("x", "f32", (-1, 3, 4, 5), 0, "nchw")
+
+
+def test_version_2_shapes_are_reversed(tmp_path: Path) -> None:
+    """The first letter varies fastest there."""
+    manifest = changed(
+        V2,
+        executable_inputs=[tensor(shape="whcn", w=5, h=4, c=3)],
+        executable_outputs=[tensor("y", shape="b")],
+    )
+    bundle = read_bundle(make_bundle(tmp_path, manifest, weights=one_weight()))
+    assert bundle.manifest.inputs == (TensorSpec("x", "f32", (-1, 3, 4, 5), 0, "nchw"),)
+    assert bundle.manifest.outputs == (TensorSpec("y", "f32", (-1,), 0, "b"),)
+
+
+def test_version_2_ignores_unknown_keys_and_odd_provenance(tmp_path: Path) -> None:
+    """As its own reader does."""
+    manifest = changed(V2, executable_input=[], provenance="me", numerics={"a": "b"}, meta=3)
+    bundle = read_bundle(make_bundle(tmp_path, manifest, weights=one_weight()))
+    assert bundle.manifest.provenance == {}
+
+
+def test_an_unquoted_shape_of_one_batch_axis_is_text(tmp_path: Path) -> None:
+    """`shape: n` and a dims key `y` are no booleans."""
+    text = """
+format_version: 3.0
+executable_inputs: [{name: x, dtype: f32, shape: ny, dims: {y: 4}}]
+executable_outputs: [{name: y, dtype: i64, shape: n}, {name: z, dtype: bool, shape: no, dims: {o: 2}}]
+"""
+    bundle = read_bundle(make_bundle(tmp_path, text, modules=["model.mlir"]))
+    assert [spec.letters for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)] == ["ny", "n", "no"]
+
+
+def test_a_scalar_has_an_empty_shape(tmp_path: Path) -> None:
+    """No letters, no axes."""
+    manifest = changed(GOOD, batching=None, executable_inputs=[tensor(shape="")])
+    (spec,) = read_bundle(make_bundle(tmp_path, manifest, modules=["model.mlir"])).manifest.inputs
+    assert spec == TensorSpec("x", "f32", (), None, "")
+
+
+def test_client_specs_replace_what_clients_see(tmp_path: Path) -> None:
+    """With hooks, the wire and the modules may differ, and f8 may stay inside."""
+    manifest = changed(
+        GOOD,
+        executable_inputs=[tensor(dtype="f8_e5m2", c=2)],
+        client_inputs=[tensor("image", dtype="u8", shape="nc", c=-1)],
+    )
+    bundle = read_bundle(make_bundle(tmp_path, manifest, hooks=HOOKS))
+    assert [spec.name for spec in bundle.manifest.wire_inputs] == ["image"]
+    assert bundle.manifest.wire_outputs == bundle.manifest.outputs
+
+
+def test_batch_sizes_are_sorted_and_unique(tmp_path: Path) -> None:
+    """The manifest's order means nothing."""
+    manifest = changed(GOOD, batching={"compiled_batch_sizes": [4, 1, 4]})
+    assert read_bundle(make_bundle(tmp_path, manifest)).manifest.compiled_batch_sizes == (1, 4)
+
+
+def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
+    """The same letter in two inputs is one size; the batch axis may sit elsewhere."""
+    modules = [f"model.v{v}.b{b}.mlir" for v in (0, 1) for b in (1, 4)]
+    bundle = read_bundle(make_bundle(tmp_path, VARIANTS, modules=modules))
+    assert bundle.manifest.variable_axes == ((0, 2), (0, 3), (1, 0))
+    assert bundle.manifest.input_shapes == ((4, 5, 5), (6, 7, 7))
+    assert bundle.variants == 2
+    for variant in (0, 1):
+        shapes = [bundle.input_shape(i, variant, 4) for i in (0, 1)]
+        assert bundle.variant_of(shapes) == variant
+    assert bundle.input_shape(0, 1, 4) == (4, 3, 6, 7)
+    assert bundle.input_shape(1, 1, 4) == (7, 4)
+    assert bundle.variant_of([(4, 3, 6, 5), (7, 4)]) is None
+    assert bundle.variant_of([(4, 3, 6, 7)]) is None
+    assert bundle.variant_of([(4, 3, 6), (7, 4)]) is None
+    with pytest.raises(IndexError):
+        bundle.input_shape(0, 2, 1)

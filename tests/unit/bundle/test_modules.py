@@ -1,0 +1,273 @@
+"""Compiled modules against the manifest and the weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsrv_bundle import Bundle, BundleError, read_bundle
+from rsrv_bundle.modules import (
+    Signature,
+    artifact_version,
+    as_exported,
+    check_signatures,
+    module_file,
+    parsed,
+    read_signature,
+    strip_locations,
+)
+from tests.unit.bundle.forge import GOOD, VARIANTS, changed, make_bundle, one_weight, tensor
+
+F32 = "f32"
+X4, Y4, W = (F32, (4, 3, 4, 5)), (F32, (4, 2)), (F32, (2, 3))
+
+
+def lower(fn: Callable[..., Any], *arguments: tuple[str, tuple[int, ...]], **options: Any) -> bytes:
+    """An artifact of `fn`, whatever it does with its arguments."""
+    struct: Any = jax.ShapeDtypeStruct
+    structs = [
+        struct(shape, jnp.dtype({"f32": "float32", "i32": "int32", "bool": "bool"}[d]))
+        for d, shape in arguments
+    ]
+    exported = jax.export.export(jax.jit(fn, keep_unused=True), platforms=["cpu"], **options)(*structs)
+    return bytes(exported.mlir_module_serialized)
+
+
+@functools.cache
+def returning(*results: tuple[str, tuple[int, ...]], takes: tuple[tuple[str, tuple[int, ...]], ...]) -> bytes:
+    """An artifact with this signature."""
+    return lower(lambda *_: tuple(jnp.zeros(shape, dtype) for dtype, shape in _named(results)), *takes)
+
+
+def _named(results: tuple[tuple[str, tuple[int, ...]], ...]) -> list[tuple[Any, tuple[int, ...]]]:
+    return [({"f32": jnp.float32, "i32": jnp.int32}[dtype], shape) for dtype, shape in results]
+
+
+def bundle_of(parent: Path, modules: dict[str, bytes], manifest: Any = None, **more: Any) -> Bundle:
+    """A bundle with one weight and these modules."""
+    manifest = changed(GOOD, batching=None) if manifest is None else manifest
+    return read_bundle(make_bundle(parent, manifest, modules=modules, weights=one_weight(), **more))
+
+
+def problems_of(bundle: Bundle) -> tuple[str, ...]:
+    """What is wrong with its modules."""
+    with pytest.raises(BundleError) as caught:
+        check_signatures(bundle)
+    return caught.value.problems
+
+
+def test_a_fitting_module_passes_with_its_own_size(tmp_path: Path) -> None:
+    """Size 0 becomes the batch extent found inside; a result beyond the declared ones is allowed."""
+    blob = returning(Y4, ("i32", ()), takes=(X4, W))
+    bundle = bundle_of(tmp_path, {"model.mlir": blob})
+    signatures = check_signatures(bundle)
+    assert signatures == {(0, 4): Signature((X4, W), (Y4, ("i32", ())))}
+    assert module_file(bundle, (0, 4)).name == "model.mlir"
+
+
+def test_a_module_without_a_batch_axis_has_size_1(tmp_path: Path) -> None:
+    """There is nothing to count."""
+    manifest = changed(
+        GOOD,
+        batching=None,
+        executable_inputs=[tensor(shape="c", c=3)],
+        executable_outputs=[tensor("y", shape="")],
+    )
+    blob = returning((F32, ()), takes=((F32, (3,)), W))
+    bundle = bundle_of(tmp_path, {"model.mlir": blob}, manifest)
+    assert set(check_signatures(bundle)) == {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("blob", "expected"),
+    [
+        (
+            lambda: returning(Y4, takes=(X4,)),
+            "main takes 1 arguments, but the manifest and the weights list 2",
+        ),
+        (lambda: returning(Y4, takes=(W, X4)), "input 'x': argument 0 of main is f32 [2, 3]"),
+        (
+            lambda: returning(Y4, takes=(("i32", X4[1]), W)),
+            "argument 0 of main is i32 [4, 3, 4, 5], expected f32",
+        ),
+        (lambda: returning(Y4, takes=((F32, (4, 3, 5, 4)), W)), "expected f32 [4, 3, 4, 5]"),
+        (lambda: returning(Y4, takes=(X4, (F32, (3, 2)))), "weight 'w': argument 1 of main is f32 [3, 2]"),
+        (lambda: returning((F32, (4, 3)), takes=(X4, W)), "output 'y': result 0 of main is f32 [4, 3]"),
+        (lambda: returning((F32, (2, 4)), takes=(X4, W)), "expected f32 [4, 2]"),
+        (lambda: returning(("i32", (4, 2)), takes=(X4, W)), "result 0 of main is i32 [4, 2], expected f32"),
+        (lambda: returning((F32, (4, 2, 1)), takes=(X4, W)), "result 0 of main is f32 [4, 2, 1]"),
+        (lambda: returning(takes=(X4, W)), "main returns 0 results, but the manifest lists 1"),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_named(
+    tmp_path: Path, blob: Callable[[], bytes], expected: str
+) -> None:
+    """Which argument, what it is, what it should be."""
+    lines = problems_of(bundle_of(tmp_path, {"model.b4.mlir": blob()}))
+    assert all(line.startswith("model.b4.mlir: ") for line in lines)
+    assert expected in lines[0]
+
+
+def test_every_module_is_checked_and_all_problems_come_together(tmp_path: Path) -> None:
+    """A size in the name must be the size inside."""
+    modules = {"model.b1.mlir": b"junk", "model.b4.mlir": returning(Y4, takes=(X4, W))}
+    modules["model.b8.mlir"] = modules["model.b4.mlir"]
+    lines = problems_of(bundle_of(tmp_path, modules))
+    assert [line.partition(":")[0] for line in lines] == ["model.b1.mlir", "model.b8.mlir", "model.b8.mlir"]
+
+
+def test_variants_are_checked_with_their_own_sizes(tmp_path: Path) -> None:
+    """A module of the other variant does not pass."""
+    good = {
+        "model.v0.mlir": returning(Y4, takes=((F32, (4, 3, 4, 5)), ("bool", (5, 4)), W)),
+        "model.v1.mlir": returning(Y4, takes=((F32, (4, 3, 6, 7)), ("bool", (7, 4)), W)),
+    }
+    manifest = changed(VARIANTS, batching=None)
+    assert set(check_signatures(bundle_of(tmp_path, good, manifest))) == {(0, 4), (1, 4)}
+    swapped = dict(zip(good, reversed(good.values()), strict=True))
+    assert len(problems_of(bundle_of(tmp_path, swapped, manifest, name="swapped"))) == 4
+
+
+def read(tmp_path: Path, blob: bytes) -> str:
+    """The reader's complaint about one file."""
+    file = tmp_path / "model.mlir"
+    file.write_bytes(blob)
+    with pytest.raises(BundleError) as caught:
+        read_signature(file)
+    assert all(line.startswith("model.mlir: ") for line in caught.value.problems)
+    return str(caught.value)
+
+
+def test_what_is_no_artifact_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Text, emptiness, a torn file; and the compiler's own complaints stay off the terminal."""
+    blob = returning(Y4, takes=(X4, W))
+    for junk in (b"", b"hello", b"module {}", blob[:4], blob[4:]):
+        assert "is not a StableHLO portable artifact" in read(tmp_path, junk)
+    for torn in (blob[:-20], blob[: len(blob) // 2]):
+        assert "is not a valid StableHLO portable artifact: " in read(tmp_path, torn)
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(BundleError, match="cannot be read"):
+        read_signature(tmp_path / "nothing.mlir")
+
+
+def test_an_artifact_of_a_newer_version_is_refused_with_both_versions(tmp_path: Path) -> None:
+    """The user learns which side to move."""
+    blob = returning(Y4, takes=(X4, W))
+    version = ".".join(map(str, artifact_version(blob)))
+    newer = blob.replace(f"StableHLO_v{version}".encode(), f"StableHLO_v9{version[1:]}".encode())
+    assert f"is StableHLO 9{version[1:]}, but this jaxlib reads up to" in read(tmp_path, newer)
+
+
+def test_dynamic_shapes_are_refused(tmp_path: Path) -> None:
+    """A bundle holds one module per size."""
+    exported = jax.export.export(jax.jit(lambda x: x + 1))(
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 3"), jnp.float32)
+    )
+    assert "has the dynamic shape tensor<?x3xf32>" in read(tmp_path, bytes(exported.mlir_module_serialized))
+
+
+def test_element_types_outside_the_format_are_refused(tmp_path: Path) -> None:
+    """Complex numbers have no name in the manifest."""
+    assert "result 0: has the element type complex<f32>" in read(
+        tmp_path, lower(lambda x: x + 1j, (F32, (2,)))
+    )
+
+
+def test_host_callbacks_are_refused(tmp_path: Path) -> None:
+    """They would call an address of the exporting process."""
+
+    def aim(module: Any) -> None:
+        from jaxlib.mlir import ir
+
+        def check(operation: Any) -> Any:
+            if operation.name == "stablehlo.custom_call":
+                operation.attributes["call_target_name"] = ir.StringAttr.get("xla_ffi_python_cpu_callback")
+            return ir.WalkResult.ADVANCE
+
+        module.operation.walk(check)
+
+    blob = edited(lower(jnp.linalg.cholesky, (F32, (3, 3))), aim)
+    assert "custom_call xla_ffi_python_cpu_callback: is not an allowed target" in read(tmp_path, blob)
+
+
+def test_library_calls_are_allowed(tmp_path: Path) -> None:
+    """Linear algebra is a custom call on most platforms."""
+    file = tmp_path / "model.mlir"
+    file.write_bytes(strip_locations(lower(jnp.linalg.cholesky, (F32, (3, 3)))).blob)
+    assert read_signature(file).outputs == ((F32, (3, 3)),)
+
+
+def test_main_must_be_there_and_public(tmp_path: Path) -> None:
+    """It is what the runtime calls."""
+    blob = returning(Y4, takes=(X4, W))
+
+    def set_main(key: str, value: str) -> bytes:
+        from jaxlib.mlir import ir
+
+        def edit(module: Any) -> None:
+            module.body.operations[0].attributes[key] = ir.StringAttr.get(value)
+
+        return edited(blob, edit)
+
+    assert "has no function 'main'; it has: other" in read(tmp_path, set_main("sym_name", "other"))
+    assert "its function 'main' is private" in read(tmp_path, set_main("sym_visibility", "private"))
+
+
+def test_partitioned_modules_are_refused(tmp_path: Path) -> None:
+    """One executable runs on one device."""
+
+    def split(module: Any) -> None:
+        from jaxlib.mlir import ir
+
+        kind = ir.IntegerType.get_signless(32)
+        module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(kind, 2)
+
+    blob = edited(returning(Y4, takes=(X4, W)), split)
+    assert "mhlo.num_partitions: is 2; only 1 is supported" in read(tmp_path, blob)
+
+
+def edited(blob: bytes, edit: Callable[[Any], None]) -> bytes:
+    """An artifact after a change to its module."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    with parsed(blob) as module:
+        edit(module)
+        version = ".".join(map(str, artifact_version(blob)))
+        found: bytes = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
+    return found
+
+
+def test_locations_are_stripped_and_nothing_else_changes(tmp_path: Path) -> None:
+    """The path of the exporting program is nobody's business; results stay the same."""
+    blob = lower(lambda x: (jnp.sin(x) @ x, jax.lax.top_k(x, 1)[0]), (F32, (2, 2)))
+    stripped = strip_locations(blob).blob
+    assert __file__.encode() in blob
+    assert __file__.encode() not in stripped
+    assert b".py" not in stripped
+    assert artifact_version(stripped) == artifact_version(blob)
+    assert strip_locations(stripped).blob == stripped
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    signature = Signature(((F32, (2, 2)),), ((F32, (2, 2)), (F32, (2, 1))))
+    found = [jax.jit(as_exported(b, signature).call)(x) for b in (blob, stripped)]
+    for first, second in zip(*found, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_64_bit_modules_run_where_64_bit_types_are_on() -> None:
+    """jax narrows to 32 bits by default, a bundle's types are what its manifest says."""
+    signature = Signature((("i64", (2,)),), (("i64", (2,)),))
+    with jax.enable_x64(True):
+        struct: Any = jax.ShapeDtypeStruct
+        exported = jax.export.export(jax.jit(lambda x: x * 2**33))(struct((2,), jnp.int64))
+    wrapped = as_exported(bytes(exported.mlir_module_serialized), signature)
+    with jax.enable_x64(True):
+        (result,) = jax.jit(wrapped.call)(np.array([1, 2]))
+    assert np.asarray(result).tolist() == [2**33, 2**34]

@@ -1,0 +1,175 @@
+"""The files of a bundle: which must be there, which may not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rsrv_bundle import BundleError, find_bundles, read_bundle
+from tests.unit.bundle.forge import GOOD, VARIANTS, changed, make_bundle, one_weight, problems_of, tensor
+
+HOOKS = "def preprocess(inputs):\n    return inputs\n"
+NO_SIZES = changed(GOOD, batching=None)
+NO_BATCH = changed(GOOD, batching=None, executable_inputs=[tensor(shape="c", c=2)])
+
+
+def test_reading_needs_nothing_heavy() -> None:
+    """The stub and the generator import this package; jax and friends stay out until they are needed."""
+    code = "import sys, rsrv_bundle, rsrv_bundle.modules, rsrv_bundle.cli; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"jax", "jaxlib", "safetensors", "ruamel.yaml", "ml_dtypes"} & set(found.split())
+
+
+def test_a_good_bundle_is_read_whole(tmp_path: Path) -> None:
+    """Name, files, weights, digest."""
+    bundle = read_bundle(make_bundle(tmp_path, weights=one_weight(), hooks=HOOKS))
+    assert (bundle.name, bundle.path) == ("model_a", tmp_path / "model_a")
+    assert set(bundle.modules) == {(0, 1), (0, 4)}
+    assert bundle.hooks == tmp_path / "model_a" / "model.py"
+    assert [weight.shape for weight in bundle.weights] == [(2, 3)]
+    assert (bundle.weight_bytes, len(bundle.digest)) == (24, 64)
+    assert bundle.output_names(3) == ("y", "output_1", "output_2")
+    assert bundle.output_names(1) == ("y",)
+
+
+def test_sizes_on_disk_that_are_not_declared_count_too(tmp_path: Path) -> None:
+    """And the unsuffixed module is ignored beside them."""
+    names = ["model.b1.mlir", "model.b4.mlir", "model.b8.mlir", "model.mlir"]
+    assert set(read_bundle(make_bundle(tmp_path, modules=names)).modules) == {(0, 1), (0, 4), (0, 8)}
+
+
+def test_an_unsuffixed_module_alone_has_size_0(tmp_path: Path) -> None:
+    """Only the module knows its size."""
+    bundle = read_bundle(make_bundle(tmp_path, modules=["model.mlir"]))
+    assert {key: path.name for key, path in bundle.modules.items()} == {(0, 0): "model.mlir"}
+
+
+def test_variants_have_their_own_prefix(tmp_path: Path) -> None:
+    """Only model.v{i} files are looked at, each prefix by the same rule."""
+    names = ["model.v0.mlir", "model.v1.b1.mlir", "model.v1.b4.mlir", "model.mlir", "model.v7.mlir"]
+    assert set(read_bundle(make_bundle(tmp_path, VARIANTS, modules=names)).modules) == {
+        (0, 0),
+        (1, 1),
+        (1, 4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("manifest", "modules", "expected"),
+    [
+        (GOOD, ["model.b1.mlir"], "model.b4.mlir: is missing, but batching.compiled_batch_sizes declares 4"),
+        (GOOD, [], "model.mlir: is missing, and there is no file for any batch size either"),
+        (VARIANTS, ["model.b1.mlir", "model.v0.mlir"], "model.v1.mlir: is missing"),
+        (NO_BATCH, ["model.b1.mlir", "model.b2.mlir"], "no executable input has a batch axis"),
+        (NO_SIZES, ["model.b01.mlir", "model.mlir"], "model.b01.mlir: is no module name"),
+        (NO_SIZES, ["model.b0.mlir", "model.mlir"], "model.b0.mlir: is no module name"),
+        (NO_SIZES, ["model.b9999999999.mlir"], "batch sizes end at 2147483647"),
+    ],
+)
+def test_missing_and_odd_modules_are_named(
+    tmp_path: Path, manifest: dict[str, object], modules: list[str], expected: str
+) -> None:
+    """The message names the file to add or to rename."""
+    assert [
+        line for line in problems_of(make_bundle(tmp_path, manifest, modules=modules)) if expected in line
+    ]
+
+
+def test_version_2_needs_a_weights_file_even_without_weights(tmp_path: Path) -> None:
+    """In 3.0 the file may be absent."""
+    (line,) = problems_of(make_bundle(tmp_path, changed(GOOD, format_version="2.0")))
+    assert line.startswith("weights.safetensors: is missing")
+    assert read_bundle(make_bundle(tmp_path, name="b")).weights == ()
+
+
+def test_julia_hooks_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    """One message, which names model.py, also when client specs depend on the hooks."""
+    manifest = changed(GOOD, format_version="2.0", client_inputs=[tensor(c=1)])
+    made = make_bundle(tmp_path, manifest, weights=one_weight(), files={"model.jl": b""})
+    (line,) = problems_of(made)
+    assert line.startswith("model.jl: ")
+    assert "model.py" in line
+
+
+def test_python_hooks_in_version_2_are_fine(tmp_path: Path) -> None:
+    """They allow client specs, as model.jl did."""
+    manifest = changed(GOOD, format_version="2.0", client_inputs=[tensor(c=1)])
+    bundle = read_bundle(make_bundle(tmp_path, manifest, weights=one_weight(), hooks=HOOKS))
+    assert bundle.manifest.client_inputs is not None
+
+
+@pytest.mark.parametrize("name", [".hidden", "a b", "ä", "a:b"])
+def test_names_that_triton_cannot_take_are_refused(tmp_path: Path, name: str) -> None:
+    """The directory's name is the model's."""
+    assert any("directory name is letters" in line for line in problems_of(make_bundle(tmp_path, name=name)))
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    """Also a file in its place."""
+    (tmp_path / "file").touch()
+    for name in ("nothing", "file"):
+        with pytest.raises(BundleError, match="there is no such directory"):
+            read_bundle(tmp_path / name)
+
+
+def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    """It is refused, and not found either."""
+    (tmp_path / "empty").mkdir()
+    make_bundle(tmp_path)
+    make_bundle(tmp_path, name=".tmp")
+    with pytest.raises(BundleError, match=r"manifest\.yaml: is missing"):
+        read_bundle(tmp_path / "empty")
+    assert find_bundles(tmp_path) == [tmp_path / "model_a"]
+
+
+def test_links_may_not_leave_the_bundle(tmp_path: Path) -> None:
+    """Otherwise a bundle could serve any file of the machine as its weights."""
+    made = make_bundle(tmp_path)
+    (tmp_path / "secret").write_bytes(b"s")
+    (made / "out").symlink_to(tmp_path / "secret")
+    (made / "dangling").symlink_to(made / "nothing")
+    (made / "loop").symlink_to(made / "loop")
+    (made / "folder").symlink_to(made)
+    (made / "inside").symlink_to("model.b1.mlir")
+    lines = problems_of(made)
+    assert [line.partition(":")[0] for line in sorted(lines)] == ["dangling", "folder", "loop", "out"]
+
+
+def test_a_link_to_the_bundle_itself_is_fine(tmp_path: Path) -> None:
+    """A name that points at a version of a model."""
+    made = make_bundle(tmp_path, name="model_v7")
+    (tmp_path / "model").symlink_to(made)
+    assert read_bundle(tmp_path / "model").name == "model"
+
+
+def test_pipes_are_refused_without_being_opened(tmp_path: Path) -> None:
+    """Opening one would wait for ever."""
+    made = make_bundle(tmp_path)
+    os.mkfifo(made / "pipe")
+    assert problems_of(made) == ("pipe: is neither a file nor a directory; remove it",)
+
+
+def test_the_digest_sees_names_and_contents_but_no_caches(tmp_path: Path) -> None:
+    """Auxiliary files count, Python's bytecode does not."""
+    made = make_bundle(tmp_path, files={"vocab.txt": b"a"})
+    digests = [read_bundle(made).digest]
+    (made / "__pycache__").mkdir()
+    (made / "__pycache__" / "model.pyc").touch()
+    assert read_bundle(made).digest == digests[0]
+    (made / "vocab.txt").write_bytes(b"b")
+    digests.append(read_bundle(made).digest)
+    (made / "vocab.txt").rename(made / "words.txt")
+    digests.append(read_bundle(made).digest)
+    assert len(set(digests)) == 3
+    assert read_bundle(made, digest=False).digest == ""
+
+
+def test_an_error_survives_pickling() -> None:
+    """Errors travel between processes."""
+    error = pickle.loads(pickle.dumps(BundleError(["a: b", "c: d"])))
+    assert (error.problems, str(error)) == (("a: b", "c: d"), "a: b\nc: d")

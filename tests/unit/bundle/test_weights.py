@@ -1,0 +1,208 @@
+"""The weights file: hostile headers, and the byte layout of both versions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv_bundle import BundleError, dtypes, load_weights, read_bundle, writer
+from tests.unit.bundle.forge import GOOD, changed, make_bundle, one_weight, problems_of, safetensors_bytes
+
+F32_6 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+ORDER = {"argument_order": '["w"]'}
+
+
+def two(first: list[int], second: list[int]) -> dict[str, Any]:
+    """Two weights of 8 bytes at these offsets."""
+    entry = {"dtype": "F32", "shape": [2]}
+    return {
+        "__metadata__": {"argument_order": '["a", "b"]'},
+        "a": {**entry, "data_offsets": first},
+        "b": {**entry, "data_offsets": second},
+    }
+
+
+ATTACKS: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "holds 0 bytes, less than the 8 of a header length"),
+    ("length beyond the file", safetensors_bytes({}, length=2**63), "exceeds the file"),
+    ("length one too long", safetensors_bytes({}, length=3), "exceeds the file"),
+    ("no JSON", safetensors_bytes("{nope}"), "header is not valid JSON"),
+    ("a list", safetensors_bytes("[]"), "header does not start with '{'"),
+    ("bad UTF-8", safetensors_bytes({})[:8] + b"{\xff", "header is not valid JSON"),
+    ("deep", safetensors_bytes('{"a":' + "[" * 100_000), "header is"),
+    ("key twice", safetensors_bytes('{"w":1,"w":2}'), "the key 'w' occurs twice"),
+    ("metadata", one_weight(__metadata__={"argument_order": ["w"]}), "must be a mapping from text to text"),
+    ("entry", one_weight(w=[1]), "w: must have dtype, shape and data_offsets"),
+    ("entry extra", one_weight(w={**F32_6, "x": 1}), "and nothing else"),
+    ("dtype", one_weight(dtype="F128"), "w: unsupported dtype 'F128'"),
+    (
+        "shape negative",
+        one_weight(w={**F32_6, "shape": [-2, -3]}),
+        "w: shape must be a list of whole numbers",
+    ),
+    ("shape bool", one_weight(w={**F32_6, "shape": [6, True]}), "w: shape must be a list of whole numbers"),
+    ("shape overflow", one_weight(w={**F32_6, "shape": [2**63, 2**63]}), "w: data_offsets span 24 bytes"),
+    ("shape mismatch", one_weight(w={**F32_6, "shape": [2, 4]}), "f32 with shape [2, 4] needs 32"),
+    ("dtype mismatch", one_weight(w={**F32_6, "dtype": "F64"}), "f64 with shape [2, 3] needs 48"),
+    ("offsets beyond", one_weight(w={**F32_6, "data_offsets": [8, 32]}), "leave the file's 24 bytes"),
+    ("offsets huge", one_weight(w={**F32_6, "data_offsets": [2**64, 2**64 + 24]}), "leave the file's"),
+    ("offsets backwards", one_weight(w={**F32_6, "data_offsets": [24, 0]}), "leave the file's"),
+    ("offsets float", one_weight(w={**F32_6, "data_offsets": [0, 24.0]}), "must be two whole numbers"),
+    ("overlap", safetensors_bytes(two([0, 8], [4, 12]), b"\0" * 12), "b: overlaps the tensor before it"),
+    ("same bytes", safetensors_bytes(two([0, 8], [0, 8]), b"\0" * 8), "b: overlaps the tensor before it"),
+    ("hole", safetensors_bytes(two([0, 8], [12, 20]), b"\0" * 20), "b: leaves a hole before it"),
+    ("tail", one_weight(buffer=b"\0" * 25), "1 bytes at its end belong to no tensor"),
+    (
+        "name",
+        safetensors_bytes({"__metadata__": {"argument_order": "[]"}, "a\nb": F32_6}, b"\0" * 24),
+        "printable",
+    ),
+    ("no order", one_weight(__metadata__=None), "__metadata__.argument_order: is missing"),
+    (
+        "order no JSON",
+        one_weight(__metadata__={"argument_order": "w"}),
+        "must be text that holds a JSON array",
+    ),
+    (
+        "order no names",
+        one_weight(__metadata__={"argument_order": "[1]"}),
+        "must be text that holds a JSON array",
+    ),
+    ("order twice", one_weight(__metadata__={"argument_order": '["w","w"]'}), "lists a weight twice"),
+    (
+        "order missing",
+        one_weight(__metadata__={"argument_order": '["w","v"]'}),
+        "weight 'v' missing from safetensors",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "fragment"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
+def test_a_hostile_file_is_refused_before_it_is_mapped(tmp_path: Path, content: bytes, fragment: str) -> None:
+    """Each refusal names the file, the tensor and the rule."""
+    lines = problems_of(make_bundle(tmp_path, weights=content))
+    assert any(line.startswith("weights.safetensors: ") and fragment in line for line in lines), lines
+
+
+def test_extra_tensors_are_ignored_and_an_empty_file_is_fine(tmp_path: Path) -> None:
+    """argument_order decides; without tensors it may be absent."""
+    extra = safetensors_bytes(
+        {**two([0, 8], [8, 16]), "__metadata__": {"argument_order": '["b"]'}}, bytes(range(16))
+    )
+    bundle = read_bundle(make_bundle(tmp_path, weights=extra))
+    assert [weight.name for weight in bundle.weights] == ["b"]
+    np.testing.assert_array_equal(load_weights(bundle)[0].view(np.uint8), range(8, 16))
+    assert load_weights(read_bundle(make_bundle(tmp_path, name="b", weights=safetensors_bytes({})))) == []
+
+
+def test_the_same_bytes_mean_transposed_tensors_in_the_two_versions(tmp_path: Path) -> None:
+    """2.0 records [2, 3] for what a module takes as [3, 2]: a transpose, not a reshape."""
+    content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
+    loaded = {}
+    for version in ("2.0", "3.0"):
+        made = make_bundle(
+            tmp_path, changed(GOOD, format_version=version), name=f"v{version}", weights=content
+        )
+        bundle = read_bundle(made)
+        (loaded[version],) = load_weights(bundle)
+        assert bundle.weights[0].shape == loaded[version].shape
+    assert loaded["3.0"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert loaded["2.0"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert all(array.flags.c_contiguous and not array.flags.writeable for array in loaded.values())
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=4), st.sampled_from(dtypes.TOKENS), st.randoms(use_true_random=False)
+)
+def test_version_2_layout_round_trips(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int], token: str, random: Any
+) -> None:
+    """Storing the transpose, row-major, and loading it as 2.0 gives back the array, for every rank and type."""
+    dtype = dtypes.numpy_dtype(token)
+    raw = bytes(
+        random.randrange(2 if token == "bool" else 256) for _ in range(int(np.prod(shape)) * dtype.itemsize)
+    )
+    array = np.frombuffer(raw, dtype).reshape(shape)
+    parent = tmp_path_factory.mktemp("layout")
+    header = {
+        "__metadata__": ORDER,
+        "w": {"dtype": dtypes.safetensors_tag(token), "shape": shape[::-1], "data_offsets": [0, len(raw)]},
+    }
+    content = safetensors_bytes(header, array.T.tobytes(order="C"))
+    bundle = read_bundle(make_bundle(parent, changed(GOOD, format_version="2.0"), weights=content))
+    (loaded,) = load_weights(bundle)
+    assert (loaded.dtype, loaded.shape, loaded.tobytes()) == (dtype, tuple(shape), raw)
+
+
+def test_every_element_type_is_written_and_read_back(tmp_path: Path) -> None:
+    """Values, order of arguments, scalars and empty tensors; elements are aligned."""
+    arrays = [(token, np.ones((3, 2)).astype(dtypes.numpy_dtype(token))) for token in dtypes.TOKENS]
+    arrays += [("scalar", np.array(7, np.int64)), ("empty", np.zeros((0, 3), ml_dtypes.bfloat16))]
+    path = tmp_path / "w"
+    writer.write_weights(path, arrays)
+    bundle = read_bundle(make_bundle(tmp_path, weights=path.read_bytes()))
+    assert [weight.name for weight in bundle.weights] == [name for name, _ in arrays]
+    for (_, array), loaded in zip(arrays, load_weights(bundle), strict=True):
+        assert loaded.dtype == array.dtype
+        assert loaded.flags.aligned
+        np.testing.assert_array_equal(loaded, array)
+
+
+def test_misaligned_elements_are_copied(tmp_path: Path) -> None:
+    """A header of odd length is legal; a view at an odd address would be a trap for whoever takes its address."""
+    content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
+    length = int.from_bytes(content[:8], "little")
+    padded = (
+        (length + 1 + (-length % 4)).to_bytes(8, "little")
+        + content[8 : 8 + length]
+        + b" " * (1 + (-length % 4))
+    )
+    bundle = read_bundle(make_bundle(tmp_path, weights=padded + content[8 + length :]))
+    assert bundle.weights[0].offset % 4 == 1
+    (array,) = load_weights(bundle)
+    assert array.flags.aligned
+    assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_file_that_changed_after_reading_is_refused(tmp_path: Path) -> None:
+    """A mapping of a file that became too short would crash the process."""
+    made = make_bundle(tmp_path, weights=one_weight())
+    bundle = read_bundle(made)
+    (made / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(BundleError, match="changed since the bundle was read"):
+        load_weights(bundle)
+    (made / "weights.safetensors").unlink()
+    with pytest.raises(BundleError, match="cannot be read"):
+        load_weights(bundle)
+
+
+def test_argument_order_is_stored_as_text(tmp_path: Path) -> None:
+    """safetensors metadata maps text to text."""
+    writer.write_weights(tmp_path / "w", [("b", np.zeros(1)), ("a", np.zeros(1))])
+    content = (tmp_path / "w").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert json.loads(header["__metadata__"]["argument_order"]) == ["b", "a"]
+
+
+def test_element_types_have_five_consistent_names() -> None:
+    """One row of the table, every way around."""
+    for token in dtypes.TOKENS:
+        assert dtypes.token_of(dtypes.numpy_dtype(token)) == token
+        assert dtypes.token_of_safetensors(dtypes.safetensors_tag(token)) == token
+        assert dtypes.numpy_dtype(token).itemsize == dtypes.itemsize(token)
+        name = dtypes.kserve_name(token)
+        if name is None:
+            assert token.startswith("f8")
+            assert dtypes.triton_type(token) is None
+        else:
+            assert dtypes.token_of_kserve(name) == dtypes.token_of_kserve(f"TYPE_{name}") == token
+            assert dtypes.triton_type(token) == f"TYPE_{name}"
+    with pytest.raises(KeyError):
+        dtypes.token_of(np.complex64)

@@ -1,0 +1,68 @@
+"""YAML: the traps of version 1.1, and documents that mean harm."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rsrv_bundle import yaml12
+
+
+@pytest.mark.parametrize("word", ["n", "y", "no", "on", "off", "yes", "N", "NO"])
+def test_words_that_are_booleans_in_yaml_1_1_stay_text(word: str) -> None:
+    """They are legal shape strings and axis letters."""
+    assert yaml12.load(f"shape: {word}\n{word}: 1".encode()) == {"shape": word, word: 1}
+
+
+def test_keys_become_text_and_dates_become_iso_text() -> None:
+    """Whatever else a scalar may be, a key is text, and provenance survives."""
+    assert yaml12.load(b"7: a\n2.5: b\ntrue: c\nat: 2026-02-03") == {
+        "7": "a",
+        "2.5": "b",
+        "true": "c",
+        "at": "2026-02-03",
+    }
+
+
+def test_numbers_of_yaml_1_1_with_colons_stay_text() -> None:
+    """1:30 was 90 once."""
+    assert yaml12.load(b"a: 1:30\nb: 010") == {"a": "1:30", "b": 10}
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        (b"a: 1\na: 2", "duplicate key"),
+        (b"1: a\n'1': b", "has the key '1' twice"),
+        (b"? [1, 2]\n: a", "keys are text"),
+        (b"a: !!python/object/apply:os.system [ls]", "not valid YAML"),
+        (b"a: !!binary aGk=", "the type bytes"),
+        (b"a: [1", "not valid YAML 1.2: line"),
+        (b"a: .inf", "only finite numbers"),
+        (b"a: \xff", "is not UTF-8"),
+        (b"--- 1\n--- 2", "not valid YAML"),
+        (b"a: &x [*x]", "levels deep"),
+        (b"[" * 5000, "nested too deeply"),
+        (b"a: 1" + b"0" * 5000, "not valid YAML"),
+    ],
+)
+def test_bad_documents_are_refused_in_one_line(text: bytes, fragment: str) -> None:
+    """Every refusal is a ValueError that says why."""
+    with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
+        yaml12.load(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_document_over_the_size_limit_is_refused_unparsed() -> None:
+    """A manifest is a few kilobytes."""
+    with pytest.raises(ValueError, match="the limit is"):
+        yaml12.load(b"#" * (yaml12.MAX_BYTES + 1))
+
+
+def test_aliases_that_expand_exponentially_are_refused() -> None:
+    """The billion laughs: small on disk, endless for whoever walks it."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    with pytest.raises(ValueError, match="remove its aliases"):
+        yaml12.load("\n".join(lines).encode())

@@ -1,0 +1,85 @@
+"""The jax device, on the CPU: what is compiled, cached, and freed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.device import DeviceError, JaxDevice
+from rsrv.runtime.models import build, describe, identify
+from rsrv.settings import load_settings
+from rsrv_bundle.modules import check_signatures
+
+_BUILD = """
+import json, sys
+from pathlib import Path
+from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.models import build, identify
+from rsrv.settings import load_settings
+device = JaxDevice("cpu", Path(sys.argv[1]))
+build(identify(sys.argv[2]), device, load_settings(), "doubling")
+counts = device.cache_counts
+print(json.dumps([counts.compiled, counts.from_cache]))
+"""
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path, doubling: Path) -> None:
+    """Two processes with one cache: the first compiles three sizes, the second reads three."""
+    counts = []
+    for _ in range(2):
+        command = [sys.executable, "-c", _BUILD, str(tmp_path / "cache"), str(doubling)]
+        out = subprocess.run(command, capture_output=True, text=True, check=True)
+        counts.append(json.loads(out.stdout.splitlines()[-1]))
+
+    assert counts == [[3, 0], [0, 3]]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    """It holds machine code."""
+    (tmp_path / "cache").mkdir()
+    os.chmod(tmp_path / "cache", 0o777)
+
+    with pytest.raises(DeviceError, match="whoever can write it can run code"):
+        JaxDevice("cpu", tmp_path / "cache")
+
+
+def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
+    """Each executable runs on the uploaded weights; freed weights are gone at once."""
+    device = JaxDevice("cpu")
+    model = build(identify(str(doubling)), device, load_settings(), "doubling")
+    assert model.weights is not None
+
+    for (_, size), executable in model.executables.items():
+        x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+        (y,), seconds = device.run(executable, model.weights, [x])
+        np.testing.assert_array_equal(y, 2 * x + 1)
+        assert seconds > 0
+
+    assert set(model.program.costs) == {(0, 1), (0, 4), (0, 8)}
+    assert model.program.coalesce
+    assert model.program.weight_bytes == 12
+    device.free(model.weights)
+    with pytest.raises(RuntimeError, match="deleted"):
+        device.run(next(iter(model.executables.values())), model.weights, [np.zeros((1, 3), np.float32)])
+
+
+def test_the_interface_says_what_the_modules_take(doubling: Path) -> None:
+    """Batch axes are open, everything else is as compiled."""
+    bundle = identify(str(doubling))
+
+    interface = describe(bundle, check_signatures(bundle))
+
+    (variant,) = interface.variants
+    assert [(t.name, t.dtype, t.dims, t.batch_axis) for t in variant.inputs.tensors] == [
+        ("x", "f32", (-1, 3), 0)
+    ]
+    assert [(t.name, t.dtype, t.dims, t.batch_axis) for t in variant.outputs.tensors] == [
+        ("y", "f32", (-1, 3), 0)
+    ]
+    assert variant.sizes == (1, 4, 8)
+    assert not interface.exact

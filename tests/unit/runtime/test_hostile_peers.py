@@ -1,0 +1,158 @@
+"""A connection that misbehaves is closed; the runtime and the other connections go on."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rsrv.stub.lane import Lane
+from rsrv.wire import frames
+from rsrv.wire.frames import HEADER, Kind, Status, Submission
+from rsrv.wire.layout import Interface
+from rsrv.wire.memory import Place, create_sealed
+from rsrv.wire.socket import Closed, Receiver, connect, send
+from tests.unit.runtime.conftest import Runtime
+
+
+class Client:
+    """A registered lane and a place for one request of one row."""
+
+    def __init__(self, runtime: Runtime, bundle: Path) -> None:
+        self.lane = Lane(runtime.open())
+        body = self.lane.register({"model": "doubling", "bundle": str(bundle)})
+        variant = Interface.from_json(body["interface"]).variants[0]
+        self.inputs = variant.inputs.places(1)[1]
+        self.place: Place = self.lane.take(self.inputs + variant.outputs.places(1)[1])
+
+    def submission(self, id: int = 0, **changes: int) -> Submission:
+        at = self.place.offset
+        good = Submission(id, 0, 1, 0, 0, 0, self.place.segment, at, at + self.inputs)
+        return good._replace(**changes)
+
+    def read_on(self) -> None:
+        """Until the connection is closed, which raises."""
+        while True:
+            self.lane.receive(10)
+
+    def works(self) -> bool:
+        self.lane.submit([self.submission()])
+        return self.lane.receive(10)[0].status is Status.OK
+
+
+Misdeed = Callable[[Client], None]
+
+MISDEEDS: dict[str, Misdeed] = {
+    "inputs beyond the segment": lambda c: c.lane.submit([c.submission(inputs_at=1 << 40)]),
+    "outputs beyond the segment": lambda c: c.lane.submit(
+        [c.submission(outputs_at=(1 << 20) - 64, rows=100)]
+    ),
+    "a place that is not aligned": lambda c: c.lane.submit([c.submission(inputs_at=1)]),
+    "an unknown segment": lambda c: c.lane.submit([c.submission(segment=77)]),
+    "an unknown variant": lambda c: c.lane.submit([c.submission(variant=5)]),
+    "an id that is too large": lambda c: c.lane.submit([c.submission(id=1 << 41)]),
+    "one id twice": lambda c: c.lane.submit([c.submission(id=3), c.submission(id=3)]),
+    "garbage": lambda c: send(c.lane.sock, os.urandom(100)),
+    "an empty body": lambda c: send(c.lane.sock, HEADER.pack(Kind.SUBMIT, 0, 3)),
+    "a frame for stubs": lambda c: send(c.lane.sock, frames.pack_ids(Kind.DONE, [])),
+    "registering twice": lambda c: send(
+        c.lane.sock, frames.pack_json(Kind.REGISTER, {"model": "a", "bundle": "b"})
+    ),
+    "a segment without a descriptor": lambda c: send(c.lane.sock, frames.pack_ids(Kind.SEGMENT, [9])),
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS.values(), ids=MISDEEDS.keys())
+def test_a_misbehaving_stub_loses_its_connection_only(
+    runtime: Runtime, doubling: Path, misdeed: Misdeed
+) -> None:
+    """The peer is closed on; another stub of the same model is served on."""
+    other, culprit = Client(runtime, doubling), Client(runtime, doubling)
+    assert culprit.works()
+
+    misdeed(culprit)
+
+    with pytest.raises(Closed):
+        culprit.read_on()
+    assert other.works()
+    culprit.lane.close()
+    other.lane.close()
+
+
+@pytest.mark.parametrize("body", [{}, {"model": "a"}, {"model": 1, "bundle": 2}, {"key": "nobody"}])
+def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[str, object]) -> None:
+    """By a closed connection if it is malformed, by a reason if the model is not there."""
+    greeted = runtime.open()
+    send(greeted.sock, frames.pack_json(Kind.REGISTER, body))
+
+    if "key" in body:
+        frame, _ = greeted.receiver.receive()
+        assert frames.read_header(frame)[0] is Kind.REJECTED
+    else:
+        with pytest.raises(Closed):
+            greeted.receiver.receive()
+    greeted.sock.close()
+
+
+def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: Path) -> None:
+    """Another protocol's first message ends the connection."""
+    sock = connect(runtime.socket)
+    send(sock, b"GET / HTTP/1.1\r\n\r\n")
+
+    with pytest.raises(Closed):
+        Receiver(sock).receive()
+    sock.close()
+    client = Client(runtime, doubling)
+    assert client.works()
+    client.lane.close()
+
+
+def test_a_bundle_that_is_not_there_is_refused_with_its_reason(runtime: Runtime, tmp_path: Path) -> None:
+    """The stub passes it to Triton as the reason why the model does not load."""
+    from rsrv.stub.lane import Rejected
+
+    lane = Lane(runtime.open())
+
+    with pytest.raises(Rejected, match=r"manifest\.yaml|not a directory|no such"):
+        lane.register({"model": "x", "bundle": str(tmp_path / "missing")})
+    lane.close()
+
+
+def test_a_stub_that_dies_with_requests_in_flight_disturbs_nobody(runtime: Runtime, doubling: Path) -> None:
+    """Its requests end unheard; the memory that the device writes to lives until then."""
+    other, culprit = Client(runtime, doubling), Client(runtime, doubling)
+    runtime.device.gate.clear()
+    culprit.lane.submit([culprit.submission(id=i) for i in range(20)])
+    culprit.lane.close()
+    runtime.device.gate.set()
+
+    assert other.works()
+    other.lane.close()
+
+
+def test_a_stub_that_does_not_read_stalls_nobody(runtime: Runtime, doubling: Path) -> None:
+    """Its completions wait in the runtime while the others get theirs."""
+    other, lazy = Client(runtime, doubling), Client(runtime, doubling)
+    for start in range(0, 4000, 500):
+        lazy.lane.submit([lazy.submission(id=start + i) for i in range(500)])
+
+    assert other.works()
+
+    received = 0
+    while received < 4000:
+        received += len(lazy.lane.receive(10))
+    lazy.lane.close()
+    other.lane.close()
+
+
+def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) -> None:
+    """And no descriptor is lost over it."""
+    greeted = runtime.open()
+    fd = create_sealed(4096, "twice")
+    send(greeted.sock, frames.pack_ids(Kind.SEGMENT, [0]), [fd])
+    send(greeted.sock, frames.pack_ids(Kind.SEGMENT, [0]), [fd])
+    os.close(fd)
+
+    with pytest.raises(Closed):
+        greeted.receiver.receive()
+    greeted.sock.close()

@@ -1,0 +1,58 @@
+"""rsrv.yaml: typed, overridable, and refused with the nearest known key."""
+
+import pytest
+
+from rsrv.settings import SettingsError, dump_settings, load_settings
+
+
+def test_no_file_means_the_defaults() -> None:
+    """Everything has one."""
+    assert load_settings("").scheduler.max_queue_depth == 1024
+
+
+def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RSRV_<SECTION>__<KEY>, typed like the file's."""
+    monkeypatch.setenv("RSRV_SCHEDULER__MAX_QUEUE_DEPTH", "7")
+
+    settings = load_settings("scheduler: {max_queue_depth: 5, depth: 2}")
+
+    assert (settings.scheduler.max_queue_depth, settings.scheduler.depth) == (7, 2)
+
+
+def test_what_is_written_reads_back_the_same() -> None:
+    """The effective settings beside the models say what was effective."""
+    settings = load_settings(
+        "models: {a: {max_queue_depth: 3}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}"
+    )
+
+    assert load_settings(dump_settings(settings)) == settings
+
+
+def test_the_dump_documents_every_key() -> None:
+    """It doubles as the example file."""
+    text = dump_settings(load_settings(""))
+
+    for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "sender_threads"):
+        before = text[: text.index(f"{key}:")].splitlines()
+        assert before[-2].lstrip().startswith("# ") or before[-1].lstrip().startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scheduler: {dept: 3}", "rsrv.yaml: scheduler.dept: unknown key; did you mean 'depth'?"),
+        ("shceduler: {}", "rsrv.yaml: shceduler: unknown key; did you mean 'scheduler'?"),
+        ("models: {m: {max_batch: 3}}", "models.m.max_batch: unknown key; did you mean 'max_batch_size'?"),
+        ("scheduler: {depth: many}", "scheduler.depth: "),
+        ("scheduler: {depth: 0}", "scheduler.depth: "),
+        ("- a list", "must be a mapping"),
+        ("a: [", "not YAML"),
+        ("scheduler: {zzz: 1}", "known are discipline, depth"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:
+    """The message names the file, the key and what to do."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings(text)
+
+    assert message in str(caught.value)

@@ -94,6 +94,10 @@ class ModelState:
 
     def recount(self) -> None:
         """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
+        if not self.queued:
+            self.front = self.place = None
+            self.backlog_seconds = self.turn_seconds = 0.0
+            return
         front: Lane | None = None
         first: Place | None = None
         backlog = 0.0

@@ -11,6 +11,7 @@ import pytest
 
 import example_bundles as examples
 from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, running_triton
 
 HERE = Path(__file__).parent
@@ -47,10 +48,14 @@ def example_repository(example_bundles: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def triton(example_repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with all example bundles, shared by all tests: leave it as you found it."""
-    log_path = tmp_path_factory.mktemp("triton") / "server.log"
-    with running_triton(example_repository, log_path) as running:
+def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server with all example and test bundles, shared by all tests: leave it as you found it."""
+    folder = tmp_path_factory.mktemp("triton")
+    sources = [str(example_bundles), str(bundles.ensure())]
+    (folder / "settings.yaml").write_text(bundles.SETTINGS)
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([*sources, *options]) == 0
+    with running_triton(folder / "gen", folder / "server.log") as running:
         yield running
 
 

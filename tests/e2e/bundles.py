@@ -1,0 +1,312 @@
+"""Bundles that exist for the tests only, and what each computes, in numpy.
+
+They are built once into build/test_bundles and again when this file, the bundle format or jax changes. No arithmetic
+here rounds differently at different batch sizes, so every answer is exact.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from rsrv_bundle.export import export_bundle
+from tests.e2e.harness import ROOT
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+OUTPUT = ROOT / "build" / "test_bundles"
+
+#: rsrv.yaml of the repository that the tests serve
+SETTINGS = """
+models:
+  short_queue: {max_queue_depth: 2}
+"""
+
+# --- work of a known length ---------------------------------------------------------------------------------------
+
+#: steps of `steady` and `short_queue`: some tenths of a second
+STEADY_STEPS = 1_000_000
+_A, _C = 1664525, 1013904223
+
+
+def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
+    """Each row's numbers go through as many rounds of x <- A x + C as the row says."""
+
+    def go_on(state: Any) -> jax.Array:
+        return state[0] < steps.max()
+
+    def step(state: Any) -> Any:
+        i, value = state
+        return i + 1, jnp.where(i < steps[:, None], value * jnp.uint32(_A) + jnp.uint32(_C), value)
+
+    return jax.lax.while_loop(go_on, step, (jnp.int32(0), x))[1]
+
+
+def stepped(x: Array, steps: npt.ArrayLike) -> Array:
+    """What `elastic` answers, without doing the steps one by one: u32 [n, 4], i32 [n] -> u32 [n, 4]."""
+    rows = []
+    for row, count in zip(x, np.broadcast_to(steps, len(x)), strict=True):
+        a, c = 1, 0  # so far: value -> a * value + c
+        square_a, square_c = _A, _C
+        left = int(count)
+        while left > 0:
+            if left & 1:
+                a, c = square_a * a % 2**32, (square_a * c + square_c) % 2**32
+            square_a, square_c = square_a * square_a % 2**32, (square_a * square_c + square_c) % 2**32
+            left >>= 1
+        rows.append([(a * int(value) + c) % 2**32 for value in row])
+    return np.array(rows, np.uint32).reshape(x.shape)
+
+
+def _elastic(out_dir: Path) -> None:
+    """An execution lasts as long as its longest row says, so measured costs predict nothing."""
+    export_bundle(
+        lambda params, x, steps: {"y": _steps(x, steps)},
+        {},
+        {"x": np.zeros((1, 4), np.uint32), "steps": np.zeros(1, np.int32)},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+    )
+
+
+def _steady(out_dir: Path) -> None:
+    """Every execution lasts the same, some tenths of a second."""
+    export_bundle(
+        lambda params, x: {"y": _steps(x, jnp.full(x.shape[0], STEADY_STEPS, jnp.int32))},
+        {},
+        {"x": np.zeros((1, 4), np.uint32)},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+    )
+
+
+# --- element types and axes ---------------------------------------------------------------------------------------
+
+#: numpy's type by the format's token, as far as clients can send it
+DTYPES: Mapping[str, Any] = {
+    "bool": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
+    "f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64,
+}  # fmt: skip
+
+
+def _every_dtype(out_dir: Path) -> None:
+    """x_T -> y_T for each type T: the elements of each row in reverse."""
+    export_bundle(
+        lambda params, **inputs: {name.replace("x", "y"): value[:, ::-1] for name, value in inputs.items()},
+        {},
+        {f"x_{token}": np.zeros((1, 5), dtype) for token, dtype in DTYPES.items()},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+    )
+
+
+def _scalars(out_dir: Path) -> None:
+    """f32, i64 -> f32 without any axis, and a model without a batch axis."""
+    export_bundle(
+        lambda params, a, b, m: {
+            "scaled": a * b.astype(np.float32),
+            "next": b + 1,
+            "turned": m.T,
+            "shift": params["shift"] + a,
+        },
+        {"shift": np.arange(3, dtype=np.float32)},
+        {"a": np.zeros((), np.float32), "b": np.zeros((), np.int64), "m": np.zeros((2, 3), np.float64)},
+        batch_sizes=(),
+        batch_axis=None,
+        out_dir=out_dir,
+    )
+
+
+def _only_rows(out_dir: Path) -> None:
+    """i32 [n] -> i32 [n]: three times as much."""
+    export_bundle(
+        lambda params, x: {"y": 3 * x},
+        {},
+        {"x": np.zeros(1, np.int32)},
+        batch_sizes=(1, 2, 8),
+        out_dir=out_dir,
+    )
+
+
+def _axes(out_dir: Path) -> None:
+    """a: [3, n], b: [n, 2] -> sum: [2, n, 3], with a batch axis that is not the first one."""
+    export_bundle(
+        lambda params, a, b: {"sum": jnp.transpose(a)[None, :, :] + jnp.transpose(b)[:, :, None]},
+        {},
+        {"a": np.zeros((3, 1), np.float32), "b": np.zeros((1, 2), np.float32)},
+        batch_sizes=(1, 4),
+        batch_axis={"a": 1, "b": 0},
+        out_dir=out_dir,
+    )
+
+
+#: elements in one row of `large`: 256 MiB
+LARGE = 64 * 2**20
+LARGE_STEP = 2**16
+
+
+def _large(out_dir: Path) -> None:
+    """f32 [1, LARGE] -> every LARGE_STEP-th element."""
+    export_bundle(
+        lambda params, x: {"y": x[:, ::LARGE_STEP]},
+        {},
+        {"x": jax.ShapeDtypeStruct((1, LARGE), np.float32)},
+        batch_sizes=(1,),
+        out_dir=out_dir,
+    )
+
+
+def _exact(out_dir: Path) -> None:
+    """A matrix product of small whole numbers, which no order of summation changes."""
+    export_bundle(
+        lambda params, x: {"y": x @ params["kernel"]},
+        {"kernel": exact_kernel()},
+        {"x": np.zeros((1, 64), np.float32)},
+        batch_sizes=(1, 2, 4, 8, 16),
+        out_dir=out_dir,
+    )
+
+
+def exact_kernel() -> Array:
+    return np.random.default_rng(7).integers(-8, 9, (64, 6)).astype(np.float32)
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+#: What the hooks of `hooked` do: a request's first element holds the number, 0 for nothing special.
+DEEDS = (
+    "nothing", "raise", "exit", "sys_exit", "sleep", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
+    "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place",
+)  # fmt: skip
+
+HOOKS = f"""
+import os
+import sys
+import time
+
+import numpy as np
+
+DEEDS = {DEEDS!r}
+
+
+def act(deed, name, array):
+    match deed:
+        case "raise":
+            raise RuntimeError("secret words of the hook")
+        case "exit":
+            os._exit(3)
+        case "sys_exit":
+            sys.exit(3)
+        case "sleep":
+            time.sleep(0.5)
+        case "not_a_dict":
+            return 17
+        case "missing":
+            return {{}}
+        case "wrong_dtype":
+            return {{name: array.astype(np.complex64)}}
+        case "wrong_shape":
+            return {{name: array[:, :-1]}}
+        case "wrong_rows":
+            return {{name: np.concatenate([array, array])}}
+        case "wrong_rank":
+            return {{name: array.ravel()}}
+        case "objects":
+            return {{name: np.full(array.shape, None)}}
+        case "huge":
+            return {{name: np.broadcast_to(array[:, :1], (len(array), 2**27))}}
+        case "list":
+            return {{name: [[np.float32(value) for value in row] for row in array]}}
+        case "extra":
+            return {{name: array, "nobody_asked": np.zeros(3)}}
+        case "fortran":
+            return {{name: np.asfortranarray(array)}}
+        case "in_place":
+            array += 0
+    return {{name: array}}
+
+
+def deed(value, offset):
+    number = int(value) - offset
+    return DEEDS[number] if 0 <= number < len(DEEDS) else "nothing"
+
+
+def preprocess(inputs):
+    x = inputs["x"]
+    return act(deed(x[0, 0], 0), "x", x)
+
+
+def postprocess(outputs):
+    y = outputs["y"]
+    return act(deed(y[0, 0] / 2, 100), "y", y)
+"""
+
+
+def deed(when: str, what: str) -> float:
+    """The first element of a request that makes the hook `when` ("preprocess", "postprocess") do `what`."""
+    return float(DEEDS.index(what) + {"preprocess": 0, "postprocess": 100}[when])
+
+
+def _hooked(out_dir: Path) -> None:
+    """f32 [n, 4] -> twice as much, if the hooks let it."""
+    export_bundle(
+        lambda params, x: {"y": 2 * x},
+        {},
+        {"x": np.zeros((1, 4), np.float32)},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+        hooks=HOOKS,
+    )
+
+
+# --- building -----------------------------------------------------------------------------------------------------
+
+MAKERS: Mapping[str, Callable[[Path], None]] = {
+    "elastic": _elastic,
+    "steady": _steady,
+    "short_queue": _steady,
+    "every_dtype": _every_dtype,
+    "scalars": _scalars,
+    "only_rows": _only_rows,
+    "axes": _axes,
+    "large": _large,
+    "exact": _exact,
+    "hooked": _hooked,
+}
+
+
+def ensure() -> Path:
+    """The folder of the test bundles, built if need be. Safe to call from two processes at once."""
+    OUTPUT.parent.mkdir(exist_ok=True)
+    stamp = OUTPUT.with_suffix(".stamp")
+    with OUTPUT.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        digest = _digest()
+        if not (stamp.is_file() and stamp.read_text() == digest):
+            stamp.unlink(missing_ok=True)
+            shutil.rmtree(OUTPUT, ignore_errors=True)
+            with jax.enable_x64(True):
+                for name, make in MAKERS.items():
+                    make(OUTPUT / name)
+            stamp.write_text(digest)
+    return OUTPUT
+
+
+def _digest() -> str:
+    total = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
+    for source in (Path(__file__), *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))):
+        total.update(source.read_bytes())
+    return total.hexdigest()

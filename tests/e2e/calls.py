@@ -1,0 +1,163 @@
+"""Requests as standard clients send them, over either protocol, and how they ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from tests.e2e.harness import RunningTriton
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+T = TypeVar("T")
+
+PROTOCOLS = ("grpc", "http")
+_LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
+
+#: Triton's error code -> what each protocol makes of it
+CODES: Mapping[str, Mapping[str, str]] = {
+    "INVALID_ARG": {"grpc": "StatusCode.INVALID_ARGUMENT", "http": "400"},
+    "NOT_FOUND": {"grpc": "StatusCode.NOT_FOUND", "http": "404"},
+    "UNAVAILABLE": {"grpc": "StatusCode.UNAVAILABLE", "http": "503"},
+    "INTERNAL": {"grpc": "StatusCode.INTERNAL", "http": "500"},
+}
+
+
+@dataclass(frozen=True)
+class Refused(Exception):
+    """The server's answer was an error."""
+
+    status: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.status}: {self.message}"
+
+    def assert_is(self, code: str, protocol: str) -> None:
+        """That it is Triton's `code`, and that the text tells a client nothing about the inside of the server."""
+        assert self.status == CODES[code][protocol], str(self)
+        for leak in ("Traceback", 'File "', ".py", "/tmp", "/work", "/home", "/usr", "0x", "secret"):
+            assert leak not in self.message, str(self)
+
+
+class Caller:
+    """One client of one protocol, to be used by one thread."""
+
+    def __init__(self, server: RunningTriton, protocol: str) -> None:
+        self.protocol = protocol
+        self._library = _LIBRARIES[protocol]
+        url = server.server.grpc_url if protocol == "grpc" else server.server.http_url
+        options = {"network_timeout": 120.0} if protocol == "http" else {}
+        self._client = self._library.InferenceServerClient(url, **options)
+
+    def __call__(self, model: str, inputs: Mapping[str, Array], **options: Any) -> Arrays:
+        """The model's answer; raises Refused. `options` are those of tritonclient's infer."""
+        try:
+            result = self._client.infer(model, tensors(self._library, inputs), **options)
+        except InferenceServerException as error:
+            raise Refused(str(error.status()), str(error.message())) from None
+        return {name: answer(result, name) for name in output_names(result)}
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def tensors(library: ModuleType, inputs: Mapping[str, Array]) -> list[Any]:
+    """The client library's own inputs."""
+    out = []
+    for name, array in inputs.items():
+        bfloat = array.dtype == ml_dtypes.bfloat16
+        tensor = library.InferInput(
+            name, list(array.shape), "BF16" if bfloat else np_to_triton_dtype(array.dtype)
+        )
+        # The libraries take BF16 as FP32 and cut it, which is exact for what is BF16 already.
+        tensor.set_data_from_numpy(array.astype(np.float32) if bfloat else array)
+        out.append(tensor)
+    return out
+
+
+def output_names(result: Any) -> list[str]:
+    response = result.get_response()
+    if isinstance(response, dict):
+        return [output["name"] for output in response["outputs"]]
+    return [output.name for output in response.outputs]
+
+
+def answer(result: Any, name: str) -> Array:
+    """One output, in its own type also for BF16."""
+    output = result.get_output(name)
+    array: Array = result.as_numpy(name)
+    datatype = output["datatype"] if isinstance(output, dict) else output.datatype
+    return array.astype(ml_dtypes.bfloat16) if datatype == "BF16" else array
+
+
+@contextmanager
+def caller(server: RunningTriton, protocol: str = "grpc") -> Iterator[Caller]:
+    made = Caller(server, protocol)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def refusal(call: Callable[[], object]) -> Refused:
+    """How the call was refused; it must be."""
+    try:
+        result = call()
+    except Refused as refused:
+        return refused
+    raise AssertionError(f"answered with {result!r}")
+
+
+def outcome(call: Callable[[], T]) -> T | Refused:
+    """The call's answer, or how it was refused."""
+    try:
+        return call()
+    except Refused as refused:
+        return refused
+
+
+def at_once(
+    server: RunningTriton, count: int, work: Callable[[Caller, int], T], protocol: str = "grpc"
+) -> list[T]:
+    """Runs `work` in `count` clients at the same time, each with its number; their results in order."""
+    start = threading.Barrier(count)
+
+    def one(number: int) -> T:
+        with caller(server, protocol) as call:
+            start.wait(60)
+            return work(call, number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+def random_u32(rng: np.random.Generator, rows: int) -> Array:
+    """Varied rows for the stepping models."""
+    return rng.integers(0, 2**32, (rows, 4), np.uint32)
+
+
+def assert_same(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
+    """Equal names, types, shapes and bits; a NaN equals itself."""
+    assert set(got) == set(want)
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype, name
+        assert got[name].shape == array.shape, name
+        assert got[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
+def only(model: str, found: Sequence[T]) -> T:
+    assert len(found) == 1, f"{model}: {found}"
+    return found[0]

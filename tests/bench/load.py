@@ -1,0 +1,186 @@
+"""One measurement: perf_analyzer loads a model, and the server's processes are read over a window meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from local_triton import TritonServer
+from tests.bench.figures import Sample
+from tests.bench.processes import CLIENT, RUNTIME, Machine, cpu_seconds, server_processes
+from tests.bench.status import ModelStatus, fetch, model_status
+
+#: Windows that perf_analyzer measures; ours lies within them.
+_WINDOWS = 3
+
+
+class BenchFailed(Exception):
+    """A measurement could not be made; the text says why."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A running server that is measured, with what tells it apart in the results."""
+
+    name: str
+    server: TritonServer
+    has_runtime: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All counters at one moment."""
+
+    at: float
+    cpu: Mapping[int, float]
+    machine: Machine
+    statistics: Mapping[str, Any]
+    status: ModelStatus | None
+
+
+@dataclass
+class Load:
+    """A running perf_analyzer, and after `load` ended, what it reported."""
+
+    process: subprocess.Popen[str]
+    report: dict[str, float] = field(default_factory=dict)
+
+
+def measure(side: Side, model: str, clients: int, round_number: int, window_s: float) -> Sample:
+    """Load `model` with `clients` requests at a time for about three windows."""
+    processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
+    with load(side, model, clients, window_s) as running:
+        everyone = {**processes, running.process.pid: CLIENT}
+        first = _read(side, model, everyone)
+        time.sleep((_WINDOWS - 0.5) * window_s)
+        second = _read(side, model, everyone)
+    return _sample(side, model, clients, round_number, everyone, first, second, running.report)
+
+
+@contextlib.contextmanager
+def load(side: Side, model: str, clients: int, window_s: float) -> Iterator[Load]:
+    """perf_analyzer beside the block, which starts with its first answers. Raises BenchFailed on any error it met."""
+    failed_before = _statistics(side, model)["inference_stats"]["fail"]["count"]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.csv")
+        command = [str(side.server.installation.perf_analyzer), "-m", model, "-u", side.server.grpc_url]
+        command += ["-i", "grpc", "--input-data", "random", "--concurrency-range", str(clients)]
+        # The windows are averaged, however much they differ: how steady it was shows over the rounds.
+        command += ["-p", str(round(window_s * 1e3)), "-r", str(_WINDOWS), "-s", "9999", "-f", str(report)]
+        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            running = Load(process)
+            _await_answers(side, model, process, clients)
+            yield running
+            # The windows, the statistics that it asks for, and the end of what is in flight.
+            said, _ = process.communicate(timeout=4 * _WINDOWS * window_s + 30)
+        finally:
+            process.kill()
+            process.wait()
+        rows = list(csv.DictReader(report.read_text().splitlines())) if report.is_file() else []
+        if process.returncode != 0 or len(rows) != 1:
+            raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{said}")
+    if failed := _statistics(side, model)["inference_stats"]["fail"]["count"] - failed_before:
+        raise BenchFailed(f"{failed} requests to {side.name}/{model} failed")
+    running.report.update({name: float(value) for name, value in rows[0].items() if value})
+
+
+def _await_answers(side: Side, model: str, process: subprocess.Popen[str], clients: int) -> None:
+    """Until the load runs: its first requests, slower than the rest, are not to be in the window."""
+    count = _count(side, model) + 4 * clients
+    _until(lambda: _count(side, model) >= count or process.poll() is not None, "the first answers")
+    if process.poll() is not None:
+        said = process.stdout.read() if process.stdout else ""
+        raise BenchFailed(f"perf_analyzer on {side.name}/{model} left with {process.returncode}:\n{said}")
+
+
+def _until(condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchFailed(f"waited {timeout:.0f} s for {what}")
+        time.sleep(0.02)
+
+
+def _count(side: Side, model: str) -> int:
+    return int(_statistics(side, model)["inference_count"])
+
+
+def _statistics(side: Side, model: str) -> dict[str, Any]:
+    with urllib.request.urlopen(
+        f"http://{side.server.http_url}/v2/models/{model}/stats", timeout=30
+    ) as answer:
+        statistics: dict[str, Any] = json.load(answer)["model_stats"][0]
+    # Triton leaves counts out that are still zero.
+    return {"inference_count": 0, "execution_count": 0, **statistics}
+
+
+def _read(side: Side, model: str, processes: Mapping[int, str]) -> Reading:
+    status = model_status(fetch(side.server.pid), model) if side.has_runtime else None
+    statistics = _statistics(side, model)
+    cpu = {pid: cpu_seconds(pid) for pid in processes}
+    return Reading(time.monotonic(), cpu, Machine.now(), statistics, status)
+
+
+def _sample(
+    side: Side,
+    model: str,
+    clients: int,
+    round_number: int,
+    processes: Mapping[int, str],
+    first: Reading,
+    second: Reading,
+    report: Mapping[str, float],
+) -> Sample:
+    wall = second.at - first.at
+
+    def risen(name: str) -> int:
+        return int(second.statistics[name]) - int(first.statistics[name])
+
+    requests = risen("inference_count")
+    if requests <= 0:
+        raise BenchFailed(f"{side.name}/{model}: no request was completed in the window")
+    cpu: dict[str, float] = {}
+    for pid, role in processes.items():
+        cpu[role] = cpu.get(role, 0.0) + second.cpu[pid] - first.cpu[pid]
+    status = second.status.since(first.status) if second.status and first.status else None
+    used = second.machine.used - first.machine.used
+    return Sample(
+        side=side.name,
+        clients=clients,
+        round=round_number,
+        infer_per_s=report["Inferences/Second"],
+        p50_us=report["p50 latency"],
+        p99_us=report["p99 latency"],
+        requests=requests,
+        cpu_us={role: seconds / requests * 1e6 for role, seconds in cpu.items()},
+        triton_batch=requests / max(1, risen("execution_count")),
+        device_batch=status.rows / max(1, status.dispatches) if status else None,
+        sizes=status.sizes if status else {},
+        busy=status.device_seconds / wall if status else None,
+        steal_cpus=(second.machine.stolen - first.machine.stolen) / wall,
+        other_cpus=max(0.0, used - sum(cpu.values())) / wall,
+        server_us=_stages(first.statistics, second.statistics),
+    )
+
+
+def _stages(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float]:
+    """Microseconds per request in Triton's own stages. Only true of answers given in place."""
+    stages = {}
+    for name in ("queue", "compute_input", "compute_infer", "compute_output"):
+        before, after = first["inference_stats"].get(name, {}), second["inference_stats"][name]
+        count = int(after["count"]) - int(before.get("count", 0))
+        stages[name] = (int(after["ns"]) - int(before.get("ns", 0))) / max(1, count) / 1e3
+    return stages
+
+
+__all__ = ["RUNTIME", "BenchFailed", "Side", "load", "measure"]

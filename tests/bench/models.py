@@ -1,0 +1,172 @@
+"""The models that are measured, as bundles and as a plain Triton model, and the repositories made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv_gen import cli as rsrv_gen
+from tests.bench import plain_env
+from tests.bench.places import HERE, ROOT, WORK
+from tests.bench.plain_model import SIZES
+
+Array = npt.NDArray[Any]
+
+MLP = "mlp"
+IMAGES = "images"
+#: The sizes that `images` is compiled for. 48 clients are more than the largest, so that there is always a next batch.
+IMAGE_SIZES = (1, 2, 4, 8)
+IMAGE_SHAPE = (3, 224, 224)
+
+_PLAIN_CONFIG = """\
+name: "{name}"
+backend: "python"
+max_batch_size: 32
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 256 ] }} ]
+output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ 10 ] }} ]
+instance_group [ {{ kind: KIND_CPU count: 1 }} ]
+dynamic_batching {{ }}
+parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as a client sees it, and its function computed directly."""
+
+    name: str
+    input: str
+    shape: tuple[int, ...]
+    output: str
+    most_rows: int
+    reference: Callable[[Array], Array]
+
+
+def mlp_names(count: int) -> list[str]:
+    """`mlp` and its copies, which differ in their weights."""
+    return [MLP, *(f"{MLP}_{number}" for number in range(1, count))]
+
+
+def mlp_weights(name: str) -> dict[str, Array]:
+    """The weights of `mlp` or of a copy, the same in every process."""
+    _, _, number = name.partition("_")
+    rng = np.random.default_rng(int(number or 0))
+    return {
+        "hidden_kernel": (rng.standard_normal((256, 256)) / 16).astype(np.float32),
+        "hidden_bias": rng.standard_normal(256).astype(np.float32),
+        "output_kernel": (rng.standard_normal((256, 10)) / 16).astype(np.float32),
+        "output_bias": rng.standard_normal(10).astype(np.float32),
+    }
+
+
+def mlp_case(name: str) -> Case:
+    """How to ask one of the mlps, and what it should say."""
+    weights = mlp_weights(name)
+
+    def reference(x: Array) -> Array:
+        hidden = np.maximum(x @ weights["hidden_kernel"] + weights["hidden_bias"], 0)
+        return np.asarray(hidden @ weights["output_kernel"] + weights["output_bias"])
+
+    return Case(name, "x", (256,), "logits", 8, reference)
+
+
+def image_weights() -> dict[str, Array]:
+    rng = np.random.default_rng(100)
+    return {"kernel": rng.standard_normal((147, 10)).astype(np.float32)}
+
+
+def images_case() -> Case:
+    """How to ask `images`, and what it should say."""
+    kernel = image_weights()["kernel"]
+
+    def reference(image: Array) -> Array:
+        return np.asarray(image[:, :, ::32, ::32].reshape(len(image), -1) @ kernel)
+
+    return Case(IMAGES, "image", IMAGE_SHAPE, "scores", 2, reference)
+
+
+def rsrv_repository(count: int) -> Path:
+    """A repository with `count` mlps as bundles."""
+    return _generate(f"rsrv-{count}", [_bundle(name, _export_mlp) for name in mlp_names(count)])
+
+
+def images_repository() -> Path:
+    """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
+    return _generate("rsrv-images", [_bundle(IMAGES, _export_images)])
+
+
+def plain_repository(count: int) -> Path:
+    """A repository with `count` mlps as plain Triton models."""
+    environment = plain_env.ensure()
+    repository = WORK / f"plain-{count}"
+    shutil.rmtree(repository, ignore_errors=True)
+    for name in mlp_names(count):
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(
+            _PLAIN_CONFIG.format(name=name, environment=environment)
+        )
+        shutil.copy(HERE / "plain_model.py", version / "model.py")
+        arrays: Mapping[str, Any] = mlp_weights(name)
+        np.savez(version / "weights.npz", **arrays)
+    return repository
+
+
+def _bundle(name: str, export: Callable[[Path], None]) -> Path:
+    """The bundle of this name, exported if its sources changed since."""
+    sources = [HERE / "models.py", *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))]
+    key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
+    for source in sources:
+        key.update(source.read_bytes())
+    folder, stamp = WORK / "bundles" / name, WORK / "bundles" / f"{name}.stamp"
+    if not (stamp.is_file() and stamp.read_text() == key.hexdigest() and folder.is_dir()):
+        print(f"exporting the bundle {name} ...", flush=True)
+        export(folder)
+        stamp.write_text(key.hexdigest())
+    return folder
+
+
+def _export_mlp(folder: Path) -> None:
+    import jax
+
+    from rsrv_bundle.export import export_bundle
+
+    def apply(params: Any, x: Any) -> Any:
+        hidden = jax.nn.relu(x @ params["hidden_kernel"] + params["hidden_bias"])
+        return {"logits": hidden @ params["output_kernel"] + params["output_bias"]}
+
+    example = {"x": np.zeros((1, 256), np.float32)}
+    weights = mlp_weights(folder.name)
+    export_bundle(apply, weights, example, batch_sizes=SIZES, out_dir=folder, overwrite=True)
+
+
+def _export_images(folder: Path) -> None:
+    from rsrv_bundle.export import export_bundle
+
+    def apply(params: Any, image: Any) -> Any:
+        return {"scores": image[:, :, ::32, ::32].reshape(image.shape[0], -1) @ params["kernel"]}
+
+    example = {"image": np.zeros((1, *IMAGE_SHAPE), np.float32)}
+    weights = image_weights()
+    export_bundle(apply, weights, example, batch_sizes=IMAGE_SIZES, out_dir=folder, overwrite=True)
+
+
+def _generate(name: str, bundles: Sequence[Path]) -> Path:
+    """rsrv-gen, whose lines are only shown when it fails."""
+    repository = WORK / name
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        failed = rsrv_gen.main([*map(str, bundles), "-o", str(repository), "--prune"])
+    if failed:
+        raise RuntimeError(f"rsrv-gen failed for {name}:\n{said.getvalue()}")
+    return repository

@@ -1,0 +1,38 @@
+"""`paced_runtime.py -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
+
+It stands for an accelerator that works beside the CPU: jax computes the answer, then the device's thread
+sleeps until RSRV_BENCH_EXECUTION_MS have passed since the execution's start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from rsrv.runtime import device
+from rsrv.runtime.__main__ import main
+from rsrv.runtime.device import Array, Executable, JaxDevice, Weights
+
+SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
+
+
+class PacedDevice(JaxDevice):
+    """jax's device, slowed down to SECONDS an execution."""
+
+    def run(
+        self, executable: Executable, weights: Weights, inputs: Sequence[Array]
+    ) -> tuple[list[Array], float]:
+        started = time.perf_counter()
+        outputs, _ = super().run(executable, weights, inputs)
+        time.sleep(max(0.0, started + SECONDS - time.perf_counter()))
+        return outputs, time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    if sys.argv[1:3] != ["-m", "rsrv.runtime"]:
+        sys.exit(f"expected -m rsrv.runtime, got {sys.argv[1:]}")
+    # The runtime's entry imports the class from here when it makes its device.
+    device.JaxDevice = PacedDevice  # type: ignore[misc]
+    sys.exit(main(sys.argv[3:]))

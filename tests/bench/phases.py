@@ -1,0 +1,140 @@
+"""The three parts of the benchmark: throughput side by side, memory, and the device's busy share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from local_triton import TritonServer
+from tests.bench import models
+from tests.bench.figures import Sample
+from tests.bench.load import Side, measure
+from tests.bench.places import HERE, ROOT, WORK
+from tests.bench.processes import Memory, memory, server_processes, shared_memory
+from tests.bench.verify import verify
+
+RSRV, PLAIN = "rsrv", "plain"
+CLIENTS = (1, 16, 64)
+BUSY_CLIENTS = 48
+EXECUTION_MS = 8.0
+#: The stub's setting stub.in_place_ms: as it comes, always later, always in place.
+IN_PLACE_MS: Mapping[str, str | None] = {"default": None, "0": "0", "1000000": "1000000"}
+MANY = 8
+
+
+def say(text: str) -> None:
+    """One line of progress, at once."""
+    print(text, flush=True)
+
+
+@contextlib.contextmanager
+def served(
+    name: str, repository: Path, *, has_runtime: bool, env: Mapping[str, str] | None = None
+) -> Iterator[Side]:
+    """A server on free ports for the length of the block, ready."""
+    log = WORK / f"{name}.log"
+    log.unlink(missing_ok=True)
+    cache = os.environ.get("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
+    variables = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": cache, **(env or {})}
+    with TritonServer(repository, log_path=log, env=variables) as server:
+        server.wait_ready(timeout=300)
+        yield Side(name, server, has_runtime)
+
+
+def throughput(rounds: int, window_s: float) -> list[Sample]:
+    """rsrv and the plain model in turns, at each number of clients."""
+    samples = []
+    case = models.mlp_case(models.MLP)
+    with (
+        served(RSRV, models.rsrv_repository(1), has_runtime=True) as rsrv,
+        served(PLAIN, models.plain_repository(1), has_runtime=False) as plain,
+    ):
+        for side in (rsrv, plain):
+            say(f"{side.name}: {verify(side.server.grpc_url, case)} answers right")
+        for number in range(rounds):
+            # Each side goes first in every other round.
+            order = (rsrv, plain) if number % 2 == 0 else (plain, rsrv)
+            for clients in CLIENTS:
+                for side in order:
+                    sample = measure(side, models.MLP, clients, number, window_s)
+                    samples.append(sample)
+                    say(_line(sample, rounds))
+    return samples
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of a server with a number of models, in MB: by role, all together, and the shared regions' size."""
+
+    side: str
+    models: int
+    ready_s: float
+    by_role: Mapping[str, Memory]
+    total: Memory
+    shared: float
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def footprints() -> list[Footprint]:
+    """Both sides with 1 and with 8 models, each of which has answered."""
+    found = []
+    for side_name, repository in ((RSRV, models.rsrv_repository), (PLAIN, models.plain_repository)):
+        for count in (1, MANY):
+            folder = repository(count)
+            started = time.monotonic()
+            with served(f"{side_name}-{count}", folder, has_runtime=side_name == RSRV) as side:
+                ready = time.monotonic() - started
+                for name in models.mlp_names(count):
+                    verify(side.server.grpc_url, models.mlp_case(name))
+                found.append(_footprint(side, side_name, count, ready))
+            say(f"{side_name} with {count}: ready in {ready:.1f} s, USS {found[-1].total.uss:.0f} MB")
+    return found
+
+
+def _footprint(side: Side, name: str, count: int, ready: float) -> Footprint:
+    processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
+    by_role: dict[str, Memory] = {}
+    for pid, role in processes.items():
+        by_role[role] = by_role.get(role, Memory()) + memory(pid)
+    total = sum(by_role.values(), Memory())
+    return Footprint(name, count, ready, by_role, total, shared_memory(iter(processes)))
+
+
+def busy(rounds: int, window_s: float) -> list[Sample]:
+    """The device's busy share under large inputs, with the stub's ways of answering in turns."""
+    samples = []
+    repository = models.images_repository()
+    paced = {
+        "RSRV_RUNTIME_PYTHON": str(HERE / "paced_python.sh"),
+        "RSRV_BENCH_PYTHON": sys.executable,
+        "RSRV_BENCH_EXECUTION_MS": str(EXECUTION_MS),
+    }
+    with contextlib.ExitStack() as servers:
+        sides = []
+        for name, value in IN_PLACE_MS.items():
+            env = paced if value is None else {**paced, "RSRV_STUB__IN_PLACE_MS": value}
+            side = servers.enter_context(served(f"busy-{name}", repository, has_runtime=True, env=env))
+            count = verify(side.server.grpc_url, models.images_case())
+            say(f"in_place_ms {name}: {count} answers right")
+            sides.append(Side(name, side.server, has_runtime=True))
+        for number in range(rounds):
+            turn = number % len(sides)
+            for side in sides[turn:] + sides[:turn]:
+                sample = measure(side, models.IMAGES, BUSY_CLIENTS, number, window_s)
+                samples.append(sample)
+                say(f"{_line(sample, rounds)}, device busy {100 * (sample.busy or 0):.0f} %")
+    return samples
+
+
+def _line(sample: Sample, rounds: int) -> str:
+    return (
+        f"[{sample.round + 1}/{rounds}] {sample.side}, {sample.clients} clients: {sample.infer_per_s:.0f}/s,"
+        f" p50 {sample.p50_us:.0f} us, p99 {sample.p99_us:.0f} us"
+    )

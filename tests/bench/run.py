@@ -1,0 +1,165 @@
+"""The command line: measure, print, and write build/bench/result.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from local_triton import ServerFailed
+from tests.bench import breakdown, phases, report
+from tests.bench.figures import Rounds, Target, per_added_model
+from tests.bench.load import BenchFailed
+from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, MANY, PLAIN, RSRV, Footprint, say
+from tests.bench.places import RESULT, ROOT, WORK
+from triton_install import InstallError
+
+PARTS = ("throughput", "memory", "busy")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when everything could be measured, whether or not the targets were reached."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("verb", nargs="?", choices=("run", "profile"), default="run")
+    parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (%(default)s)")
+    parser.add_argument(
+        "--window",
+        type=float,
+        default=1.0,
+        help="seconds of one of the three windows of a sample (%(default)s)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of short windows: does it work at all"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    options = parser.parse_args(argv)
+    WORK.mkdir(parents=True, exist_ok=True)
+    rounds, window = (1, 0.3) if options.quick else (options.rounds, options.window)
+    try:
+        if options.verb == "profile":
+            breakdown.show(window)
+        else:
+            run(rounds, window, options.parts)
+    except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(rounds: int, window_s: float, parts: Sequence[str]) -> None:
+    """Measures the parts, prints the results, and writes them down."""
+    started = time.monotonic()
+    result: dict[str, Any] = {"environment": environment(), "rounds": rounds, "window_s": window_s}
+    text: list[str] = []
+    targets: list[Target] = []
+    for part, measure in (("throughput", _throughput), ("memory", _memory), ("busy", _busy)):
+        if part in parts:
+            say(f"== {part}")
+            lines, found, raw = measure(rounds, window_s)
+            text += [f"\n== {part}", *lines]
+            targets += found
+            result[part] = raw
+    result["targets"] = [{**asdict(t), "reached": t.reached, "verdict": t.verdict()} for t in targets]
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(text), f"\n== targets\n{report.targets_table(targets)}", sep="\n")
+    print(f"\n{time.monotonic() - started:.0f} s; all samples are in {RESULT.relative_to(ROOT)}")
+
+
+Part = tuple[list[str], list[Target], dict[str, Any]]
+
+
+def _throughput(rounds: int, window_s: float) -> Part:
+    samples = phases.throughput(rounds, window_s)
+    kept = Rounds.of(samples)
+    cases = [(side, clients) for clients in CLIENTS for side in (RSRV, PLAIN)]
+    lines = [report.load_table(kept, cases), report.sizes_lines(kept, cases)]
+    ratios = {}
+    for clients in CLIENTS:
+        rate = kept.ratio(RSRV, PLAIN, clients, lambda sample: sample.infer_per_s)
+        p50 = kept.ratio(RSRV, PLAIN, clients, lambda sample: sample.p50_us)
+        p99 = kept.ratio(RSRV, PLAIN, clients, lambda sample: sample.p99_us)
+        ratios[clients] = {"infer_per_s": asdict(rate), "p50": asdict(p50), "p99": asdict(p99)}
+        lines.append(
+            f"rsrv / plain at {clients} clients: infer/s {report.spread_text(rate)},"
+            f" p50 {report.spread_text(p50)}, p99 {report.spread_text(p99)}"
+        )
+    lines.append(report.rounds_line(kept))
+    targets = [
+        Target(
+            "infer/s at 64 clients, rsrv / plain", ratios[64]["infer_per_s"]["median"], 0.9, at_least=True
+        ),
+        Target("p50 at 1 client, rsrv / plain", ratios[1]["p50"]["median"], 1.6, at_least=False),
+    ]
+    return lines, targets, {"samples": [asdict(sample) for sample in samples], "ratios": ratios}
+
+
+def _memory(_rounds: int, _window_s: float) -> Part:
+    found = phases.footprints()
+    by_case = {(each.side, each.models): each for each in found}
+    headers = ["", "models", "ready s"]
+    headers += [f"{role} {kind}" for role in report.ROLES[:3] for kind in ("USS", "PSS")]
+    headers += ["all USS", "all PSS", "shared"]
+    lines = [
+        "MB; stubs together; shared: regions in shared memory",
+        report.table(headers, [*map(_row, found)]),
+    ]
+    added = {}
+    for side in (RSRV, PLAIN):
+        one, many = by_case[side, 1], by_case[side, MANY]
+        added[side] = {
+            "uss": per_added_model(one.total.uss, many.total.uss, MANY),
+            "pss": per_added_model(one.total.pss, many.total.pss, MANY),
+            "shared": per_added_model(one.shared, many.shared, MANY),
+        }
+        figures = ", ".join(f"{name} {value:.1f} MB" for name, value in added[side].items())
+        lines.append(f"each added model of {side}: {figures}")
+    ratio = added[RSRV]["uss"] / added[PLAIN]["uss"]
+    targets = [Target("USS per added model, rsrv / plain", ratio, 0.35, at_least=False)]
+    return lines, targets, {"footprints": [each.as_json() for each in found], "added_mb": added}
+
+
+def _row(footprint: Footprint) -> list[str]:
+    row = [footprint.side, str(footprint.models), f"{footprint.ready_s:.1f}"]
+    for role in report.ROLES[:3]:
+        held = footprint.by_role.get(role)
+        row += [f"{held.uss:.0f}", f"{held.pss:.0f}"] if held else ["-", "-"]
+    return [*row, f"{footprint.total.uss:.0f}", f"{footprint.total.pss:.0f}", f"{footprint.shared:.1f}"]
+
+
+def _busy(rounds: int, window_s: float) -> Part:
+    samples = phases.busy(rounds, window_s)
+    kept = Rounds.of(samples)
+    sides = list(IN_PLACE_MS)
+    setting = f"{phases.EXECUTION_MS:.0f} ms an execution, whatever its size; an image of 602 kB a request"
+    lines = [
+        f"{setting}; {BUSY_CLIENTS} clients",
+        report.busy_table(kept, sides, BUSY_CLIENTS),
+        report.sizes_lines(kept, [(side, BUSY_CLIENTS) for side in sides]),
+        report.rounds_line(kept),
+    ]
+    share = kept.spread("default", BUSY_CLIENTS, lambda sample: sample.busy or 0.0)
+    targets = [Target("busy share of the device", share.median, 0.7, at_least=True)]
+    return lines, targets, {"samples": [asdict(sample) for sample in samples]}
+
+
+def environment() -> dict[str, object]:
+    """What the figures depend on."""
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, capture_output=True, check=False
+    ).stdout.strip()
+    return {
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "jax": metadata.version("jax"),
+        "numpy": metadata.version("numpy"),
+        "revision": revision,
+    }

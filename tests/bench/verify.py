@@ -1,0 +1,41 @@
+"""Answers to random inputs compared with the function itself, before anything is measured."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import tritonclient.grpc as triton
+
+from tests.bench.load import BenchFailed
+from tests.bench.models import Case
+
+_THREADS = 8
+_TOLERANCE = 1e-4
+
+
+def verify(grpc_url: str, case: Case, requests: int = 96) -> int:
+    """Asks from several threads with varied inputs, and returns how many answers were right. Raises BenchFailed."""
+    local = threading.local()
+
+    def ask(seed: int) -> None:
+        if not hasattr(local, "client"):
+            local.client = triton.InferenceServerClient(grpc_url)
+        rng = np.random.default_rng(seed)
+        rows = int(rng.integers(1, case.most_rows, endpoint=True))
+        values = rng.standard_normal((rows, *case.shape)).astype(np.float32)
+        tensor = triton.InferInput(case.input, list(values.shape), "FP32")
+        tensor.set_data_from_numpy(values)
+        answer = local.client.infer(case.name, [tensor]).as_numpy(case.output)
+        wanted = case.reference(values)
+        if answer.shape != wanted.shape:
+            raise BenchFailed(f"{case.name} answers with shape {answer.shape}, expected {wanted.shape}")
+        error = float(np.abs(answer - wanted).max() / np.abs(wanted).max())
+        if not error <= _TOLERANCE:
+            raise BenchFailed(f"{case.name} answers wrongly: relative error {error:.2g}")
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(ask, seed) for seed in range(requests)]:
+            done.result()
+    return requests

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from typing import Any
 
 # A manifest is a few kilobytes. Both limits bound what a hostile one can cost, the second also after aliases
@@ -15,6 +16,8 @@ from typing import Any
 MAX_BYTES = 1_000_000
 _MAX_NODES = 200_000
 _MAX_DEPTH = 50
+# More than any text that happens to hold unmatched brackets.
+_MAX_BRACKETS = 200
 
 
 def load(data: bytes) -> Any:
@@ -25,6 +28,8 @@ def load(data: bytes) -> Any:
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"holds {len(data)} bytes; the limit is {MAX_BYTES}")
+    if _open_brackets(data) > _MAX_BRACKETS:
+        raise ValueError("is nested too deeply")
     from ruamel.yaml import YAML
 
     try:
@@ -36,6 +41,18 @@ def load(data: bytes) -> Any:
     except Exception as e:  # noqa: BLE001 - hostile text brings the parser to raise nearly anything
         raise ValueError(f"is not valid YAML 1.2: {_one_line(e)}") from None
     return _Plain().convert(document, 0)
+
+
+def _open_brackets(data: bytes) -> int:
+    """The most brackets open at once, those in quoted text included.
+
+    The parser takes seconds for a few thousand before it gives up, so they are counted first.
+    """
+    depth = deepest = 0
+    for bracket in re.findall(rb"[\[\]{}]", data):
+        depth = depth + 1 if bracket in b"[{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _one_line(error: Exception) -> str:

@@ -259,3 +259,12 @@ def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
     assert bundle.variant_of([(4, 3, 6), (7, 4)]) is None
     with pytest.raises(IndexError):
         bundle.input_shape(0, 2, 1)
+
+
+def test_the_documented_manifest_is_a_good_one(tmp_path: Path) -> None:
+    """The format's page shows a whole manifest."""
+    page = Path(__file__).parents[3] / "docs" / "bundle-format.md"
+    _, _, rest = page.read_text(encoding="utf-8").partition("```yaml\n")
+    modules = [f"model.b{size}.mlir" for size in (1, 4, 16)]
+    bundle = read_bundle(make_bundle(tmp_path, rest.partition("```")[0], modules=modules, hooks=HOOKS))
+    assert [spec.name for spec in bundle.manifest.wire_outputs] == ["class", "score"]

@@ -44,6 +44,7 @@ def test_numbers_of_yaml_1_1_with_colons_stay_text() -> None:
         (b"--- 1\n--- 2", "not valid YAML"),
         (b"a: &x [*x]", "levels deep"),
         (b"[" * 5000, "nested too deeply"),
+        (b"- " * 5000, "nested too deeply"),
         (b"a: 1" + b"0" * 5000, "not valid YAML"),
     ],
 )

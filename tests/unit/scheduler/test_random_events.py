@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -178,16 +180,7 @@ class RandomEvents(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
-        driver = self.driver
-        for model in [*driver.loading]:
-            driver.load(model)
-        driver.finish_all()
-
-        assert driver.ended.keys() == driver.requests.keys()
-
-        again = Scheduler(driver.settings)
-        assert [again.handle(event, now) for event, now in driver.events] == driver.instructions
-        assert again.snapshot() == driver.scheduler.snapshot()
+        _drain_and_replay(self.driver)
 
 
 def test_random_events() -> None:
@@ -197,6 +190,82 @@ def test_random_events() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_very_many_random_events() -> None:
-    """The same with 5,000 longer runs, half a million events."""
-    run_state_machine_as_test(RandomEvents, settings=settings(max_examples=5000, stateful_step_count=100))
+def test_many_random_events() -> None:
+    """The same with 1,000 longer runs."""
+    run_state_machine_as_test(RandomEvents, settings=settings(max_examples=1000, stateful_step_count=80))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_million_random_events() -> None:
+    """200 runs of 5,000 events on up to 12 models, with queues that build up and drain."""
+    for seed in range(200):
+        driver = Driver(SchedulerSettings(depth=1 + seed % 3))
+        chance = Random(seed)
+        while len(driver.events) < 5000:
+            _one_random_event(driver, chance, load=1 + seed % 7)
+        _drain_and_replay(driver)
+
+
+def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
+    models = driver.scheduler.snapshot().models
+    model = f"m{chance.randrange(12)}"
+    pause = chance.choice((0.0, 0.0005, 0.002))
+    match chance.choices(("arrive", "finish", "cancel", "tick", "model"), (4, 8, 1, 1, 1))[0]:
+        case "arrive":
+            requests = [
+                driver.request(
+                    f"m{chance.randrange(12)}",
+                    chance.choice((0, 1, 1, 1, 2, 5)),
+                    variant=chance.randrange(2),
+                    deadline=chance.choice((None, None, driver.now + chance.expovariate(20.0))),
+                    committed=chance.random() < 0.1,
+                )
+                for _ in range(chance.randint(1, 4 * load))
+            ]
+            driver.send(RequestsArrived(tuple(requests)), after=pause)
+        case "finish" if driver.executing:
+            error = "device fault" if chance.random() < 0.05 else None
+            dispatch = chance.choice([*driver.executing])
+            driver.finish(dispatch, seconds=0.001 * chance.expovariate(1.0), error=error)
+        case "cancel" if driver.waiting:
+            driver.cancel(*chance.sample([*driver.waiting.values()], 1))
+        case "model" if model in driver.loading:
+            if chance.random() < 0.2:
+                driver.fail_load(model)
+            else:
+                driver.load(model, pause)
+        case "model" if model not in models:
+            sizes = chance.sample((1, 2, 4, 8, 16, 32), 3)
+            driver.send(
+                ModelAdded(
+                    Program(
+                        model,
+                        {
+                            (variant, size): 0.001 * chance.uniform(1, 1 + size / 4)
+                            for variant in range(2)
+                            for size in sizes
+                        },
+                        coalesce=chance.random() < 0.8,
+                        max_queue_depth=chance.choice((5, 50)),
+                    )
+                )
+            )
+        case "model" if not models[model].draining and chance.random() < 0.1:
+            driver.remove(model)
+        case _:
+            wakeup = driver.scheduler.next_wakeup()
+            driver.tick(driver.now + pause if wakeup is None else min(wakeup, driver.now + pause))
+
+
+def _drain_and_replay(driver: Driver) -> None:
+    """Let everything end; then the recorded events, given to a fresh scheduler, lead to the same."""
+    for model in [*driver.loading]:
+        driver.load(model)
+    driver.finish_all()
+
+    assert driver.ended.keys() == driver.requests.keys()
+
+    again = Scheduler(driver.settings)
+    assert [again.handle(event, now) for event, now in driver.events] == driver.instructions
+    assert again.snapshot() == driver.scheduler.snapshot()

@@ -192,7 +192,7 @@ def test_no_wakeup_without_deadlines(machine: Driver) -> None:
     """Requests that execute, or wait for ever, need no tick."""
     machine.add(program("a"))
     machine.arrive(machine.request(deadline=9.0))
-    machine.arrive(machine.request())
+    machine.arrive(machine.request(), machine.request(deadline=float("inf")))
 
     assert machine.scheduler.next_wakeup() is None
 

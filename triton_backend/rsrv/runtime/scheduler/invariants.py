@@ -20,7 +20,7 @@ Of models:
 
 from __future__ import annotations
 
-from math import isclose
+from math import inf, isclose
 from typing import TYPE_CHECKING
 
 from rsrv.runtime.scheduler.errors import InvariantError
@@ -101,7 +101,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
         f"{scheduler._queues.arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
     )
 
-    dated = {entry for entry in queued if entry.request.deadline is not None}
+    dated = {entry for entry in queued if entry.request.deadline not in (None, inf)}
     _require(
         dated == set(scheduler._queues.deadlines.entries()), "deadlines are not those of queued requests (4)"
     )

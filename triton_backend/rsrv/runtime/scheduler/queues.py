@@ -6,6 +6,7 @@ their model's load or life. Each way is one method here, so each request is coun
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from rsrv.runtime.scheduler.deadlines import Deadlines
 from rsrv.runtime.scheduler.errors import CallerError
@@ -93,7 +94,7 @@ class Queues:
             live[request.id] = entry = Entry(request, sequence, lane)
             lane.push(entry)
             model.queued += 1
-            if deadline is not None:
+            if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
             ids = queued.get(model)
             if ids is None:

@@ -311,7 +311,7 @@ class Loop:
         if isinstance(result, str):
             self._guard(connection, lambda: self._reject(connection, result))
             return
-        bundle, key = result, model_key(result)
+        bundle, key = result, model_key(name, result)
         entry = self._models.get(key)
         if entry is not None and entry.leaving:
             entry.afterwards.append(lambda: self._identified(connection, name, bundle))

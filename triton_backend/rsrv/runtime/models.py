@@ -37,9 +37,12 @@ class Model:
     compile_seconds: float
 
 
-def model_key(bundle: Bundle) -> str:
-    """Two versions of a model are two models here: the new one warms up while the old one serves."""
-    return f"{bundle.name}@{bundle.digest[:12]}"
+def model_key(name: str, bundle: Bundle) -> str:
+    """Two versions of a model are two models here: the new one warms up while the old one serves.
+
+    `name` is the model's: in a model repository every bundle's directory is called `bundle`.
+    """
+    return f"{name}@{bundle.digest[:12]}"
 
 
 def identify(path: str) -> Bundle:
@@ -75,7 +78,7 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         costs[variant, size] = min(device.run(executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
     of_model = settings.for_model(name)
     program = Program(
-        model=model_key(bundle),
+        model=model_key(name, bundle),
         costs=costs,
         coalesce=coalesces(bundle),
         max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,

@@ -46,8 +46,8 @@ test-unit: $(VENV) ## the tests that need no server
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 
-bench: $(VENV) $(TRITON) ## measure the example models with perf_analyzer
-	$(BIN)/python tools/bench.py
+bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
+	$(BIN)/python -m tests.bench $(BENCH)
 
 lint: $(VENV) ## style and types
 	$(BIN)/ruff check

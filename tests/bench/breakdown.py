@@ -109,7 +109,7 @@ def _functions(side: Side, clients: int, window_s: float, spy: str) -> None:
         with tempfile.TemporaryDirectory() as folder, load(side, models.MLP, clients, window_s):
             stacks = Path(folder, "stacks")
             seconds = str(max(1, round(2 * window_s)))
-            command = [spy, "record", "--pid", str(pid), "--duration", seconds, "--rate", "500"]
+            command = [spy, "record", "--pid", str(pid), "--duration", seconds, "--rate", "500", "--gil"]
             done = subprocess.run(
                 [*command, "--format", "raw", "--output", str(stacks)],
                 text=True,
@@ -121,7 +121,7 @@ def _functions(side: Side, clients: int, window_s: float, spy: str) -> None:
                 continue
             own, below = _count(stacks.read_text())
         total = max(1, sum(own.values()))
-        print(f"\n{role}: functions by samples, of {total}")
+        print(f"\n{role}: functions that held the interpreter, by samples, of {total}")
         rows = [
             [name, f"{n / total:.1%}", f"{below[name] / total:.1%}"]
             for name, n in own.most_common(_FUNCTIONS)
@@ -135,7 +135,9 @@ def _count(stacks: str) -> tuple[Counter[str], Counter[str]]:
     below: Counter[str] = Counter()
     for line in stacks.splitlines():
         frames, _, count = line.rpartition(" ")
-        names = frames.split(";")
+        # "function (file:line)": the line would split a function into many.
+        names = [frame.rpartition(":")[0] + ")" if ":" in frame else frame for frame in frames.split(";")]
+        names = [name or "(the process's own code, not Python)" for name in names]
         own[names[-1]] += int(count)
         for name in set(names):
             below[name] += int(count)

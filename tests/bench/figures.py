@@ -114,6 +114,6 @@ class Target:
         return f"falls short by {abs(self.value - self.limit) / self.limit:.0%}"
 
 
-def per_added_model(one: float, many: float, count: int) -> float:
-    """What each model beyond the first adds."""
-    return (many - one) / (count - 1)
+def per_added_model(fewer: float, more: float, added: int) -> float:
+    """What each of the added models takes."""
+    return (more - fewer) / added

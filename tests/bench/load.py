@@ -16,7 +16,7 @@ from typing import Any
 
 from local_triton import TritonServer
 from tests.bench.figures import Sample
-from tests.bench.processes import CLIENT, RUNTIME, Machine, cpu_seconds, server_processes
+from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, fetch, model_status
 
 #: Windows that perf_analyzer measures; ours lies within them.
@@ -181,6 +181,3 @@ def _stages(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, fl
         count = int(after["count"]) - int(before.get("count", 0))
         stages[name] = (int(after["ns"]) - int(before.get("ns", 0))) / max(1, count) / 1e3
     return stages
-
-
-__all__ = ["RUNTIME", "BenchFailed", "Side", "load", "measure"]

@@ -24,7 +24,6 @@ BUSY_CLIENTS = 48
 EXECUTION_MS = 8.0
 #: The stub's setting stub.in_place_ms: as it comes, always later, always in place.
 IN_PLACE_MS: Mapping[str, str | None] = {"default": None, "0": "0", "1000000": "1000000"}
-MANY = 8
 
 
 def say(text: str) -> None:
@@ -82,11 +81,11 @@ class Footprint:
         return asdict(self)
 
 
-def footprints() -> list[Footprint]:
-    """Both sides with 1 and with 8 models, each of which has answered."""
+def footprints(many: int) -> list[Footprint]:
+    """Both sides with 1, 2 and `many` models, each of which has answered."""
     found = []
     for side_name, repository in ((RSRV, models.rsrv_repository), (PLAIN, models.plain_repository)):
-        for count in (1, MANY):
+        for count in (1, 2, many):
             folder = repository(count)
             started = time.monotonic()
             with served(f"{side_name}-{count}", folder, has_runtime=side_name == RSRV) as side:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
@@ -18,11 +18,25 @@ from local_triton import ServerFailed
 from tests.bench import breakdown, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed
-from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, MANY, PLAIN, RSRV, Footprint, say
+from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 from triton_install import InstallError
 
 PARTS = ("throughput", "memory", "busy")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    rounds: int
+    #: seconds; a sample takes three windows
+    window_s: float
+    #: models of the larger server whose memory is measured
+    models: int = 8
+
+
+QUICK = Plan(rounds=1, window_s=0.3, models=3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,28 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     options = parser.parse_args(argv)
     WORK.mkdir(parents=True, exist_ok=True)
-    rounds, window = (1, 0.3) if options.quick else (options.rounds, options.window)
+    plan = QUICK if options.quick else Plan(options.rounds, options.window)
     try:
         if options.verb == "profile":
-            breakdown.show(window)
+            breakdown.show(plan.window_s)
         else:
-            run(rounds, window, options.parts)
+            run(plan, options.parts)
     except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run(rounds: int, window_s: float, parts: Sequence[str]) -> None:
+def run(plan: Plan, parts: Sequence[str]) -> None:
     """Measures the parts, prints the results, and writes them down."""
     started = time.monotonic()
-    result: dict[str, Any] = {"environment": environment(), "rounds": rounds, "window_s": window_s}
+    result: dict[str, Any] = {"environment": environment(), "plan": asdict(plan)}
     text: list[str] = []
     targets: list[Target] = []
     for part, measure in (("throughput", _throughput), ("memory", _memory), ("busy", _busy)):
         if part in parts:
             say(f"== {part}")
-            lines, found, raw = measure(rounds, window_s)
+            lines, found, raw = measure(plan)
             text += [f"\n== {part}", *lines]
             targets += found
             result[part] = raw
@@ -76,8 +90,8 @@ def run(rounds: int, window_s: float, parts: Sequence[str]) -> None:
 Part = tuple[list[str], list[Target], dict[str, Any]]
 
 
-def _throughput(rounds: int, window_s: float) -> Part:
-    samples = phases.throughput(rounds, window_s)
+def _throughput(plan: Plan) -> Part:
+    samples = phases.throughput(plan.rounds, plan.window_s)
     kept = Rounds.of(samples)
     cases = [(side, clients) for clients in CLIENTS for side in (RSRV, PLAIN)]
     lines = [report.load_table(kept, cases), report.sizes_lines(kept, cases)]
@@ -101,8 +115,8 @@ def _throughput(rounds: int, window_s: float) -> Part:
     return lines, targets, {"samples": [asdict(sample) for sample in samples], "ratios": ratios}
 
 
-def _memory(_rounds: int, _window_s: float) -> Part:
-    found = phases.footprints()
+def _memory(plan: Plan) -> Part:
+    found = phases.footprints(plan.models)
     by_case = {(each.side, each.models): each for each in found}
     headers = ["", "models", "ready s"]
     headers += [f"{role} {kind}" for role in report.ROLES[:3] for kind in ("USS", "PSS")]
@@ -113,16 +127,21 @@ def _memory(_rounds: int, _window_s: float) -> Part:
     ]
     added = {}
     for side in (RSRV, PLAIN):
-        one, many = by_case[side, 1], by_case[side, MANY]
+        one, two, many = (by_case[side, count] for count in (1, 2, plan.models))
         added[side] = {
-            "uss": per_added_model(one.total.uss, many.total.uss, MANY),
-            "pss": per_added_model(one.total.pss, many.total.pss, MANY),
-            "shared": per_added_model(one.shared, many.shared, MANY),
+            # From the second: a server's only stub has the pages of its libraries' files for itself, and these
+            # stop being unique when a second one comes.
+            "uss": per_added_model(two.total.uss, many.total.uss, plan.models - 2),
+            "uss from the first": per_added_model(one.total.uss, many.total.uss, plan.models - 1),
+            "anonymous": per_added_model(one.total.anonymous, many.total.anonymous, plan.models - 1),
+            "pss": per_added_model(one.total.pss, many.total.pss, plan.models - 1),
+            "shared": per_added_model(one.shared, many.shared, plan.models - 1),
         }
         figures = ", ".join(f"{name} {value:.1f} MB" for name, value in added[side].items())
         lines.append(f"each added model of {side}: {figures}")
-    ratio = added[RSRV]["uss"] / added[PLAIN]["uss"]
-    targets = [Target("USS per added model, rsrv / plain", ratio, 0.35, at_least=False)]
+    ratios = {kind: added[RSRV][kind] / added[PLAIN][kind] for kind in added[RSRV]}
+    lines.append("rsrv / plain: " + ", ".join(f"{kind} {value:.2f}" for kind, value in ratios.items()))
+    targets = [Target("USS per added model, rsrv / plain", ratios["uss"], 0.35, at_least=False)]
     return lines, targets, {"footprints": [each.as_json() for each in found], "added_mb": added}
 
 
@@ -134,8 +153,8 @@ def _row(footprint: Footprint) -> list[str]:
     return [*row, f"{footprint.total.uss:.0f}", f"{footprint.total.pss:.0f}", f"{footprint.shared:.1f}"]
 
 
-def _busy(rounds: int, window_s: float) -> Part:
-    samples = phases.busy(rounds, window_s)
+def _busy(plan: Plan) -> Part:
+    samples = phases.busy(plan.rounds, plan.window_s)
     kept = Rounds.of(samples)
     sides = list(IN_PLACE_MS)
     setting = f"{phases.EXECUTION_MS:.0f} ms an execution, whatever its size; an image of 602 kB a request"

@@ -10,7 +10,7 @@ from rsrv.stub.lane import Lane
 from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
-from rsrv.wire.memory import Place, create_sealed
+from rsrv.wire.memory import create_sealed
 from rsrv.wire.socket import Closed, Receiver, connect, send
 from tests.unit.runtime.conftest import Runtime
 
@@ -23,7 +23,7 @@ class Client:
         body = self.lane.register({"model": "doubling", "bundle": str(bundle)})
         variant = Interface.from_json(body["interface"]).variants[0]
         self.inputs = variant.inputs.places(1)[1]
-        self.place: Place = self.lane.take(self.inputs + variant.outputs.places(1)[1])
+        self.place = self.lane.take(self.inputs + variant.outputs.places(1)[1], users=1).place
 
     def submission(self, id: int = 0, **changes: int) -> Submission:
         at = self.place.offset

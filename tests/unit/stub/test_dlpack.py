@@ -38,6 +38,16 @@ def test_numpy_understands_our_capsules(token: str) -> None:
     np.testing.assert_array_equal(back, array)
 
 
+def test_a_capsule_outlives_the_array_that_it_was_made_of() -> None:
+    """Triton reads the elements when it sends the response, long after the array may be gone."""
+    array = np.arange(1000, dtype=np.int32)
+    capsule = make_capsule(array.ctypes.data, "i32", array.shape)
+
+    array[:] = -1
+
+    np.testing.assert_array_equal(np.from_dlpack(Holder(capsule)), np.arange(1000))
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3), (1, 1), (4, 3)])
 def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
     """Scalars and empty tensors included."""

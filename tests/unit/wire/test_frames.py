@@ -36,7 +36,7 @@ def test_submissions_survive(sent: list[Submission]) -> None:
     frame = frames.pack_submissions(sent)
 
     assert frames.read_header(frame) == (Kind.SUBMIT, len(sent))
-    assert frames.unpack_submissions(frame, len(sent)) == sent
+    assert list(frames.unpack_submissions(frame, len(sent))) == sent
 
 
 @given(st.lists(completions, max_size=20))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Array, Device
 from rsrv.runtime.models import Model
 from rsrv.wire.layout import Block, Tensor
@@ -12,10 +13,12 @@ from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Part:
-    """One request's share: where its inputs lie and where its outputs go."""
+    """One request's share: whose it is, where its inputs lie and where its outputs go."""
 
+    connection: Connection
+    request: int  # the connection's own id
     rows: int
     segment: Bytes
     inputs_at: int
@@ -117,6 +120,6 @@ def view(part: Part, index: int, block: Block, *, outputs: bool) -> Array:
     return np.ndarray(
         tensor.shape(part.rows),
         numpy_dtype(tensor.dtype),
-        buffer=part.segment.data,
+        buffer=part.segment,
         offset=start + block.places(part.rows)[0][index],
     )

@@ -32,15 +32,14 @@ from rsrv.wire.frames import (
     Kind,
     ProtocolError,
     Status,
-    Submission,
     check_hello,
     pack_json,
     unpack_ids,
     unpack_json,
     unpack_submissions,
 )
-from rsrv.wire.layout import ALIGNMENT, Block
-from rsrv.wire.memory import Board, Bytes, create_sealed
+from rsrv.wire.layout import ALIGNMENT
+from rsrv.wire.memory import Board, create_sealed
 from rsrv.wire.socket import Closed, check_peer
 from rsrv_bundle import Bundle, BundleError
 
@@ -52,13 +51,6 @@ _SHORT = 0.0005
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
-
-
-@dataclass(slots=True)
-class _Pending:
-    connection: Connection
-    submission: Submission
-    part: Part
 
 
 @dataclass(slots=True)
@@ -102,7 +94,7 @@ class Loop:
         self._connections: dict[int, Connection] = {}
         self._next_connection = 0
         self._models: dict[str, _Entry] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Part] = {}
         self._running: dict[int, Job] = {}
         self._arrived: list[ev.Request] = []
         self._answering: set[Connection] = set()
@@ -229,8 +221,7 @@ class Loop:
             return
         match kind:
             case Kind.SUBMIT:
-                for submission in unpack_submissions(frame, count):
-                    self._submit(connection, submission)
+                self._submit(connection, unpack_submissions(frame, count))
             case Kind.CANCEL:
                 ids = tuple(self._global_id(connection, id) for id in unpack_ids(frame, count))
                 self._flush_arrivals()
@@ -252,7 +243,7 @@ class Loop:
             return
         self._selector.unregister(connection.sock)
         connection.close()
-        gone = tuple(id for id, pending in self._pending.items() if pending.connection is connection)
+        gone = tuple(id for id, part in self._pending.items() if part.connection is connection)
         if gone:
             self._flush_arrivals()
             self._feed(ev.RequestsCancelled(gone))
@@ -410,35 +401,42 @@ class Loop:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _submit(self, connection: Connection, submission: Submission) -> None:
+    def _submit(self, connection: Connection, submissions: Iterable[tuple[int, ...]]) -> None:
         entry = self._models.get(connection.model or "")
         if entry is None or entry.model is None:
             raise ProtocolError("SUBMIT before REGISTERED")
-        variants = entry.model.interface.variants
-        if submission.variant >= len(variants):
-            raise ProtocolError(f"SUBMIT for variant {submission.variant} of {len(variants)}")
-        segment = connection.segments.get(submission.segment)
-        if segment is None:
-            raise ProtocolError(f"SUBMIT in unknown segment {submission.segment}")
-        variant = variants[submission.variant]
-        _check_place(segment, submission.inputs_at, variant.inputs, submission.rows)
-        _check_place(segment, submission.outputs_at, variant.outputs, submission.rows)
-        id = self._global_id(connection, submission.request)
-        if id in self._pending:
-            raise ProtocolError(f"SUBMIT of request {submission.request}, which is not answered yet")
-        part = Part(submission.rows, segment, submission.inputs_at, submission.outputs_at)
-        self._pending[id] = _Pending(connection, submission, part)
-        self._arrived.append(
-            ev.Request(
-                id,
-                entry.model.key,
-                submission.variant,
-                submission.rows,
-                submission.deadline_ns / 1e9 if submission.deadline_ns else None,
-                submission.priority,
-                bool(submission.flags & COMMITTED),
+        key, variants = entry.model.key, entry.model.interface.variants
+        for (
+            request,
+            deadline_ns,
+            rows,
+            variant,
+            priority,
+            flags,
+            segment_id,
+            inputs_at,
+            outputs_at,
+        ) in submissions:
+            if variant >= len(variants):
+                raise ProtocolError(f"SUBMIT for variant {variant} of {len(variants)}")
+            segment = connection.segments.get(segment_id)
+            if segment is None:
+                raise ProtocolError(f"SUBMIT in unknown segment {segment_id}")
+            size = len(segment)
+            if (
+                (inputs_at | outputs_at) % ALIGNMENT
+                or inputs_at + variants[variant].inputs.places(rows)[1] > size
+                or outputs_at + variants[variant].outputs.places(rows)[1] > size
+            ):
+                raise ProtocolError("SUBMIT outside its segment, or not aligned")
+            id = self._global_id(connection, request)
+            if id in self._pending:
+                raise ProtocolError(f"SUBMIT of request {request}, which is not answered yet")
+            self._pending[id] = Part(connection, request, rows, segment, inputs_at, outputs_at)
+            deadline = deadline_ns / 1e9 if deadline_ns else None
+            self._arrived.append(
+                ev.Request(id, key, variant, rows, deadline, priority, bool(flags & COMMITTED))
             )
-        )
 
     @staticmethod
     def _global_id(connection: Connection, id: int) -> int:
@@ -474,16 +472,16 @@ class Loop:
                     assert_never(instruction)
 
     def _finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
-        pending = self._pending.pop(finish.request)
-        connection = pending.connection
+        part = self._pending.pop(finish.request)
+        connection = part.connection
         if connection.id not in self._connections:
             return
-        id = pending.submission.request
         if finish.outcome is ev.Outcome.ANSWERED:
             assert job is not None
-            done = Completion(id, Status.OK, job.size, job.rows, int(seconds * 1e9))
+            done = Completion(part.request, Status.OK, job.size, job.rows, int(seconds * 1e9))
         else:
-            done = Completion(id, *_failure(finish))
+            status, text = _failure(finish)
+            done = Completion(part.request, status, text=text)
         connection.completions.append(done)
         self._answering.add(connection)
 
@@ -497,7 +495,7 @@ class Loop:
             instruction.size,
             instruction.rows,
             instruction.requests,
-            tuple(self._pending[id].part for id in instruction.requests),
+            tuple([self._pending[id] for id in instruction.requests]),
         )
         self._running[job.dispatch] = job
         cost = self._scheduler.cost(job.model.key, job.variant, job.rows)
@@ -598,31 +596,22 @@ def _model_status(model: ModelSnapshot) -> dict[str, Any]:
     }
 
 
-def _check_place(segment: Bytes, start: int, block: Block, rows: int) -> None:
-    if start % ALIGNMENT or start + block.places(rows)[1] > len(segment):
-        raise ProtocolError("SUBMIT outside its segment, or not aligned")
-
-
-def _failure(finish: ev.Finish) -> tuple[Status, int, int, int, str]:
-    """A request's end for its client: status and a text without paths or tracebacks."""
-
-    def end(status: Status, text: str) -> tuple[Status, int, int, int, str]:
-        return status, 0, 0, 0, text
-
+def _failure(finish: ev.Finish) -> tuple[Status, str]:
+    """How a request ended, for its client: without paths or tracebacks."""
     match finish.outcome:
         case ev.Outcome.EXPIRED:
-            return end(Status.DEADLINE, "the deadline passed before the model could run")
+            return Status.DEADLINE, "the deadline passed before the model could run"
         case ev.Outcome.CANCELLED:
-            return end(Status.CANCELLED, "the request was cancelled")
+            return Status.CANCELLED, "the request was cancelled"
         case ev.Outcome.FAILED:
-            return end(Status.INTERNAL, "the model failed to execute; the server's log says why")
+            return Status.INTERNAL, "the model failed to execute; the server's log says why"
     match finish.reason:
         case ev.Reason.QUEUE_FULL:
-            retry = f"; retry after {(finish.retry_after or 0) * 1e3:.0f} ms"
-            return end(Status.QUEUE_FULL, f"too many requests wait for this model{retry}")
+            retry_ms = (finish.retry_after or 0) * 1e3
+            return Status.QUEUE_FULL, f"too many requests wait for this model; retry after {retry_ms:.0f} ms"
         case ev.Reason.TOO_MANY_ROWS:
-            return end(Status.INVALID, "the request has more rows than the model's largest batch")
+            return Status.INVALID, "the request has more rows than the model's largest batch"
         case ev.Reason.UNKNOWN_VARIANT:
-            return end(Status.INVALID, "no module is compiled for this input shape")
+            return Status.INVALID, "no module is compiled for this input shape"
         case _:
-            return end(Status.NOT_FOUND, "the model is not loaded")
+            return Status.NOT_FOUND, "the model is not loaded"

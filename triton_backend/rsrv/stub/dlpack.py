@@ -59,16 +59,19 @@ _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
 
 def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
-    """A capsule over memory that the caller keeps alive until Triton has copied it out."""
+    """A capsule that owns a copy of the elements at `address`: nobody knows when Triton reads them."""
     ndim = len(shape)
-    block = _libc.malloc(ctypes.sizeof(_DLManagedTensor) + 8 * max(ndim, 1))
+    code, bits = _TYPES[dtype]
+    nbytes = prod(shape) * bits // 8
+    data_at = ctypes.sizeof(_DLManagedTensor) + 8 * max(ndim, 1)
+    block = _libc.malloc(data_at + max(nbytes, 1))
     if not block:
-        raise MemoryError("no memory for a tensor's description")
+        raise MemoryError(f"no memory for a tensor of {nbytes} bytes")
+    ctypes.memmove(block + data_at, address, nbytes)
     extents = (ctypes.c_int64 * max(ndim, 1)).from_address(block + ctypes.sizeof(_DLManagedTensor))
     extents[:ndim] = list(shape)
     managed = _DLManagedTensor.from_address(block)
-    code, bits = _TYPES[dtype]
-    managed.tensor.data = address
+    managed.tensor.data = block + data_at
     managed.tensor.device_type = _KDLCPU
     managed.tensor.device_id = 0
     managed.tensor.ndim = ndim

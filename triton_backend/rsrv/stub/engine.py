@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.job import Job
-from rsrv.stub.lane import Lane
+from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import DOWN, Later
 from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import Link, Session
@@ -26,7 +26,6 @@ from rsrv.stub.shapes import BadShape, resolve
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ProtocolError, Status, Submission
 from rsrv.wire.layout import NUMPY
-from rsrv.wire.memory import Place
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -72,7 +71,7 @@ class Engine:
         self._prepare_seconds = _SLOW_HOOK if hooks.preprocess else 0.0
         self._execute_ns = 0.0
         #: answered in place by the last execute(); Triton copies them out before the next one
-        self._held: list[Place] = []
+        self._held: Slab | None = None
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
         self._link = link = session.establish()
@@ -85,7 +84,7 @@ class Engine:
         """On execute()'s thread, which is the only one that uses `_direct`, `_held` and `_link`."""
         if self._direct is not None:
             self._direct.close()
-        self._link, self._direct, self._held = link, link.direct, []
+        self._link, self._direct, self._held = link, link.direct, None
         self._shapes.clear()
         self._execute_ns = float(link.cost_ns)
 
@@ -116,12 +115,13 @@ class Engine:
         return bool(predicted <= link.settings["in_place_ms"] * 1e6)
 
     def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
-        lane.give(self._held)
-        self._held = []
-        jobs, submissions = self._prepare_all(link, lane, requests)
-        waiting = {submission.request: jobs[i] for i, submission in submissions}
+        if self._held is not None:
+            lane.release(self._held, self._held.users)
+            self._held = None
+        jobs, submitted = self._prepare_all(link, lane, requests)
+        waiting = {job.id: job for job in submitted}
         try:
-            lane.submit([submission for _, submission in submissions])
+            lane.submit(_submissions(submitted))
             until = time.monotonic() + _MAX_BLOCK
             while waiting:
                 for done in lane.receive(until - time.monotonic()):
@@ -136,7 +136,7 @@ class Engine:
             for job in waiting.values():
                 job.fail(Status.RUNTIME_DOWN, DOWN)
         responses = [self._respond(job) for job in jobs]
-        self._held = [job.place for job in jobs if job.place is not None]
+        self._held = next((job.slab for job in jobs if job.slab is not None), None)
         return responses
 
     def _hand_over(self, link: Link, lane: Lane, jobs: list[Job], waiting: dict[int, Job]) -> None:
@@ -163,72 +163,80 @@ class Engine:
             self._later.run(partial(self._submit_later, link, [request], [reply]))
 
     def _submit_later(self, link: Link, requests: list[Any], replies: list[Reply]) -> None:
-        jobs, submissions = self._prepare_all(link, link.later, requests)
+        jobs, submitted = self._prepare_all(link, link.later, requests)
+        now = time.monotonic()
         for job, reply in zip(jobs, replies, strict=True):
-            job.reply = reply
-        submitted = [jobs[i] for i, _ in submissions]
+            job.reply, job.checked = reply, now
         for job in jobs:
             if job not in submitted:
                 self._later.finish(job)
-        self._later.submit(link, submitted, [submission for _, submission in submissions])
+        self._later.submit(link, submitted, _submissions(submitted))
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _prepare_all(
-        self, link: Link, lane: Lane, requests: list[Any]
-    ) -> tuple[list[Job], list[tuple[int, Submission]]]:
-        """Jobs for all requests, and (index of the job, submission) for those that need the device."""
-        jobs: list[Job] = []
-        submissions: list[tuple[int, Submission]] = []
-        for id, request in zip(lane.next_ids(len(requests)), requests, strict=True):
-            job = Job(id, request, lane)
-            jobs.append(job)
+    def _prepare_all(self, link: Link, lane: Lane, requests: list[Any]) -> tuple[list[Job], list[Job]]:
+        """Jobs for all requests, and those of them that are in shared memory, ready for the device."""
+        jobs = [
+            Job(id, request, lane) for id, request in zip(lane.next_ids(len(requests)), requests, strict=True)
+        ]
+        resolved: list[Job] = []
+        nbytes = 0
+        for job in jobs:
             try:
-                submission = self._prepare(link, job)
+                nbytes += self._resolve_job(link, job, nbytes)
             except Failure as failure:
                 job.failure = failure
-            except OSError:
-                log.exception("no memory for a request")
-                job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
             except Exception:
                 log.exception("preparing a request failed")
                 job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
             else:
-                if submission is not None:
-                    submissions.append((len(jobs) - 1, submission))
-        return jobs, submissions
+                resolved.append(job)
+        if not resolved:
+            return jobs, []
+        try:
+            slab = lane.take(nbytes, len(resolved))
+        except OSError:
+            log.exception("no memory for %d bytes of requests", nbytes)
+            for job in resolved:
+                job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
+            return jobs, []
+        for job in resolved:
+            job.slab = slab
+            job.inputs_at += slab.place.offset
+            job.outputs_at += slab.place.offset
+            self._write(job, slab)
+        return jobs, [job for job in resolved if job.rows]
 
-    def _prepare(self, link: Link, job: Job) -> Submission | None:
-        """Write a request's inputs to shared memory. None if there is nothing to execute (no rows)."""
-        request = job.request
-        deadline_ns, priority = _terms(request)
-        arrays = self._read_inputs(link, request)
+    def _resolve_job(self, link: Link, job: Job, at: int) -> int:
+        """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
+        job.deadline_ns, job.priority = _terms(job.request)
+        arrays = self._read_inputs(link, job.request)
         if self._hooks.preprocess is not None:
             started = time.perf_counter()
-            arrays = _run_hook("preprocess", self._hooks.preprocess, arrays, request)
+            arrays = _run_hook("preprocess", self._hooks.preprocess, arrays, job.request)
             self._prepare_seconds += _EMA * (time.perf_counter() - started - self._prepare_seconds)
         specs = link.interface.variants[0].inputs.tensors
-        try:
-            ordered = [arrays[spec.name] for spec in specs]
-        except KeyError as missing:
-            raise self._wrong_tensor(f"has no tensor {missing}") from None
-        for spec, array in zip(specs, ordered, strict=True):
+        for spec in specs:
+            array = arrays.get(spec.name)
+            if array is None:
+                raise self._wrong_tensor(f"has no tensor {spec.name!r}")
             if array.dtype != NUMPY[spec.dtype]:
                 raise self._wrong_tensor(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}")
-        index, rows = self._resolve(link, tuple(array.shape for array in ordered))
-        variant = link.interface.variants[index]
-        job.variant, job.index, job.rows = variant, index, rows
-        offsets, nbytes = variant.inputs.places(rows)
-        job.place = job.lane.take(nbytes + variant.outputs.places(rows)[1])
-        job.outputs_at = nbytes
-        for spec, offset, array in zip(variant.inputs.tensors, offsets, ordered, strict=True):
-            job.lane.view(job.place, offset, spec, rows)[...] = array
-        if rows == 0:
-            return None
-        place = job.place
-        return Submission(
-            job.id, deadline_ns, rows, index, priority, 0, place.segment, place.offset, place.offset + nbytes
-        )
+            job.inputs.append(array)
+        job.index, job.rows = self._resolve(link, tuple([array.shape for array in job.inputs]))
+        job.variant = variant = link.interface.variants[job.index]
+        job.inputs_at = at
+        job.outputs_at = at + variant.inputs.places(job.rows)[1]
+        return job.outputs_at - at + variant.outputs.places(job.rows)[1]
+
+    @staticmethod
+    def _write(job: Job, slab: Slab) -> None:
+        """Copy a request's inputs to shared memory."""
+        assert job.variant is not None
+        block = job.variant.inputs
+        for spec, offset, array in zip(block.tensors, block.places(job.rows)[0], job.inputs, strict=True):
+            slab.view(job.inputs_at + offset, spec, job.rows)[...] = array
+        job.inputs.clear()
 
     def _read_inputs(self, link: Link, request: Any) -> dict[str, Array]:
         arrays = {}
@@ -274,12 +282,11 @@ class Engine:
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.variant is not None
-        assert job.place is not None
+        assert job.slab is not None
         block = job.variant.outputs
-        offsets, _ = block.places(job.rows)
         arrays = {
-            spec.name: job.lane.view(job.place, job.outputs_at + offset, spec, job.rows)
-            for spec, offset in zip(block.tensors, offsets, strict=True)
+            spec.name: job.slab.view(job.outputs_at + offset, spec, job.rows)
+            for spec, offset in zip(block.tensors, block.places(job.rows)[0], strict=True)
         }
         if self._hooks.postprocess is not None:
             started = time.perf_counter()
@@ -300,6 +307,26 @@ class Engine:
                 array = array.reshape(*array.shape, 1)
             out.append(self._tensors.make(wire.name, array, wire.dtype))
         return out
+
+
+def _submissions(jobs: list[Job]) -> list[Submission]:
+    out = []
+    for job in jobs:
+        assert job.slab is not None
+        out.append(
+            Submission(
+                job.id,
+                job.deadline_ns,
+                job.rows,
+                job.index,
+                job.priority,
+                0,
+                job.slab.place.segment,
+                job.inputs_at,
+                job.outputs_at,
+            )
+        )
+    return out
 
 
 def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> dict[str, Array]:

@@ -1,14 +1,12 @@
 """One request on its way through the stub."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from rsrv.stub.lane import Lane
+from rsrv.stub.lane import Array, Lane, Slab
 from rsrv.stub.replies import Failure, Reply
 from rsrv.wire.frames import Completion, Status
 from rsrv.wire.layout import Variant
-from rsrv.wire.memory import Place
 
 
 @dataclass(slots=True, eq=False)
@@ -16,17 +14,21 @@ class Job:
     id: int  # unique on its lane
     request: Any
     lane: Lane
-    #: set by preparing: the variant, its index, rows, and where inputs and then outputs lie
+    deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
+    priority: int = 0
+    #: what the request asks for, once its shapes are known
+    inputs: list[Array] = field(default_factory=list)
     variant: Variant | None = None
-    index: int = 0
+    index: int = 0  # of the variant
     rows: int = 0
-    place: Place | None = None
-    outputs_at: int = 0  # bytes from the place's start
+    #: where its inputs and outputs lie, bytes from the segment's start
+    slab: Slab | None = None
+    inputs_at: int = 0
+    outputs_at: int = 0
     failure: Failure | None = None
     #: set when the answer will be sent after execute() returned
     reply: Reply | None = None
-    since: float = field(default_factory=time.monotonic)
-    checked: float = 0.0
+    checked: float = 0.0  # when its client was last asked after
     cancelling: bool = False
 
     def finish(self, done: Completion) -> None:

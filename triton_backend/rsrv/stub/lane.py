@@ -3,6 +3,7 @@
 import select
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -13,7 +14,7 @@ from rsrv.stub.launch import Greeted
 from rsrv.wire import frames
 from rsrv.wire.frames import Completion, Kind, ProtocolError, Submission
 from rsrv.wire.layout import NUMPY, Tensor
-from rsrv.wire.memory import Arena, Place
+from rsrv.wire.memory import Arena, Bytes, Place
 from rsrv.wire.socket import Closed, send
 
 Array = npt.NDArray[Any]
@@ -24,6 +25,19 @@ _SEND_TIMEOUT = 0.2
 
 class Rejected(Exception):
     """The runtime cannot load the model; the message says why."""
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """The memory of one batch of requests."""
+
+    place: Place
+    segment: Bytes
+    users: int
+
+    def view(self, offset: int, tensor: Tensor, rows: int) -> Array:
+        """A tensor at `offset` bytes of the segment."""
+        return np.ndarray(tensor.shape(rows), NUMPY[tensor.dtype], self.segment, offset)
 
 
 class Lane:
@@ -59,21 +73,17 @@ class Lane:
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def take(self, nbytes: int) -> Place:
-        """Raises OSError when the machine is out of memory."""
+    def take(self, nbytes: int, users: int) -> Slab:
+        """Memory that `users` requests share until each has released it. Raises OSError when there is none."""
         with self._lock:
-            return self._arena.take(nbytes)
+            place = self._arena.take(nbytes)
+            return Slab(place, self._arena.segment(place), users)
 
-    def give(self, places: Sequence[Place]) -> None:
+    def release(self, slab: Slab, users: int = 1) -> None:
         with self._lock:
-            for place in places:
-                self._arena.give(place)
-
-    def view(self, place: Place, offset: int, tensor: Tensor, rows: int) -> Array:
-        """A tensor at `offset` bytes of a place."""
-        return np.ndarray(
-            tensor.shape(rows), NUMPY[tensor.dtype], buffer=self._arena.view(place).data, offset=offset
-        )
+            slab.users -= users
+            if slab.users == 0:
+                self._arena.give(slab.place)
 
     # --- requests -----------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class Later:
                 job
                 for pending in self._lanes.values()
                 for job in pending.values()
-                if not job.cancelling and now - max(job.since, job.checked) > _CANCEL_ROUND
+                if not job.cancelling and now - job.checked > _CANCEL_ROUND
             ][:_CANCEL_CHECKS]
         for job in due:
             job.checked = now
@@ -206,5 +206,5 @@ class Later:
         try:
             job.reply.send(self._respond(job))
         finally:
-            if job.place is not None:
-                job.lane.give([job.place])
+            if job.slab is not None:
+                job.lane.release(job.slab)

@@ -51,13 +51,11 @@ class Tensors:
         return np.frombuffer(buffer, NUMPY[dtype]).reshape(shape)
 
     def make(self, name: str, array: Array, dtype: str) -> Any:
-        """A Triton tensor over `array`, whose memory must live until the response is sent."""
+        """A Triton tensor of `array`, which it may refer to until the response is sent."""
         if self._numpy_works and dtype != "bf16":
             return self._tensor(name, array)
-        array = np.ascontiguousarray(array)
-        # An array without elements may have no address; Triton still wants one.
-        address = array.ctypes.data or id(self)
-        return self._from_dlpack(name, make_capsule(address, dtype, array.shape))
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        return self._from_dlpack(name, make_capsule(array.ctypes.data, dtype, array.shape))
 
     # --- the pairing's self-check -------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+import numpy as np
+
 #: bytes; a cache line, and what XLA wants to read a buffer in place.
 ALIGNMENT = 64
 
@@ -20,13 +22,13 @@ ITEMSIZE = {
     "i64": 8, "u64": 8, "f64": 8,
 }  # fmt: skip
 
-#: token -> numpy's name; the types that plain numpy lacks travel as their bits.
-NUMPY = {
+#: token -> numpy's dtype; the types that plain numpy lacks travel as their bits.
+NUMPY = {token: np.dtype(name) for token, name in {
     "bool": "bool", "i8": "int8", "u8": "uint8", "f8_e5m2": "uint8", "f8_e4m3": "uint8",
     "i16": "int16", "u16": "uint16", "f16": "float16", "bf16": "uint16",
     "i32": "int32", "u32": "uint32", "f32": "float32",
     "i64": "int64", "u64": "uint64", "f64": "float64",
-}  # fmt: skip
+}.items()}  # fmt: skip
 
 
 def aligned(nbytes: int) -> int:

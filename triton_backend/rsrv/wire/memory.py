@@ -141,8 +141,9 @@ class Arena:
         if segment.idle and self.nbytes > self._keep:
             self._drop(place.segment)
 
-    def view(self, place: Place) -> Bytes:
-        return self._segments[place.segment].bytes[place.offset : place.offset + place.nbytes]
+    def segment(self, place: Place) -> Bytes:
+        """The whole segment that a place lies in."""
+        return self._segments[place.segment].bytes
 
     @property
     def nbytes(self) -> int:

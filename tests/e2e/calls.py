@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -35,15 +34,13 @@ CODES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
 class Refused(Exception):
     """The server's answer was an error."""
 
-    status: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.status}: {self.message}"
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
 
     def assert_is(self, code: str, protocol: str) -> None:
         """That it is Triton's `code`, and that the text tells a client nothing about the inside of the server."""
@@ -68,7 +65,7 @@ class Caller:
             result = self._client.infer(model, tensors(self._library, inputs), **options)
         except InferenceServerException as error:
             raise Refused(str(error.status()), str(error.message())) from None
-        return {name: answer(result, name) for name in output_names(result)}
+        return {name: result.as_numpy(name) for name in output_names(result)}
 
     def close(self) -> None:
         self._client.close()
@@ -78,13 +75,9 @@ def tensors(library: ModuleType, inputs: Mapping[str, Array]) -> list[Any]:
     """The client library's own inputs."""
     out = []
     for name, array in inputs.items():
-        bfloat = array.dtype == ml_dtypes.bfloat16
-        tensor = library.InferInput(
-            name, list(array.shape), "BF16" if bfloat else np_to_triton_dtype(array.dtype)
-        )
-        # The libraries take BF16 as FP32 and cut it, which is exact for what is BF16 already.
-        tensor.set_data_from_numpy(array.astype(np.float32) if bfloat else array)
-        out.append(tensor)
+        datatype = "BF16" if array.dtype == ml_dtypes.bfloat16 else np_to_triton_dtype(array.dtype)
+        out.append(library.InferInput(name, list(array.shape), datatype))
+        out[-1].set_data_from_numpy(array)
     return out
 
 
@@ -93,14 +86,6 @@ def output_names(result: Any) -> list[str]:
     if isinstance(response, dict):
         return [output["name"] for output in response["outputs"]]
     return [output.name for output in response.outputs]
-
-
-def answer(result: Any, name: str) -> Array:
-    """One output, in its own type also for BF16."""
-    output = result.get_output(name)
-    array: Array = result.as_numpy(name)
-    datatype = output["datatype"] if isinstance(output, dict) else output.datatype
-    return array.astype(ml_dtypes.bfloat16) if datatype == "BF16" else array
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from examples import digits, mlp, two_sizes, v2_affine
 from rsrv.wire.status import read_status
-from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle import Bundle, load_weights, read_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from tests.e2e import bundles
 from tests.e2e.bundles import DTYPES
@@ -26,12 +28,19 @@ TOLERANCE = 1e-5
 
 def compiled(folder: Path, variant: int, size: int, inputs: Mapping[str, Array]) -> Arrays:
     """The bundle's own module of this size, run here."""
+    bundle, call = _module(folder, variant, size)
+    outputs = call(*(inputs[spec.name] for spec in bundle.manifest.inputs))
+    return {spec.name: np.asarray(out) for spec, out in zip(bundle.manifest.outputs, outputs, strict=True)}
+
+
+@cache
+def _module(folder: Path, variant: int, size: int) -> tuple[Bundle, Callable[..., Any]]:
     bundle = read_bundle(folder)
     key = variant, size
     module = as_exported(module_file(bundle, key).read_bytes(), check_signatures(bundle)[key])
-    arrays = [inputs[spec.name] for spec in bundle.manifest.inputs]
-    outputs = jax.jit(module.call)(*arrays, *load_weights(bundle))
-    return {spec.name: np.asarray(out) for spec, out in zip(bundle.manifest.outputs, outputs, strict=True)}
+    weights = load_weights(bundle)
+    jitted = jax.jit(module.call)
+    return bundle, lambda *inputs: jitted(*inputs, *weights)
 
 
 def assert_close(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
@@ -40,6 +49,16 @@ def assert_close(got: Mapping[str, Array], want: Mapping[str, Array]) -> None:
         assert got[name].dtype == array.dtype
         assert got[name].shape == array.shape
         np.testing.assert_allclose(got[name], array, rtol=0, atol=TOLERANCE * np.abs(array).max())
+
+
+def padded(x: Array, size: int) -> Array:
+    """Rows of zeros below, as the runtime adds them."""
+    return np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+
+
+def sizes_run(triton: RunningTriton, model: str) -> Counter[str]:
+    """How often each compiled module of a model was executed: "variant/size" -> times."""
+    return Counter(read_status(triton.pid)["models"][model]["sizes"])
 
 
 def mlp_rows(rng: np.random.Generator, rows: int) -> Arrays:
@@ -62,14 +81,20 @@ def exact_answer(inputs: Mapping[str, Array]) -> Arrays:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("rows", mlp.BATCH_SIZES)
-def test_a_request_of_a_compiled_size_gets_the_very_bits_of_that_module(
+@pytest.mark.parametrize("rows", [*mlp.BATCH_SIZES, 3])
+def test_a_request_alone_gets_the_very_bits_of_the_module_that_ran(
     triton: RunningTriton, example_bundles: Path, protocol: str, rows: int
 ) -> None:
-    """Alone on the server, a request that fills a compiled size is that module's answer, bit by bit."""
-    inputs = mlp_rows(np.random.default_rng(rows), rows)
+    """Alone on the server, an answer is bit by bit that of the compiled size that the runtime says it used."""
+    x = mlp_rows(np.random.default_rng(rows), rows)["x"]
+    before = sizes_run(triton, "mlp")
     with caller(triton, protocol) as call:
-        assert_same(call("mlp", inputs), compiled(example_bundles / "mlp", 0, rows, inputs))
+        got = call("mlp", {"x": x})
+    ((ran, times),) = (sizes_run(triton, "mlp") - before).items()
+    variant, size = map(int, ran.split("/"))
+    assert (variant, times) == (0, 1)
+    want = compiled(example_bundles / "mlp", 0, size, {"x": padded(x, size)})
+    assert_same(got, {"logits": want["logits"][:rows]})
 
 
 @pytest.mark.parametrize("variant", [0, 1])
@@ -80,9 +105,16 @@ def test_each_variant_answers_with_its_own_module(
     with caller(triton) as call:
         for rows in two_sizes.BATCH_SIZES:
             inputs = image_rows(np.random.default_rng(rows), rows, two_sizes.SIZES[variant])
-            want = compiled(example_bundles / "two_sizes", variant, rows, inputs)
-            assert_same(call("two_sizes", inputs), want)
-            assert_close(want, two_sizes.reference(inputs))
+            before = sizes_run(triton, "two_sizes")
+            got = call("two_sizes", inputs)
+            ((ran, _),) = (sizes_run(triton, "two_sizes") - before).items()
+            index, size = map(int, ran.split("/"))
+            assert index == variant
+            want = compiled(
+                example_bundles / "two_sizes", variant, size, {"image": padded(inputs["image"], size)}
+            )
+            assert_same(got, {name: array[:rows] for name, array in want.items()})
+            assert_close(got, two_sizes.reference(inputs))
 
 
 @pytest.mark.parametrize("rows", range(1, 33))
@@ -151,9 +183,6 @@ def test_coalesced_answers_are_those_of_one_compiled_size(
     """Whatever a row is coalesced with, its answer is bit by bit what one of the compiled sizes gives."""
     inputs = [mlp_rows(np.random.default_rng(500 + number), 1) for number in range(32)]
 
-    def padded(x: Array, size: int) -> Array:
-        return np.concatenate([x, np.zeros((size - len(x), 256), np.float32)])
-
     possible = [
         {
             compiled(example_bundles / "mlp", 0, size, {"x": padded(own["x"], size)})["logits"][:1].tobytes()
@@ -171,7 +200,7 @@ def test_coalesced_answers_are_those_of_one_compiled_size(
 
 def test_variants_coalesce_apart_from_each_other(triton: RunningTriton) -> None:
     """Interleaved requests of two image sizes are executed together per size, and answered right."""
-    before = read_status(triton.pid)["models"]["two_sizes"]["sizes"]
+    before = sizes_run(triton, "two_sizes")
 
     def work(call: Caller, number: int) -> None:
         rng = np.random.default_rng(number)
@@ -180,9 +209,8 @@ def test_variants_coalesce_apart_from_each_other(triton: RunningTriton) -> None:
             assert_close(call("two_sizes", inputs), two_sizes.reference(inputs))
 
     at_once(triton, 32, work)
-    after = read_status(triton.pid)["models"]["two_sizes"]["sizes"]
-    for variant in (0, 1):
-        assert after.get(f"{variant}/4", 0) > before.get(f"{variant}/4", 0), "never coalesced"
+    ran = sizes_run(triton, "two_sizes") - before
+    assert {"0/4", "1/4"} <= set(ran), "never coalesced"
 
 
 def test_single_rows_of_many_clients_share_executions(triton: RunningTriton) -> None:

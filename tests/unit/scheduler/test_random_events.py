@@ -200,7 +200,7 @@ def test_many_random_events() -> None:
 def test_a_million_random_events() -> None:
     """200 runs of 5,000 events on up to 12 models, with queues that build up and drain."""
     for seed in range(200):
-        driver = Driver(SchedulerSettings(depth=1 + seed % 3))
+        driver = Driver(SchedulerSettings(depth=1 + seed % 3), validate_every=20)
         chance = Random(seed)
         while len(driver.events) < 5000:
             _one_random_event(driver, chance, load=1 + seed % 7)
@@ -263,6 +263,7 @@ def _drain_and_replay(driver: Driver) -> None:
     for model in [*driver.loading]:
         driver.load(model)
     driver.finish_all()
+    driver.scheduler.validate()
 
     assert driver.ended.keys() == driver.requests.keys()
 

@@ -10,7 +10,7 @@ import http.client
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ import tritonclient.http
 import example_bundles
 from examples import digits
 from local_triton import ServerFailed, TritonServer
+from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from triton_install import InstallError
 
@@ -85,8 +86,7 @@ def classify(server: TritonServer) -> bool:
         seconds = time.perf_counter() - started
         accuracies.append(float(np.mean(predicted == labels)))
         print(f"   {protocol}: accuracy {accuracies[-1]:.4f}, {len(images) / seconds:.0f} requests/s")
-    if sizes := batch_sizes_seen(server):
-        print(f"   rows in one execution: {', '.join(map(str, sizes))}")
+    print(f"   executions by compiled batch size: {batch_sizes_seen(server)}")
     show_curl(server, metadata, images[0], int(labels[0]))
     good = min(accuracies) >= digits.REQUIRED_ACCURACY and len(set(accuracies)) == 1
     if not good:
@@ -119,10 +119,12 @@ def predict(library: ModuleType, url: str, metadata: dict[str, Any], images: Arr
         return np.array([digit for share in shares for digit in share])
 
 
-def batch_sizes_seen(server: TritonServer) -> Sequence[int]:
-    """The numbers of rows that the runtime put into one execution so far; empty while it does not tell."""
-    del server
-    return ()
+def batch_sizes_seen(server: TritonServer) -> str:
+    """How often the runtime ran each compiled size, and how many requests shared an execution on average."""
+    model = read_status(server.pid)["models"][MODEL]
+    sizes = {int(size.partition("/")[2]): count for size, count in model["sizes"].items()}
+    shown = ", ".join(f"{size} x {count}" for size, count in sorted(sizes.items()))
+    return f"{shown} ({model['useful_rows'] / model['dispatches']:.1f} rows each on average)"
 
 
 def show_curl(server: TritonServer, metadata: dict[str, Any], image: Array, label: int) -> None:

@@ -38,6 +38,8 @@ _MAX_BLOCK = 0.2
 #: seconds of preprocessing per request above which it runs on other threads
 _SLOW_HOOK = 0.001
 _EMA = 0.1
+#: the latest deadline that a frame can carry, in ns
+_NEVER = (1 << 63) - 1
 _MAX_SHAPES = 1024
 
 
@@ -87,6 +89,11 @@ class Engine:
         self._link, self._direct, self._held = link, link.direct, None
         self._shapes.clear()
         self._execute_ns = float(link.cost_ns)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a runtime that serves this model."""
+        return self._session.link is not None
 
     def close(self) -> None:
         self._later.close()
@@ -167,8 +174,9 @@ class Engine:
         now = time.monotonic()
         for job, reply in zip(jobs, replies, strict=True):
             job.reply, job.checked = reply, now
+        waiting = {job.id for job in submitted}
         for job in jobs:
-            if job not in submitted:
+            if job.id not in waiting:
                 self._later.finish(job)
         self._later.submit(link, submitted, _submissions(submitted))
 
@@ -269,6 +277,8 @@ class Engine:
     def _respond(self, job: Job) -> Any:
         """The response of a job whose outcome is known; never raises."""
         if job.failure is not None:
+            if job.failure.status is Status.INTERNAL:
+                log.error("request %r failed: %s", job.request.request_id(), job.failure.text)
             return self._responses.failure(job.failure.status, job.failure.text)
         try:
             return self._responses.answer(self._outputs_of(job))
@@ -333,7 +343,9 @@ def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> 
     try:
         result = hook(arrays)
         return {key: np.asarray(value) for key, value in result.items()}
-    except Exception:
+    except (
+        BaseException
+    ):  # sys.exit(), too, would end the whole batch, or one of the sending threads for good
         log.exception("request %r: model.py: %s raised", request.request_id(), name)
         raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None
 
@@ -343,7 +355,7 @@ def _terms(request: Any) -> tuple[int, int]:
     deadline = 0
     timeout_us = request.timeout()
     if timeout_us:
-        deadline = time.monotonic_ns() + timeout_us * 1000
+        deadline = min(time.monotonic_ns() + timeout_us * 1000, _NEVER)
     text = request.parameters()
     if len(text) <= 2:
         return deadline, 0

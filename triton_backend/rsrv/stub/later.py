@@ -128,21 +128,23 @@ class Later:
         except TimeoutError:
             return
         except (Closed, ProtocolError, OSError) as error:
-            if not self._closed:
-                log.error("lost the runtime: %s", error)
-            self._lose(self._links[lane])
-            return
-        for done in completions:
             with self._lock:
-                job = self._lanes[lane].pop(done.request, None)
-            if job is not None:
-                job.finish(done)
-                self.finish(job)
+                link = self._links.get(lane)  # None: another thread found out first
+            if link is not None:
+                if not self._closed:
+                    log.error("lost the runtime: %s", error)
+                self._lose(link)
+            return
+        idle = None
         with self._lock:
-            idle = None
-            if not self._lanes[lane] and lane in self._when_idle:
+            pending = self._lanes.get(lane, {})
+            jobs = [(pending.pop(done.request), done) for done in completions if done.request in pending]
+            if not pending and lane in self._when_idle:
                 idle = self._when_idle.pop(lane)
                 self._forget(lane)
+        for job, done in jobs:
+            job.finish(done)
+            self.finish(job)
         if idle is not None:
             idle()
 

@@ -82,7 +82,7 @@ class Launcher:
                 raise LaunchError(f"the runtime cannot be started with {python}: {error}") from None
             finally:
                 os.close(child_end)
-            said = _read_until_closed(ready, _START_TIMEOUT)
+            said = _first_words(ready, _START_TIMEOUT)
             started.wait()  # it has forked the real one and left
         finally:
             os.close(ready)
@@ -135,8 +135,8 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _read_until_closed(fd: int, timeout: float) -> bytes:
-    """What the starting process says: one short message, or nothing if it dies."""
+def _first_words(fd: int, timeout: float) -> bytes:
+    """What the starting process says: one short message, or nothing when it died."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return os.read(fd, 4096) if poll.poll(timeout * 1000) else b"it was not ready in time"

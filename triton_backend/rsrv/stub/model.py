@@ -61,6 +61,10 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._engine.execute(requests)
 
+    def is_ready(self) -> bool:
+        """Asked by Triton 26.03 and later for the model's readiness."""
+        return self._engine.ready
+
     def finalize(self) -> None:
         self._engine.close()
 

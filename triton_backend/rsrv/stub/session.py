@@ -70,7 +70,12 @@ class Session:
             direct,
             later,
         )
-        self.link = link
+        with self._lock:
+            if self._closed.is_set():
+                direct.close()
+                later.close()
+                raise Closed("the model is being unloaded")
+            self.link = link
         self.on_link(link)
         return link
 
@@ -98,8 +103,8 @@ class Session:
                 return
 
     def close(self) -> None:
-        self._closed.set()
         with self._lock:
+            self._closed.set()
             link, self.link = self.link, None
         if link is not None:
             link.direct.close()

@@ -98,7 +98,11 @@ class JaxDevice:
 
         exported = as_exported(module, signature)
         structs = [self._jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
-        return Executable(self._jax.jit(exported.call).lower(*structs).compile())
+        compiled = self._jax.jit(exported.call).lower(*structs).compile()
+        # jax keeps what it traced and lowered in case the same function comes again; none ever does, and for
+        # a small model of six sizes that is 6 MB of host memory.
+        self._jax.clear_caches()
+        return Executable(compiled)
 
     def upload(self, arrays: Sequence[Array]) -> Weights:
         buffers = [self._jax.device_put(array, self._device) for array in arrays]

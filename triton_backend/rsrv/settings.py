@@ -54,8 +54,8 @@ class StubSection(_Section):
     in_place_ms: float = Field(
         4.0,
         ge=0,
-        description="Answers predicted sooner than this are waited for inside execute(), which costs less CPU; "
-        "later ones are answered by other threads, which lets more requests reach the queue. 0: never wait.",
+        description="Executions shorter than this are waited for inside execute(), which costs less CPU; longer "
+        "ones are answered by other threads, which lets more requests reach the queue meanwhile. 0: never wait.",
     )
     sender_threads: int = Field(4, ge=1, le=32, description="Threads that answer later, and run slow hooks.")
 

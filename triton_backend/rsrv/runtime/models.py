@@ -76,6 +76,7 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         inputs = zeros(interface.variants[variant].inputs, size)
         device.run(executable, weights, inputs)
         costs[variant, size] = min(device.run(executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
+    _smooth(costs)
     of_model = settings.for_model(name)
     program = Program(
         model=model_key(name, bundle),
@@ -103,6 +104,13 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         weights,
         compile_seconds=compiled,
     )
+
+
+def _smooth(costs: dict[tuple[int, int], float]) -> None:
+    """A size that seems dearer than a larger one was disturbed while it was timed; else it would never be tried."""
+    for key in sorted(costs, reverse=True):
+        larger = (cost for (variant, size), cost in costs.items() if variant == key[0] and size > key[1])
+        costs[key] = min(costs[key], *larger, float("inf"))
 
 
 def coalesces(bundle: Bundle) -> bool:

@@ -38,6 +38,10 @@ _MAX_BLOCK = 0.2
 #: seconds of preprocessing per request above which it runs on other threads
 _SLOW_HOOK = 0.001
 _EMA = 0.1
+#: how much longer than its own executions a request may wait for others' inside execute()
+_QUEUE_FACTOR = 5
+#: share of a longer execution in the learned length
+_RISE = 0.01
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
 _MAX_SHAPES = 1024
@@ -114,12 +118,26 @@ class Engine:
         return None
 
     def _soon(self, link: Link, count: int) -> bool:
-        """Whether the answers are predicted within stub.in_place_ms."""
+        """Whether to wait inside execute(): the executions take at most stub.in_place_ms and start before long.
+
+        The executions' own length decides, for a device waits for the next batch after each of them; a queue in
+        front of them keeps it busy meanwhile, so that only bounds how long execute() may be held.
+        """
+        limit = link.settings["in_place_ms"] * 1e6
         rounds = 1 + (count - 1) // link.interface.variants[0].sizes[-1]
-        predicted = (
-            link.direct.device_free_in_ns() + self._execute_ns * rounds + self._hook_seconds * count * 1e9
-        )
-        return bool(predicted <= link.settings["in_place_ms"] * 1e6)
+        own = self._execute_ns * rounds + self._hook_seconds * count * 1e9
+        return bool(own <= limit and link.direct.device_free_in_ns() <= _QUEUE_FACTOR * limit)
+
+    def _learn(self, execute_ns: int) -> None:
+        """Track the length of undisturbed executions: at once downwards, slowly upwards.
+
+        Waiting for a processor makes single ones far longer. Taken at face value, they would send answers the
+        dearer way, which makes the machine busier still.
+        """
+        if execute_ns < self._execute_ns:
+            self._execute_ns = float(execute_ns)
+        else:
+            self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
     def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
         if self._held is not None:
@@ -133,8 +151,6 @@ class Engine:
             while waiting:
                 for done in lane.receive(until - time.monotonic()):
                     waiting.pop(done.request).finish(done)
-                    if done.status is Status.OK:
-                        self._execute_ns += _EMA * (done.execute_ns - self._execute_ns)
         except TimeoutError:
             self._hand_over(link, lane, jobs, waiting)
             return None
@@ -280,6 +296,8 @@ class Engine:
             if job.failure.status is Status.INTERNAL:
                 log.error("request %r failed: %s", job.request.request_id(), job.failure.text)
             return self._responses.failure(job.failure.status, job.failure.text)
+        if job.execute_ns:
+            self._learn(job.execute_ns)
         try:
             return self._responses.answer(self._outputs_of(job))
         except Failure as failure:

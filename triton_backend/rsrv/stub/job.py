@@ -25,6 +25,7 @@ class Job:
     slab: Slab | None = None
     inputs_at: int = 0
     outputs_at: int = 0
+    execute_ns: int = 0  # of the execution it was part of
     failure: Failure | None = None
     #: set when the answer will be sent after execute() returned
     reply: Reply | None = None
@@ -32,6 +33,7 @@ class Job:
     cancelling: bool = False
 
     def finish(self, done: Completion) -> None:
+        self.execute_ns = done.execute_ns
         if done.status is not Status.OK:
             self.failure = Failure(done.status, done.text)
 

@@ -156,10 +156,14 @@ def unpack_completions(frame: bytes | memoryview, count: int) -> list[Completion
     return out
 
 
+_STATUSES = {int(status): status for status in Status}
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 def _status(value: int) -> Status:
     try:
-        return Status(value)
-    except ValueError:
+        return _STATUSES[value]
+    except KeyError:
         raise ProtocolError(f"unknown status {value}") from None
 
 
@@ -199,8 +203,8 @@ def read_header(frame: bytes | memoryview) -> tuple[Kind, int]:
         raise ProtocolError(f"a frame of {len(frame)} bytes has no header")
     kind, _, count = HEADER.unpack_from(frame)
     try:
-        return Kind(kind), count
-    except ValueError:
+        return _KINDS[kind], count
+    except KeyError:
         raise ProtocolError(f"unknown kind of frame {kind}") from None
 
 

@@ -13,6 +13,10 @@ from rsrv.wire.frames import MAX_FRAME, ProtocolError
 _MAX_FDS = 4
 _FD_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")
+# As plain numbers: combining the library's flags costs more than the system call.
+_TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_NOSIGNAL = int(socket.MSG_NOSIGNAL)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 
 class Closed(Exception):
@@ -52,9 +56,9 @@ def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
     """Raises Closed; BlockingIOError when the socket does not block and is full."""
     try:
         if fds:
-            socket.send_fds(sock, [frame], list(fds), socket.MSG_NOSIGNAL)
+            socket.send_fds(sock, [frame], list(fds), _NOSIGNAL)
         else:
-            sock.send(frame, socket.MSG_NOSIGNAL)
+            sock.send(frame, _NOSIGNAL)
     except (BrokenPipeError, ConnectionError) as error:
         raise Closed(str(error)) from None
 
@@ -73,13 +77,11 @@ class Receiver:
         Raises Closed, ProtocolError, and BlockingIOError when the socket does not block and is empty.
         """
         try:
-            size, ancillary, flags, _ = self._sock.recvmsg_into(
-                [self._buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary, flags, _ = self._sock.recvmsg_into([self._buffer], _FD_SPACE, _CLOEXEC)
         except ConnectionError as error:
             raise Closed(str(error)) from None
         fds = _descriptors(ancillary) if ancillary else []
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & _TRUNCATED:
             for fd in fds:
                 os.close(fd)
             raise ProtocolError(f"a frame is larger than {MAX_FRAME} bytes or carries too many descriptors")

@@ -48,6 +48,9 @@ log = logging.getLogger("rsrv.loop")
 #: seconds of expected execution below which the loop executes by itself: handing over to a thread and back
 #: costs about 0.1 ms, and reading sockets that much later does no harm
 _SHORT = 0.0005
+#: seconds that such an execution may take at most before its model is no longer executed by the loop: some
+#: models' costs depend on their inputs, and meanwhile no deadline, cancellation or arrival is noticed
+_DECEIVED = 0.1
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
@@ -103,6 +106,8 @@ class Loop:
         #: a job too short to be worth a thread, and, when it has run, the message that it ended in
         self._short: Job | None = None
         self._ended: Callable[[], None] | None = None
+        #: models that once took far longer on the loop than predicted, by key: never again on the loop
+        self._deceptive: set[str] = set()
         self._builds = 0
 
         self._selector = selectors.EpollSelector()
@@ -133,7 +138,10 @@ class Loop:
             self._publish()
             if self._short is not None:
                 job, self._short = self._short, None
+                started = self._clock()
                 self._ended = self._run_job(job)
+                if self._clock() - started > _DECEIVED:
+                    self._deceptive.add(job.model.key)
 
     def close(self) -> None:
         """End all connections, as the process's end would. For those who run a loop inside a process."""
@@ -386,6 +394,7 @@ class Loop:
         if entry is None or not entry.leaving or self._scheduler.holds(key):
             return
         del self._models[key]
+        self._deceptive.discard(key)
         assert entry.model is not None
         self._free(entry.model)
         for action in entry.afterwards:
@@ -500,7 +509,8 @@ class Loop:
         self._running[job.dispatch] = job
         cost = self._scheduler.cost(job.model.key, job.variant, job.rows)
         # While a model is built, its warm-up may hold the device for long: then only the thread may wait.
-        if cost <= _SHORT and len(self._running) == 1 and not self._builds:
+        short = cost <= _SHORT and model.key not in self._deceptive
+        if short and len(self._running) == 1 and not self._builds:
             self._short = job
         else:
             self._device_worker.put(lambda: self._inbox.post(self._run_job(job)))

@@ -62,6 +62,8 @@ class JaxDevice:
             jax.config.update("jax_platforms", platform)
         # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
         jax.config.update("jax_enable_x64", True)
+        # `run` waits for its outputs anyway; handing a CPU execution to another thread only adds two switches.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         if cache_dir is not None:
             cache_dir = cache_dir.expanduser()

@@ -135,13 +135,22 @@ class Loop:
             elif wakeup is not None and self._clock() >= wakeup:
                 self._feed(ev.Tick())
             self._answer()
-            self._publish()
             if self._short is not None:
-                job, self._short = self._short, None
-                started = self._clock()
-                self._ended = self._run_job(job)
-                if self._clock() - started > _DECEIVED:
-                    self._deceptive.add(job.model.key)
+                self._execute_short()
+            self._publish()
+
+    def _execute_short(self) -> None:
+        job, self._short = self._short, None
+        assert job is not None
+        started = self._clock()
+        self._ended = self._run_job(job)
+        if self._clock() - started > _DECEIVED:
+            self._deceptive.add(job.model.key)
+        if len(self._pending) == len(job.requests):
+            # Nobody waits for the next execution: the answers need not wait for a look at the sockets.
+            ended, self._ended = self._ended, None
+            ended()
+            self._answer()
 
     def close(self) -> None:
         """End all connections, as the process's end would. For those who run a loop inside a process."""

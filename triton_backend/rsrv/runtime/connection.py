@@ -3,16 +3,13 @@
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator
 
-from rsrv.wire.frames import Completion, Kind, ProtocolError, pack_completions, read_header
+from rsrv.wire.frames import Completion, ProtocolError, pack_completions
 from rsrv.wire.memory import Bytes, SharedMemoryError, map_segment
 from rsrv.wire.socket import Closed, Receiver, send
 
 #: frames that wait for a stub that does not read; beyond, the stub is taken for dead
 _MAX_BACKLOG = 4096
-#: frames read from one connection before the others get their turn
-_READ_BURST = 32
 
 
 class Connection:
@@ -24,21 +21,19 @@ class Connection:
         self.peer = peer
         self.greeted = False
         self.watched_for_write = False
+        self.closed = False
         self.model: str | None = None  # key of the model it is registered for
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
         self._receiver = Receiver(sock)
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
-    def frames(self) -> Iterator[tuple[Kind, int, memoryview, list[int]]]:
-        """What has arrived. Each frame is valid until the next; its descriptors are the consumer's."""
-        for _ in range(_READ_BURST):
-            try:
-                frame, fds = self._receiver.receive()
-            except BlockingIOError:
-                return
-            kind, count = read_header(frame)
-            yield kind, count, frame, fds
+    def receive(self) -> tuple[memoryview, list[int]] | None:
+        """A frame, valid until the next call, with its descriptors, which the caller owns. None: no more now."""
+        try:
+            return self._receiver.receive()
+        except BlockingIOError:
+            return None
 
     def add_segment(self, id: int, fds: list[int]) -> None:
         if len(fds) != 1:
@@ -78,6 +73,7 @@ class Connection:
             self.send(frame)
 
     def close(self) -> None:
+        self.closed = True
         self.sock.close()
         for _, fds in self._backlog:
             for fd in fds:

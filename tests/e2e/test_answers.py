@@ -260,7 +260,7 @@ def varied(token: str, shape: tuple[int, ...], rng: np.random.Generator) -> Arra
         values = rng.integers(info.min, info.max, count, dtype, endpoint=True)
         values[:2] = info.min, info.max
         return values.reshape(shape)
-    finfo = ml_dtypes.finfo(dtype)
+    finfo: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     values = rng.standard_normal(count).astype(dtype)
     special = np.array([finfo.max, finfo.min, finfo.tiny, np.inf, -np.inf, -0.0])[:count]
     values[: len(special)] = special.astype(dtype)

@@ -1,0 +1,501 @@
+"""What clients are told when something is wrong, over both protocols; and the server serves on after each."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import tritonclient.grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from rsrv.wire.status import read_status
+from tests.e2e import bundles
+from tests.e2e.bundles import deed
+from tests.e2e.calls import (
+    PROTOCOLS,
+    Caller,
+    Refused,
+    assert_same,
+    at_once,
+    caller,
+    outcome,
+    random_u32,
+    refusal,
+    tensors,
+)
+from tests.e2e.harness import RunningTriton, wait_until
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
+
+
+@pytest.fixture(params=PROTOCOLS)
+def call(request: pytest.FixtureRequest, triton: RunningTriton) -> Iterator[Caller]:
+    """A client of each protocol in turn; after the test the models that it used must still answer."""
+    with caller(triton, request.param) as made:
+        yield made
+        x = np.ones((1, 64), np.float32)
+        assert_same(made("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
+        assert_same(made("hooked", {"x": X}), {"y": 2 * X})
+
+
+def model_status(triton: RunningTriton, model: str) -> dict[str, Any]:
+    found: dict[str, Any] = read_status(triton.pid)["models"][model]
+    return found
+
+
+def wait_until_idle(triton: RunningTriton, *models: str) -> None:
+    def idle() -> bool:
+        return all(
+            not model_status(triton, model)["queued"] and not model_status(triton, model)["executing"]
+            for model in models
+        )
+
+    wait_until(idle, what=f"{models} to have nothing to do")
+
+
+# --- the client's fault -------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_shape_is_invalid(call: Caller) -> None:
+    """A fixed axis of another length is refused by name."""
+    refused = refusal(lambda: call("exact", {"x": np.zeros((1, 63), np.float32)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "'x'" in refused.message
+
+
+def test_a_wrong_rank_is_invalid(call: Caller) -> None:
+    """One axis too many is refused."""
+    refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64, 1, 1), np.float32)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+
+
+def test_a_wrong_dtype_is_invalid(call: Caller) -> None:
+    """Elements of another type are refused, not converted."""
+    refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float64)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "FP64" in refused.message
+
+
+def test_strings_are_invalid(call: Caller) -> None:
+    """BYTES tensors, which can end the process of an unlucky stub, never reach it."""
+    refused = refusal(lambda: call("exact", {"x": np.full((1, 64), b"abc", object)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+
+
+def test_a_missing_input_is_invalid(call: Caller) -> None:
+    """A request with one of two inputs is refused."""
+    refused = refusal(lambda: call("axes", {"a": np.zeros((3, 1), np.float32)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+
+
+def test_a_wrong_name_is_invalid(call: Caller) -> None:
+    """An input that the model does not have is refused by name."""
+    refused = refusal(lambda: call("exact", {"nobody": np.zeros((1, 64), np.float32)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "nobody" in refused.message
+
+
+def test_one_input_too_many_is_invalid(call: Caller) -> None:
+    """A further input beside the right ones is refused."""
+    x = np.zeros((1, 64), np.float32)
+    refusal(lambda: call("exact", {"x": x, "more": x})).assert_is("INVALID_ARG", call.protocol)
+
+
+@pytest.mark.parametrize("rows", [17, 100])
+def test_too_many_rows_are_invalid_and_the_sizes_are_named(call: Caller, rows: int) -> None:
+    """A request larger than the largest compiled size is refused, with the sizes; requests are never split."""
+    refused = refusal(lambda: call("exact", {"x": np.zeros((rows, 64), np.float32)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "1, 2, 4, 8, 16" in refused.message
+
+
+def test_too_many_rows_are_invalid_for_a_batch_axis_that_triton_does_not_know(call: Caller) -> None:
+    """The same holds where the runtime does all the gathering."""
+    inputs = {"a": np.zeros((3, 5), np.float32), "b": np.zeros((5, 2), np.float32)}
+    refused = refusal(lambda: call("axes", inputs))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "1, 4" in refused.message
+
+
+def test_inputs_that_disagree_on_the_rows_are_invalid(call: Caller) -> None:
+    """Two inputs with different numbers of rows make no batch."""
+    inputs = {"a": np.zeros((3, 2), np.float32), "b": np.zeros((3, 2), np.float32)}
+    refused = refusal(lambda: call("axes", inputs))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "rows" in refused.message
+
+
+def test_an_input_size_that_is_not_compiled_is_invalid(call: Caller) -> None:
+    """No variant fits: the refusal says which there are."""
+    refused = refusal(lambda: call("two_sizes", {"image": np.zeros((1, 17, 16, 3), np.float32)}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "16, 16" in refused.message
+    assert "24, 32" in refused.message
+
+
+def test_an_unknown_model_is_not_found(call: Caller) -> None:
+    """A model that is not in the repository."""
+    refusal(lambda: call("nobody", {"x": X})).assert_is("NOT_FOUND", call.protocol)
+
+
+def test_an_unknown_version_is_not_found(call: Caller) -> None:
+    """A version that is not in the repository."""
+    refusal(lambda: call("exact", {"x": X}, model_version="7")).assert_is("NOT_FOUND", call.protocol)
+
+
+def test_an_unknown_output_is_invalid(triton: RunningTriton) -> None:
+    """Asking for an output that the model does not have."""
+    wanted = [tritonclient.grpc.InferRequestedOutput("nobody")]
+    with caller(triton) as call:
+        refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, outputs=wanted))
+    refused.assert_is("INVALID_ARG", "grpc")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63 * 4, 64 * 4 - 1, 64 * 4 + 1])
+def test_truncated_raw_data_is_invalid_over_grpc(triton: RunningTriton, nbytes: int) -> None:
+    """Fewer or more raw bytes than the shape says."""
+    request = service_pb2.ModelInferRequest(model_name="exact")
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 64])
+    request.raw_input_contents.append(bytes(nbytes))
+    with grpc.insecure_channel(triton.server.grpc_url) as channel, pytest.raises(grpc.RpcError) as refused:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 63 * 4, 64 * 4 - 1, 64 * 4 + 1])
+def test_truncated_raw_data_is_invalid_over_http(triton: RunningTriton, nbytes: int) -> None:
+    """Fewer or more raw bytes than the shape says."""
+    header = {
+        "inputs": [
+            {"name": "x", "datatype": "FP32", "shape": [1, 64], "parameters": {"binary_data_size": nbytes}}
+        ]
+    }
+    status, _ = post(triton, "exact", header, bytes(nbytes))
+    assert status == 400
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"inputs": 7}', b'{"inputs": [{"name": "x"}]}', bytes(range(256))]
+)
+def test_a_body_that_is_no_request_is_invalid(triton: RunningTriton, body: bytes) -> None:
+    """Whatever is posted, the answer is an error (Triton calls some of them its own), and the server serves on."""
+    connection = http.client.HTTPConnection(triton.server.http_url, timeout=30)
+    connection.request("POST", "/v2/models/exact/infer", body)
+    assert connection.getresponse().status in (400, 500)
+    connection.close()
+    test_plain_json_as_curl_sends_it(triton)
+
+
+def test_plain_json_as_curl_sends_it(triton: RunningTriton) -> None:
+    """A request without any client library, its tensors as JSON numbers."""
+    x = np.arange(64, dtype=np.float32).reshape(1, 64)
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 64], "data": x.ravel().tolist()}
+    status, body = post(triton, "exact", {"inputs": [tensor]})
+    assert status == 200
+    (output,) = json.loads(body)["outputs"]
+    np.testing.assert_array_equal(output["data"], (x @ bundles.exact_kernel()).ravel())
+
+
+def post(
+    triton: RunningTriton, model: str, header: Mapping[str, Any], binary: bytes | None = None
+) -> tuple[int, bytes]:
+    """One HTTP inference request made by hand."""
+    text = json.dumps(header).encode()
+    headers = {} if binary is None else {"Inference-Header-Content-Length": str(len(text))}
+    connection = http.client.HTTPConnection(triton.server.http_url, timeout=30)
+    connection.request("POST", f"/v2/models/{model}/infer", text + (binary or b""), headers)
+    response = connection.getresponse()
+    answer = response.status, response.read()
+    connection.close()
+    return answer
+
+
+# --- parameters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rsrv_priority": "high"},
+        {"rsrv_priority": True},
+        {"rsrv_priority": -1},
+        {"rsrv_priority": 2**40},
+        {"rsrv_deadline_unix_ns": "tomorrow"},
+        {"rsrv_deadline_unix_ns": False},
+        {"rsrv_deadline_unix_ns": -5},
+        {"rsrv_deadline_unix_ns": 1.5},
+    ],
+    ids=str,
+)
+def test_parameters_of_ours_with_wrong_values_are_invalid(call: Caller, parameters: dict[str, Any]) -> None:
+    """The parameter is named; nothing is executed."""
+    if call.protocol == "grpc" and isinstance(next(iter(parameters.values())), float):
+        pytest.skip("tritonclient sends no floats over gRPC")
+    refused = refusal(lambda: call("exact", {"x": np.zeros((1, 64), np.float32)}, parameters=parameters))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert next(iter(parameters)) in refused.message
+
+
+def test_parameters_of_others_are_ignored(call: Caller) -> None:
+    """Whatever else a client attaches, with whatever characters, changes nothing."""
+    parameters = {"tenant": 'a "quoted" name\\ \n\t \u20ac', "count": 2**62, "flag": True, "": "empty"}
+    x = np.ones((2, 64), np.float32)
+    assert_same(
+        call("exact", {"x": x}, parameters=parameters, request_id="id \u20ac"),
+        {"y": x @ bundles.exact_kernel()},
+    )
+
+
+@pytest.mark.parametrize("timeout", [2**31, 2**53, 2**62, 2**63 - 1])
+def test_a_timeout_beyond_all_time_is_no_deadline(call: Caller, timeout: int) -> None:
+    """Very long timeouts do not overflow anything."""
+    x = np.ones((1, 64), np.float32)
+    assert_same(call("exact", {"x": x}, timeout=timeout), {"y": x @ bundles.exact_kernel()})
+
+
+def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Caller) -> None:
+    """The largest values that are allowed."""
+    x = np.ones((1, 64), np.float32)
+    for parameters in ({"rsrv_priority": 65534}, {"rsrv_deadline_unix_ns": 2**63 - 1}):
+        assert_same(call("exact", {"x": x}, parameters=parameters), {"y": x @ bundles.exact_kernel()})
+
+
+# --- too much, too late -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def busy(triton: RunningTriton, seconds: float = 1.5) -> Iterator[None]:
+    """The device executes something long in this block, or at least when it begins."""
+    steps = int(seconds * 5000)
+    before = model_status(triton, "elastic")
+
+    def work() -> None:
+        with caller(triton) as call:
+            x = random_u32(np.random.default_rng(0), 1)
+            inputs = {"x": x, "steps": np.full((1, 1), steps, np.int32)}
+            assert_same(call("elastic", inputs), {"y": bundles.stepped(x, steps + bundles.LEAST_STEPS)})
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        wait_until(lambda: model_status(triton, "elastic")["dispatches"] > before["dispatches"])
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry(call: Caller, triton: RunningTriton) -> None:
+    """A model with room for two waiting requests refuses the rest at once, and answers those that it took."""
+    results = at_once(
+        triton,
+        12,
+        lambda own, number: outcome(
+            lambda: own("short_queue", {"x": random_u32(np.random.default_rng(number), 1)})
+        ),
+        call.protocol,
+    )
+    refused = [result for result in results if isinstance(result, Refused)]
+    assert refused
+    assert len(refused) < len(results)
+    for each in refused:
+        each.assert_is("UNAVAILABLE", call.protocol)
+        assert each.message.startswith("[rsrv:QUEUE_FULL]")
+        assert re.search(r"retry after [1-9]\d* ms", each.message), each.message
+    for number, result in enumerate(results):
+        if not isinstance(result, Refused):
+            x = random_u32(np.random.default_rng(number), 1)
+            assert_same(result, {"y": bundles.stepped(x, bundles.STEADY_STEPS)})
+    wait_until_idle(triton, "short_queue")
+
+
+@pytest.mark.parametrize("how", ["timeout", "parameter"])
+def test_a_passed_deadline_is_refused_and_never_executed(
+    call: Caller, triton: RunningTriton, how: str
+) -> None:
+    """What waits behind a long execution until its deadline is over is refused, and the device never sees it."""
+    wait_until_idle(triton, "steady", "elastic")
+    before = model_status(triton, "steady")
+
+    def options() -> dict[str, Any]:
+        if how == "timeout":
+            return {"timeout": 100_000}
+        return {"parameters": {"rsrv_deadline_unix_ns": time.time_ns() + 100_000_000}}
+
+    with busy(triton):
+        refused = refusal(lambda: call("steady", {"x": random_u32(np.random.default_rng(1), 1)}, **options()))
+    refused.assert_is("UNAVAILABLE", call.protocol)
+    assert refused.message.startswith("[rsrv:DEADLINE]")
+    wait_until_idle(triton, "steady")
+    after = model_status(triton, "steady")
+    assert after["dispatches"] == before["dispatches"]
+    assert after["outcomes"]["expired"] == before["outcomes"].get("expired", 0) + 1
+
+
+def test_a_deadline_in_the_past_is_refused(call: Caller, triton: RunningTriton) -> None:
+    """A request that comes too late is refused although the device is free."""
+    before = model_status(triton, "exact")["dispatches"]
+    late = {"rsrv_deadline_unix_ns": time.time_ns() - 1_000_000_000}
+    refused = refusal(lambda: call("exact", {"x": np.ones((1, 64), np.float32)}, parameters=late))
+    refused.assert_is("UNAVAILABLE", call.protocol)
+    assert refused.message.startswith("[rsrv:DEADLINE]")
+    assert model_status(triton, "exact")["dispatches"] == before
+
+
+def test_a_deadline_that_can_be_met_is_met(call: Caller) -> None:
+    """A generous deadline changes nothing."""
+    x = np.ones((1, 64), np.float32)
+    soon = {"rsrv_deadline_unix_ns": time.time_ns() + 60_000_000_000}
+    assert_same(call("exact", {"x": x}, parameters=soon), {"y": x @ bundles.exact_kernel()})
+    assert_same(call("exact", {"x": x}, timeout=60_000_000), {"y": x @ bundles.exact_kernel()})
+
+
+class Pending:
+    """A gRPC request under way, which can be cancelled."""
+
+    def __init__(self, client: Any, model: str, inputs: Mapping[str, Any]) -> None:
+        self._ended = threading.Event()
+        self.error: InferenceServerException | None = None
+        self._context = client.async_infer(model, tensors(tritonclient.grpc, inputs), self._end)
+
+    def _end(self, result: Any, error: InferenceServerException | None) -> None:
+        self.error = error
+        self._ended.set()
+
+    def cancel(self) -> None:
+        self._context.cancel()
+
+    def wait(self) -> None:
+        assert self._ended.wait(60)
+
+
+def test_a_cancelled_request_is_never_executed(triton: RunningTriton) -> None:
+    """A client that gives up on a request behind a long execution spares the device the work."""
+    wait_until_idle(triton, "steady", "elastic")
+    before = model_status(triton, "steady")
+    with busy(triton):
+        request = Pending(triton.grpc, "steady", {"x": random_u32(np.random.default_rng(0), 1)})
+        wait_until(lambda: model_status(triton, "steady")["queued"] == 1)
+        request.cancel()
+        request.wait()
+        wait_until(lambda: model_status(triton, "steady")["queued"] == 0, 5)
+    assert request.error is not None
+    assert "CANCELLED" in str(request.error)
+    after = model_status(triton, "steady")
+    assert after["dispatches"] == before["dispatches"]
+    assert after["outcomes"]["cancelled"] == before["outcomes"].get("cancelled", 0) + 1
+
+
+def test_many_cancelled_requests_are_never_executed(triton: RunningTriton) -> None:
+    """Also the last of many waiting requests is noticed when its client gives up, in whatever order they do."""
+    wait_until_idle(triton, "steady", "elastic")
+    before = model_status(triton, "steady")
+    with busy(triton, 3):
+        requests = [
+            Pending(triton.grpc, "steady", {"x": random_u32(np.random.default_rng(n), 1)}) for n in range(40)
+        ]
+        wait_until(lambda: model_status(triton, "steady")["queued"] == 40)
+        for request in reversed(requests[4:]):
+            request.cancel()
+        wait_until(lambda: model_status(triton, "steady")["queued"] == 4, 10, what="36 cancellations")
+    for request in requests:
+        request.wait()
+    assert [request.error is None for request in requests] == [True] * 4 + [False] * 36
+    wait_until_idle(triton, "steady")
+    after = model_status(triton, "steady")
+    assert after["dispatches"] - before["dispatches"] <= 4
+    assert after["outcomes"]["cancelled"] == before["outcomes"].get("cancelled", 0) + 36
+
+
+# --- hooks --------------------------------------------------------------------------------------------------------
+
+WHEN = ("preprocess", "postprocess")
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(
+    "what",
+    [
+        "raise",
+        "sys_exit",
+        "not_a_dict",
+        "missing",
+        "wrong_dtype",
+        "wrong_shape",
+        "wrong_rows",
+        "wrong_rank",
+        "objects",
+        "huge",
+    ],
+)
+def test_a_hook_that_fails_is_internal(call: Caller, when: str, what: str) -> None:
+    """Whatever a hook does wrong, its own request fails, and the client learns nothing of the code."""
+    x = X.copy()
+    x[0, 0] = deed(when, what)
+    refused = refusal(lambda: call("hooked", {"x": x}))
+    refused.assert_is("INTERNAL", call.protocol)
+    assert "hook" in refused.message
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("what", ["list", "extra", "fortran", "in_place"])
+def test_what_hooks_may_do(call: Caller, when: str, what: str) -> None:
+    """Lists instead of arrays, more than was asked for, other memory layouts, and writing into what they got."""
+    x = X.copy()
+    x[0, 0] = deed(when, what)
+    assert_same(call("hooked", {"x": x}), {"y": 2 * x})
+
+
+def test_a_hook_that_fails_harms_only_its_own_request(triton: RunningTriton) -> None:
+    """Requests that were handed to the model together with a failing one are answered."""
+
+    def work(call: Caller, number: int) -> None:
+        for turn in range(10):
+            x = X + number
+            fails = (number + turn) % 4 == 0
+            x[0, 0] = deed(WHEN[turn % 2], ("raise", "sys_exit")[number % 2]) if fails else 5000
+            if fails:
+                refusal(lambda x=x: call("hooked", {"x": x})).assert_is("INTERNAL", call.protocol)  # type: ignore[misc]
+            else:
+                assert_same(call("hooked", {"x": x}), {"y": 2 * x})
+
+    at_once(triton, 16, work)
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_slow_hook_stalls_no_other_model(triton: RunningTriton, when: str) -> None:
+    """While a hook takes half a second, another model answers hundreds of requests."""
+    x = X.copy()
+    x[0, 0] = deed(when, "sleep")
+    done = threading.Event()
+    counts: list[int] = []
+
+    def slow() -> None:
+        with caller(triton) as call:
+            for _ in range(3):
+                assert_same(call("hooked", {"x": x}), {"y": 2 * x})
+        done.set()
+
+    thread = threading.Thread(target=slow)
+    ones = np.ones((1, 64), np.float32)
+    longest = 0.0
+    with caller(triton) as call:
+        call("exact", {"x": ones})
+        thread.start()
+        while not done.is_set():
+            started = time.monotonic()
+            assert_same(call("exact", {"x": ones}), {"y": ones @ bundles.exact_kernel()})
+            longest = max(longest, time.monotonic() - started)
+            counts.append(1)
+    thread.join()
+    assert len(counts) > 100
+    assert longest < 0.45

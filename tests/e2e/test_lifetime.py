@@ -1,0 +1,486 @@
+"""Birth, death and return of servers, runtimes, stubs and models; and that nothing is left of any of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from examples import mlp
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.bundles import deed
+from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
+from tests.e2e.harness import RunningTriton, StartTriton, is_alive, wait_until
+
+#: seconds after the server's end within which nothing of it may be left
+GONE = 2.0
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4) + 1000
+ONES = np.ones((1, 64), np.float32)
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the runtimes of this test's servers live: a place of its own, so that leftovers show."""
+    folder = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
+    monkeypatch.setenv("RSRV_RUNTIME_DIR", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def some_bundles(example_bundles: Path) -> Mapping[str, Path]:
+    """The bundles by name."""
+    return {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
+
+
+@pytest.fixture
+def start(
+    start_triton: StartTriton, some_bundles: Mapping[str, Path], home: Path, tmp_path: Path
+) -> Callable[..., RunningTriton]:
+    """Starts a server of the test's own on the named bundles."""
+
+    def make(*names: str, **options: Any) -> RunningTriton:
+        gen = tmp_path / "gen"
+        assert rsrv_gen.main([*(str(some_bundles[name]) for name in names), "-o", str(gen)]) == 0
+        return start_triton(gen, **options)
+
+    return make
+
+
+def runtime_pid(server: RunningTriton) -> int:
+    return int(read_status(server.pid)["pid"])
+
+
+def new_runtime(server: RunningTriton, old: int) -> int | None:
+    """The pid of the runtime that came after `old`, once it answers."""
+    try:
+        pid = runtime_pid(server)
+    except (OSError, Closed):
+        return None
+    return pid if pid != old else None
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def check_exact(call: Caller) -> None:
+    assert_same(call("exact", {"x": ONES}), {"y": ONES @ bundles.exact_kernel()})
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+# --- the server's end ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGTERM", "SIGKILL under load"])
+def test_nothing_is_left_of_a_server_that_ended(
+    start: Callable[..., RunningTriton], home: Path, way: str
+) -> None:
+    """No process, socket, lock, directory or shared memory of it remains two seconds later."""
+    shm = shared_memory()
+    server = start("exact", "elastic", "digits")
+    stubs = server.stub_pids()
+    runtime = runtime_pid(server)
+    assert len(stubs) == 3
+    assert list(home.iterdir())
+    mine = {name for name in shared_memory() - shm if used_by(name, [server.pid, *stubs, runtime])}
+    assert mine, "where is the Python backend's shared memory?"
+    with caller(server) as call:
+        check_exact(call)
+    clients: list[threading.Thread] = []
+    if way == "SIGKILL under load":
+        clients = [threading.Thread(target=until_refused, args=(server, number)) for number in range(8)]
+        for client in clients:
+            client.start()
+        wait_until(lambda: read_status(server.pid)["models"]["elastic"]["dispatches"] > 2)
+    if way == "SIGTERM":
+        assert server.server.terminate() == 0
+    else:
+        server.server.kill()
+    ended = time.monotonic()
+
+    def left() -> list[object]:
+        processes = [pid for pid in (*stubs, runtime) if is_alive(pid)]
+        return [*processes, *home.rglob("*"), *(mine & shared_memory())]
+
+    wait_until(lambda: not left() or time.monotonic() > ended + GONE, what="nothing to be left")
+    assert left() == []
+    for client in clients:
+        client.join()
+
+
+def used_by(name: str, pids: list[int]) -> bool:
+    """Whether one of these processes has mapped this file of /dev/shm."""
+    for pid in pids:
+        try:
+            if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return False
+
+
+def until_refused(server: RunningTriton, number: int) -> None:
+    rng = np.random.default_rng(number)
+    with caller(server) as call:
+        while True:
+            inputs = {"x": random_u32(rng, 1), "steps": np.full((1, 1), 200, np.int32)}
+            if isinstance(outcome(lambda inputs=inputs: call("elastic", inputs)), Refused):  # type: ignore[misc]
+                return
+
+
+def test_a_server_killed_while_its_models_compile_leaves_nothing(
+    start: Callable[..., RunningTriton], home: Path
+) -> None:
+    """Also a runtime that is still starting, or compiling, goes with its server."""
+    server = start("large", "digits", wait_ready=False)
+    (found,) = wait_until(
+        lambda: [
+            p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])
+        ]
+    )[:1]
+    server.server.kill()
+    wait_until(lambda: not is_alive(found.pid), GONE, what="end of the runtime")
+    wait_until(lambda: not any(home.iterdir()), GONE, what="end of the directory")
+
+
+# --- the runtime's end --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTriton]) -> None:
+    """Each of 16 clients is answered within a second, right or with RUNTIME_DOWN; soon all succeed again."""
+    server = start("mlp", "exact", "elastic", "digits")
+    stop = threading.Event()
+    slowest = [0.0] * 16
+    refused = [0] * 16
+    killed_at = [0.0]
+
+    def one(call: Caller, number: int, rng: np.random.Generator) -> None:
+        match number % 3:
+            case 0:
+                x = rng.integers(-50, 51, (int(rng.integers(1, 9)), 64)).astype(np.float32)
+                assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
+            case 1:
+                u = random_u32(rng, 1)
+                steps = int(rng.integers(0, 100))
+                got = call("elastic", {"x": u, "steps": np.full((1, 1), steps, np.int32)})
+                assert_same(got, {"y": bundles.stepped(u, steps + bundles.LEAST_STEPS)})
+            case _:
+                x = rng.standard_normal((int(rng.integers(1, 9)), 256), np.float32)
+                want = mlp.reference({"x": x})["logits"]
+                np.testing.assert_allclose(call("mlp", {"x": x})["logits"], want, atol=1e-4)
+
+    def work(call: Caller, number: int) -> None:
+        rng = np.random.default_rng(number)
+        while not stop.is_set():
+            started = time.monotonic()
+            end = outcome(lambda: one(call, number, rng))
+            if started < killed_at[0] < time.monotonic():
+                slowest[number] = max(slowest[number], time.monotonic() - killed_at[0])
+            if isinstance(end, Refused):
+                end.assert_is("UNAVAILABLE", "grpc")
+                assert end.message.startswith("[rsrv:RUNTIME_DOWN]"), str(end)
+                refused[number] += 1
+                # As a client would: not at once again.
+                stop.wait(0.01)
+
+    def kill_it(call: Caller) -> None:
+        old = runtime_pid(server)
+        before = read_status(server.pid)["models"]
+
+        def busy() -> bool:
+            now = read_status(server.pid)["models"]
+            return all(
+                now[name]["dispatches"] > before[name]["dispatches"] + 5
+                for name in ("mlp", "exact", "elastic")
+            )
+
+        wait_until(busy, what="load on all models")
+        killed_at[0] = time.monotonic()
+        os.kill(old, signal.SIGKILL)
+        wait_until(lambda: new_runtime(server, old), what="another runtime")
+        wait_until(lambda: len(read_status(server.pid)["models"]) == 4, what="all models to come back")
+        wait_until(lambda: not isinstance(outcome(lambda: check_exact(call)), Refused))
+
+    with ThreadPoolExecutor(1) as pool, caller(server) as call:
+        clients = pool.submit(at_once, server, 16, work)
+        try:
+            for _ in range(3):
+                kill_it(call)
+        finally:
+            stop.set()
+        clients.result()
+        check_exact(call)
+    assert sum(refused) > 0
+    assert max(slowest) < 1.0, slowest
+    assert server.server.process.poll() is None
+
+
+def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., RunningTriton]) -> None:
+    """After each death of the runtime a stub has as many open files and threads as before."""
+    server = start("exact", "elastic")
+    stubs = {name: server.stub_pids(name)[0] for name in ("exact", "elastic")}
+
+    def use_both(call: Caller) -> None:
+        check_exact(call)
+        u = random_u32(np.random.default_rng(0), 1)
+        inputs = {"x": u, "steps": np.full((1, 1), 100, np.int32)}
+        assert_same(call("elastic", inputs), {"y": bundles.stepped(u, 100 + bundles.LEAST_STEPS)})
+
+    def resources() -> dict[str, tuple[int, int]]:
+        return {
+            name: (descriptors(pid), int(psutil.Process(pid).num_threads())) for name, pid in stubs.items()
+        }
+
+    with caller(server) as call:
+        use_both(call)
+        first: dict[str, tuple[int, int]] = {}
+        for round_ in range(4):
+            old = runtime_pid(server)
+            os.kill(old, signal.SIGKILL)
+            wait_until(lambda old=old: new_runtime(server, old), what="another runtime")  # type: ignore[misc]
+            wait_until(lambda: not isinstance(outcome(lambda: use_both(call)), Refused))
+            if round_ == 0:
+                first = resources()
+        wait_until(lambda: resources() == first, 5, what=f"{resources()} to be {first}")
+    assert server.stub_pids("exact") == [stubs["exact"]]
+
+
+def test_a_frozen_runtime_does_not_hang_the_server(start: Callable[..., RunningTriton]) -> None:
+    """While the runtime is stopped, requests wait; when it goes on, each is answered right."""
+    server = start("exact")
+    runtime = runtime_pid(server)
+
+    def work(call: Caller, number: int) -> None:
+        x = ONES * number
+        assert_same(call("exact", {"x": x}), {"y": x @ bundles.exact_kernel()})
+
+    os.kill(runtime, signal.SIGSTOP)
+    threads = threading.Thread(target=at_once, args=(server, 8, work))
+    threads.start()
+    try:
+        with pytest.raises(AssertionError):
+            wait_until(lambda: not threads.is_alive(), 1.5)
+        assert server.server.is_ready()
+    finally:
+        os.kill(runtime, signal.SIGCONT)
+    threads.join()
+    with caller(server) as call:
+        check_exact(call)
+    assert runtime_pid(server) == runtime
+
+
+# --- a stub's end -------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_stub_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
+    """The models beside it answer as before, and the runtime, which it may have started, lives on."""
+    server = start("exact", "hooked", "elastic")
+    runtime = runtime_pid(server)
+    with caller(server) as call:
+        for name in ("hooked", "elastic"):
+            (stub,) = server.stub_pids(name)
+            os.kill(stub, signal.SIGKILL)
+            check_exact(call)
+            wait_until(lambda name=name: name not in read_status(server.pid)["models"])  # type: ignore[misc]
+            check_exact(call)
+    assert runtime_pid(server) == runtime
+
+
+def test_a_hook_that_ends_its_process_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
+    """os._exit in a hook: that model's request fails, the others are answered, and the server lives."""
+    server = start("exact", "hooked")
+    runtime = runtime_pid(server)
+    x = X.copy()
+    x[0, 0] = deed("preprocess", "exit")
+    with caller(server) as call:
+        assert_same(call("hooked", {"x": X}), {"y": 2 * X})
+        refusal(lambda: call("hooked", {"x": x}))
+        check_exact(call)
+        wait_until(lambda: "hooked" not in read_status(server.pid)["models"])
+        check_exact(call)
+    assert server.server.process.poll() is None
+    assert runtime_pid(server) == runtime
+
+
+# --- models that come and go --------------------------------------------------------------------------------------
+
+
+def broken_module(model: Path) -> None:
+    _replace(model / "model.b1.mlir", b"ML\xefR no module at all")
+
+
+def broken_manifest(model: Path) -> None:
+    _replace(model / "manifest.yaml", b"format_version: '3.0'\nexecutable_inputs: 7\n")
+
+
+def broken_hooks(model: Path) -> None:
+    _replace(model / "model.py", b"raise RuntimeError('these hooks are broken')\n")
+
+
+def swapped_module(model: Path) -> None:
+    _replace(model / "model.b1.mlir", (model / "model.b4.mlir").read_bytes())
+
+
+def _replace(file: Path, content: bytes) -> None:
+    file.unlink()
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (broken_module, "model.b1.mlir"),
+        (swapped_module, "model.b1.mlir"),
+        (broken_manifest, "executable_inputs"),
+        (broken_hooks, "these hooks are broken"),
+    ],
+)
+def test_a_broken_bundle_says_why_and_the_others_serve(
+    start_triton: StartTriton,
+    some_bundles: Mapping[str, Path],
+    home: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    reason: str,
+) -> None:
+    """A bundle that broke after the repository was made fails to load, with its reason in the index."""
+    gen = tmp_path / "gen"
+    names = ("exact", "hooked")
+    assert (
+        rsrv_gen.main([*(str(some_bundles[name]) for name in names), "-o", str(gen), "--link", "copy"]) == 0
+    )
+    damage(gen / "hooked" / "1" / "bundle")
+    server = start_triton(gen, exit_on_error=False)
+    state, said = server.server.model_states()["hooked"]
+    assert state == "UNAVAILABLE"
+    assert reason in said, said
+    with caller(server) as call:
+        check_exact(call)
+        refusal(lambda: call("hooked", {"x": X}))
+        check_exact(call)
+
+
+def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton]) -> None:
+    """A Python without the runtime's packages, or a device that is not there, is named as the load's error."""
+    server = start("exact", exit_on_error=False, env={"RSRV_RUNTIME_PYTHON": "/nonexistent/python"})
+    state, said = server.server.model_states()["exact"]
+    assert state == "UNAVAILABLE"
+    assert "/nonexistent/python" in said
+    assert "RSRV_RUNTIME_PYTHON" in said
+
+
+def test_a_device_that_is_not_there_is_named(start: Callable[..., RunningTriton]) -> None:
+    """Without a GPU, platform cuda fails every load with a reason."""
+    server = start("exact", exit_on_error=False, env={"RSRV_RUNTIME__PLATFORM": "rocm"})
+    state, said = server.server.model_states()["exact"]
+    assert state == "UNAVAILABLE"
+    assert "platform" in said, said
+
+
+def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., RunningTriton]) -> None:
+    """The runtime lets go of an unloaded model each time, also under load, and answers rightly when it is back."""
+    server = start("exact", "elastic", extra_args=["--model-control-mode=explicit", "--load-model=*"])
+    runtime = runtime_pid(server)
+    stop = threading.Event()
+
+    def others() -> None:
+        with caller(server) as call:
+            while not stop.is_set():
+                u = random_u32(np.random.default_rng(1), 1)
+                inputs = {"x": u, "steps": np.full((1, 1), 10, np.int32)}
+                assert_same(call("elastic", inputs), {"y": bundles.stepped(u, 10 + bundles.LEAST_STEPS)})
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        with caller(server) as call:
+            check_exact(call)
+            for _ in range(4):
+                server.grpc.unload_model("exact")
+                wait_until(
+                    lambda: "exact" not in read_status(server.pid)["models"], what="exact to be let go"
+                )
+                refusal(lambda: check_exact(call)).assert_is("NOT_FOUND", "grpc")
+                server.grpc.load_model("exact")
+                check_exact(call)
+                assert "exact" in read_status(server.pid)["models"]
+    finally:
+        stop.set()
+        thread.join()
+    assert runtime_pid(server) == runtime
+    assert read_status(server.pid)["models"]["elastic"]["outcomes"]["answered"] > 10
+
+
+# --- one process, one jax -----------------------------------------------------------------------------------------
+
+
+def test_all_models_share_one_runtime_and_one_jax(triton: RunningTriton) -> None:
+    """One process of this server has jax in its memory, whatever the number of models."""
+    models = triton.server.model_states()
+    stubs = triton.stub_pids()
+    assert len(stubs) == len(models) > 10
+    runtime = runtime_pid(triton)
+    assert not has_jax(triton.pid)
+    assert [pid for pid in stubs if has_jax(pid)] == []
+    assert has_jax(runtime)
+    others = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if {"rsrv.runtime", str(triton.pid)} <= set(process.info["cmdline"] or [])
+    ]
+    assert others == [runtime]
+
+
+def has_jax(pid: int) -> bool:
+    return "jaxlib" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_second_start_compiles_nothing(start: Callable[..., RunningTriton], tmp_path: Path) -> None:
+    """The persistent cache serves a further server on the same bundles."""
+    cache = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    first = start("exact", "hooked", env=cache)
+    status = read_status(first.pid)
+    assert status["compiled"] > 0
+    first.server.terminate()
+    second = start("exact", "hooked", env=cache)
+    again = read_status(second.pid)
+    assert again["compiled"] == 0
+    assert again["from_cache"] == status["compiled"] + status["from_cache"]
+    with caller(second) as call:
+        check_exact(call)
+
+
+def test_a_polling_server_loads_each_model_once(
+    start: Callable[..., RunningTriton], some_bundles: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Neither model.py nor the hooks leave files that a poll would take for a change."""
+    server = start("hooked", extra_args=["--model-control-mode=poll", "--repository-poll-secs=1"])
+    with caller(server) as call:
+        assert_same(call("hooked", {"x": X}), {"y": 2 * X})
+        # Two models that come one after the other are loaded by two later polls.
+        for name in ("exact", "axes"):
+            added = [str(some_bundles[name]), "-o", str(tmp_path / "gen")]
+            assert rsrv_gen.main(added) == 0
+            wait_until(lambda name=name: server.server.model_states().get(name, ("",))[0] == "READY")  # type: ignore[misc]
+        assert_same(call("hooked", {"x": X}), {"y": 2 * X})
+    for name in ("hooked", "exact"):
+        assert server.log_text().count(f"successfully loaded '{name}'") == 1

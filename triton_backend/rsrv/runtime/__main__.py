@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from rsrv.wire import paths
@@ -45,11 +46,14 @@ def main(argv: list[str] | None = None) -> int:
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
     except Exception as error:
+        if not paths.start_time(options.server_pid):
+            # The server ended meanwhile, and its stubs with it: nobody else will clear away.
+            paths.remove(options.directory)
+            return 1
         log.exception("the runtime cannot start")
-        os.write(options.ready_fd, f"{type(error).__name__}: {error}".encode()[:4000])
+        _say(options.ready_fd, f"{type(error).__name__}: {error}")
         return 1
-    os.write(options.ready_fd, b"ready")
-    os.close(options.ready_fd)
+    _say(options.ready_fd, "ready")
 
     # The scheduler's threads hand over often and hold the interpreter briefly.
     sys.setswitchinterval(0.0005)
@@ -68,6 +72,13 @@ def main(argv: list[str] | None = None) -> int:
         paths.remove(options.directory)
     # Threads may be deep in XLA; the device is freed by the process's end, and nothing else is left to do.
     os._exit(0)
+
+
+def _say(fd: int, text: str) -> None:
+    """To the stub that waits. It may have died: that is no reason to leave a socket behind, or other stubs without."""
+    with suppress(BrokenPipeError):
+        os.write(fd, text.encode()[:4000])
+    os.close(fd)
 
 
 if __name__ == "__main__":

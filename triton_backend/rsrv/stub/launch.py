@@ -50,6 +50,9 @@ class Launcher:
     def open(self) -> Greeted:
         """A greeted connection. Raises LaunchError, OSError, ProtocolError."""
         directory = paths.runtime_directory(self.server_pid, self.gpu)
+        if not paths.start_time(self.server_pid):
+            # This process outlives its server by a moment: a runtime for it would be nobody's, its directory left.
+            raise LaunchError("tritonserver is gone")
         path = directory / paths.SOCKET
         try:
             return greet(connect(path))
@@ -79,7 +82,10 @@ class Launcher:
             try:
                 started = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(child_end,))
             except OSError as error:
-                raise LaunchError(f"the runtime cannot be started with {python}: {error}") from None
+                raise LaunchError(
+                    f"the runtime cannot be started with {python}: {error}. RSRV_RUNTIME_PYTHON must name a "
+                    "Python where 'rsrv[runtime]' is installed"
+                ) from None
             finally:
                 os.close(child_end)
             said = _first_words(ready, _START_TIMEOUT)
@@ -92,6 +98,26 @@ class Launcher:
                 f"the runtime did not start with {python}: {reason}. RSRV_RUNTIME_PYTHON must name a Python "
                 "where 'rsrv[runtime]' is installed"
             )
+
+
+def server_pid() -> int:
+    """The pid of the tritonserver that started this process. Raises LaunchError when that has ended already.
+
+    Then this process has another parent, init or a supervisor, and a runtime for that one would never end.
+    """
+    parent = os.getppid()
+    # Triton names its pid in the stub's command line.
+    arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+    if str(parent).encode() in arguments or _comm(parent) == "tritonserver":
+        return parent
+    raise LaunchError("tritonserver is gone")
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def interpreter() -> str:

@@ -3,14 +3,13 @@
 import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost the first request 25 ms
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from rsrv.stub.engine import Engine, WireTensor
 from rsrv.stub.hooks import HookError, Hooks, load_hooks
-from rsrv.stub.launch import Launcher
+from rsrv.stub.launch import Launcher, LaunchError, server_pid
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE, Session
 from rsrv.stub.tensors import BrokenPairing, Tensors
@@ -38,9 +37,13 @@ class TritonPythonModel:
         directory = Path(args["model_repository"])
         bundle = directory / args["model_version"] / "bundle"
         hooks_file = bundle / "model.py"
+        try:
+            server = server_pid()
+        except LaunchError as error:
+            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
         session = Session(
-            # The stub's parent is the server; the runtime lives and dies with it.
-            Launcher(os.getppid(), args["model_instance_device_id"], directory.parent / "rsrv.yaml").open,
+            # The runtime lives and dies with the server.
+            Launcher(server, args["model_instance_device_id"], directory.parent / "rsrv.yaml").open,
             args["model_name"],
             str(bundle),
         )

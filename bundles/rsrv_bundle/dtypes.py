@@ -7,6 +7,7 @@ The two 8-bit floats have no KServe name: they can be weights and executable ten
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,7 @@ def itemsize(token: str) -> int:
     return _TABLE[token].itemsize
 
 
+@cache
 def numpy_dtype(token: str) -> np.dtype[Any]:
     """The numpy dtype of a token. Imports ml_dtypes for bf16 and the 8-bit floats. KeyError if unknown."""
     row = _TABLE[token]

@@ -47,10 +47,16 @@ class Connection:
 
     def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send, or keep for later when the stub is slow: nobody else waits for it."""
+        if not self._backlog:
+            try:
+                send(self.sock, frame, fds)
+            except BlockingIOError:
+                pass
+            else:
+                return
         self._backlog.append((frame, tuple(os.dup(fd) for fd in fds)))
         if len(self._backlog) > _MAX_BACKLOG:
             raise Closed(f"{len(self._backlog)} frames unread")
-        self.flush()
 
     def flush(self) -> None:
         while self._backlog:

@@ -94,20 +94,24 @@ class Loop:
 
     def run(self) -> None:
         while self._serving:
-            wakeup = self._scheduler.next_wakeup()
-            timeout = None if wakeup is None else max(0.0, wakeup - self._clock())
-            self._transport.poll(0.0 if self._ended is not None else timeout)
-            self._flush_arrivals()
-            if self._ended is not None:
-                # After the arrivals: what came while this one executed may share the next execution.
-                ended, self._ended = self._ended, None
-                ended()
-            elif wakeup is not None and self._clock() >= wakeup:
-                self._feed(ev.Tick())
-            self._answer()
-            if self._short is not None:
-                self._execute_short()
-            self._publish()
+            self.step()
+
+    def step(self) -> None:
+        """Wait until something happens, and do all that follows from it."""
+        wakeup = self._scheduler.next_wakeup()
+        timeout = None if wakeup is None else max(0.0, wakeup - self._clock())
+        self._transport.poll(0.0 if self._ended is not None else timeout)
+        self._flush_arrivals()
+        if self._ended is not None:
+            # After the arrivals: what came while this one executed may share the next execution.
+            ended, self._ended = self._ended, None
+            ended()
+        elif wakeup is not None and self._clock() >= wakeup:
+            self._feed(ev.Tick())
+        self._answer()
+        if self._short is not None:
+            self._execute_short()
+        self._publish()
 
     def close(self) -> None:
         """End all connections, as the process's end would. For those who run a loop inside a process."""
@@ -281,9 +285,10 @@ class Loop:
             tuple([self._pending[id] for id in instruction.requests]),
         )
         self._running[job.dispatch] = job
-        cost = self._scheduler.cost(model.key, job.variant, job.rows)
         # While a model is built, its warm-up may hold the device for long: then only the thread may wait.
-        short = cost <= _SHORT and model.key not in self._deceptive and not self._registry.builds
+        short = (
+            instruction.seconds <= _SHORT and model.key not in self._deceptive and not self._registry.builds
+        )
         if short and len(self._running) == 1:
             self._short = job
         else:

@@ -10,7 +10,7 @@ Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded` or `LoadFailed`, `
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -131,6 +131,8 @@ class Execute:
     size: int
     rows: int
     requests: tuple[int, ...]
+    #: how long it is expected to take; a remark, not part of what is decided
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

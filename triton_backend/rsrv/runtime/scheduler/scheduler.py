@@ -57,8 +57,6 @@ class _Running:
     execute: Execute
     model: ModelState
     started: float
-    #: expected at its start.
-    seconds: float
 
 
 class Scheduler:
@@ -180,8 +178,9 @@ class Scheduler:
                 batch.size,
                 batch.rows,
                 self._queues.take(model, lane, batch.count),
+                batch.seconds,
             )
-            self._running[execute.dispatch] = _Running(execute, model, now, batch.seconds)
+            self._running[execute.dispatch] = _Running(execute, model, now)
             model.started(execute)
             model.story.add(now, "execute", execute)
             out.append(execute)
@@ -377,6 +376,6 @@ class Scheduler:
         done = 0.0
         for running in self._running.values():
             if total == 0.0:
-                done = min(running.seconds, max(0.0, now - max(running.started, self._freed)))
-            total += running.seconds
+                done = min(running.execute.seconds, max(0.0, now - max(running.started, self._freed)))
+            total += running.execute.seconds
         return total - done

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.settings import load_settings
 from rsrv.stub.lane import Lane
 from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import create_sealed
 from rsrv.wire.socket import Closed, Receiver, connect, send
-from tests.unit.runtime.conftest import Runtime
+from tests.unit.runtime.conftest import Runtime, StartRuntime
 
 
 class Client:
@@ -130,8 +131,9 @@ def test_a_stub_that_dies_with_requests_in_flight_disturbs_nobody(runtime: Runti
     other.lane.close()
 
 
-def test_a_stub_that_does_not_read_stalls_nobody(runtime: Runtime, doubling: Path) -> None:
+def test_a_stub_that_does_not_read_stalls_nobody(start_runtime: StartRuntime, doubling: Path) -> None:
     """Its completions wait in the runtime while the others get theirs."""
+    runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
     other, lazy = Client(runtime, doubling), Client(runtime, doubling)
     for start in range(0, 4000, 500):
         lazy.lane.submit([lazy.submission(id=start + i) for i in range(500)])

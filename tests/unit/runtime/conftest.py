@@ -72,7 +72,7 @@ def start_runtime(tmp_path: Path) -> Iterator[StartRuntime]:
         path.unlink(missing_ok=True)
         listener = listen(path)
         device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]])
-        loop = Loop(listener, read, settings or load_settings(), Scheduler(), lambda: device)
+        loop = Loop(listener, read, os.getpid(), settings or load_settings(), Scheduler(), lambda: device)
 
         def run() -> None:
             loop.run()
@@ -107,14 +107,15 @@ def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
     started: list[Engine] = []
 
     def start(
-        hooks: Hooks | None = None, outputs: tuple[WireTensor, ...] = (WireTensor("y", "f32", 2),)
+        hooks: Hooks | None = None, outputs: tuple[WireTensor, ...] = (WireTensor("y", "f32", (-1, 3)),)
     ) -> Engine:
         engine = Engine(
             Tensors(FakePbUtils),
             Responses(FakePbUtils),
             hooks or Hooks(),
-            [WireTensor("x", "f32", 2)],
+            [WireTensor("x", "f32", (-1, 3))],
             outputs,
+            True,
             Session(runtime.open, "doubling", str(doubling)),
         )
         started.append(engine)

@@ -240,8 +240,9 @@ def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None) -> E
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
         hooks or Hooks(),
-        [WireTensor("x", "f32", 2)],
-        [WireTensor("y", "f32", 2)],
+        [WireTensor("x", "f32", (-1, 3))],
+        [WireTensor("y", "f32", (-1, 3))],
+        True,
         Session(runtime.open, "doubling", str(bundle)),
     )
 
@@ -250,6 +251,7 @@ def test_hooks_change_tensors_on_both_sides(runtime: Runtime, start_engine: Star
     """preprocess sees what the client sent, postprocess the request's own rows."""
     engine = start_engine(
         Hooks(lambda arrays: {"x": arrays["x"] * 10}, lambda arrays: {"y": arrays["y"][:, :1]}),
+        (WireTensor("y", "f32", (-1, 1)),),
     )
 
     one, two = ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(2, 5)}))
@@ -292,6 +294,8 @@ def raising_result(arrays: dict[str, Array]) -> dict[str, Array]:
         {"y": "text"},
         {"y": np.zeros((1, 3))},
         {"z": np.zeros((1, 3), np.float32)},
+        {"x": np.zeros((1, 4), np.float32), "y": np.zeros((1, 4), np.float32)},
+        {"x": np.zeros(3, np.float32), "y": np.zeros((2, 3), np.float32)},
         42,
     ],
 )
@@ -352,7 +356,8 @@ def test_a_model_leaves_with_its_last_stub_and_comes_back(
 def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: StartEngine) -> None:
     """A hook's [N] is sent as [N, 1] where the configuration says so."""
     engine = start_engine(
-        Hooks(postprocess=lambda arrays: {"best": arrays["y"].max(axis=1)}), (WireTensor("best", "f32", 2),)
+        Hooks(postprocess=lambda arrays: {"best": arrays["y"].max(axis=1)}),
+        (WireTensor("best", "f32", (-1, 1)),),
     )
 
     (answer,) = ask(engine, FakeRequest({"x": rows(2)}))

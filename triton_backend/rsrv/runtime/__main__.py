@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         # Only now are the heavy modules loaded: a broken installation is reported to who waits.
         from rsrv.runtime.device import JaxDevice
         from rsrv.runtime.loop import Loop
+        from rsrv.runtime.orphans import end_orphans
         from rsrv.runtime.scheduler.scheduler import Scheduler
         from rsrv.runtime.scheduler.settings import SchedulerSettings
         from rsrv.settings import load_settings
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     loop = Loop(
         listener,
         server,
+        options.server_pid,
         settings,
         Scheduler(SchedulerSettings(**settings.scheduler.model_dump(exclude={"max_queue_depth"}))),
         lambda: JaxDevice(settings.runtime.platform, settings.runtime.compilation_cache_dir),
@@ -70,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         loop.run()
     finally:
         paths.remove(options.directory)
+    end_orphans(loop.stubs)
     # Threads may be deep in XLA; the device is freed by the process's end, and nothing else is left to do.
     os._exit(0)
 

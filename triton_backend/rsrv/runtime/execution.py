@@ -52,8 +52,10 @@ class Staging:
         return found
 
     def forget(self, model: str) -> None:
-        for key in [key for key in self._buffers if key[0] == model]:
-            del self._buffers[key]
+        # A snapshot, for the device's thread may be making buffers of other models meanwhile.
+        for key in list(self._buffers):
+            if key[0] == model:
+                del self._buffers[key]
 
 
 def execute(job: Job, device: Device, staging: Staging) -> float:

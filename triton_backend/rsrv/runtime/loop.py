@@ -17,6 +17,7 @@ from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Device
 from rsrv.runtime.execution import Job, Part, Staging, execute
 from rsrv.runtime.models import Model
+from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -54,12 +55,13 @@ _ID_BITS = 40
 
 
 class Loop:
-    """Serve `listener` until `server` (a pidfd) is readable."""
+    """Serve `listener` until `server` (a pidfd of process `server_pid`) is readable."""
 
     def __init__(
         self,
         listener: socket.socket,
         server: int,
+        server_pid: int,
         settings: Settings,
         scheduler: Scheduler,
         make_device: Callable[[], Device],
@@ -68,6 +70,9 @@ class Loop:
         self._scheduler = scheduler
         self._clock = clock
         self._started = clock()
+        self._server_pid = server_pid
+        #: the stubs that ever connected and still live, as far as known: pid -> pidfd
+        self.stubs: dict[int, int] = {}
         self._serving = True
         self._board = Board()
         self._inbox = Inbox()
@@ -152,6 +157,10 @@ class Loop:
     # --- frames -------------------------------------------------------------------------------------------
 
     def _greet(self, connection: Connection) -> None:
+        if connection.peer not in self.stubs:
+            stub = open_stub(connection.peer, self._server_pid)
+            if stub is not None:
+                self.stubs[connection.peer] = stub
         greeting = {"magic": MAGIC, "version": PROTOCOL_VERSION, "pid": os.getpid()}
         connection.send(pack_json(Kind.WELCOME, greeting), (self._board.fd,))
 
@@ -183,6 +192,10 @@ class Loop:
             self._flush_arrivals()
             self._feed(ev.RequestsCancelled(gone))
         self._registry.leave(connection)
+        if all(other.peer != connection.peer for other in self._transport.connections):
+            stub = self.stubs.pop(connection.peer, None)
+            if stub is not None:
+                os.close(stub)
 
     def _submit(self, connection: Connection, submissions: Iterable[tuple[int, ...]]) -> None:
         model = self._registry.find(connection.model)

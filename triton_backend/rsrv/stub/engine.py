@@ -22,7 +22,7 @@ from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import DOWN, Later
 from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import Link, Session
-from rsrv.stub.shapes import BadShape, resolve
+from rsrv.stub.shapes import BadShape, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ProtocolError, Status, Submission
 from rsrv.wire.layout import NUMPY
@@ -49,11 +49,17 @@ _MAX_SHAPES = 1024
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A client-facing tensor as config.pbtxt has it; `rank` counts the batch axis."""
+    """A client-facing tensor as config.pbtxt has it."""
 
     name: str
     dtype: str
-    rank: int
+    #: with the batch axis, if Triton batches; -1 on axes that vary
+    dims: tuple[int, ...]
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.dims) and all(
+            want in (-1, got) for want, got in zip(self.dims, shape, strict=True)
+        )
 
 
 class Engine:
@@ -64,6 +70,7 @@ class Engine:
         hooks: Hooks,
         inputs: Sequence[WireTensor],
         outputs: Sequence[WireTensor],
+        batched: bool,
         session: Session,
     ) -> None:
         self._tensors = tensors
@@ -71,6 +78,8 @@ class Engine:
         self._hooks = hooks
         self._dtypes = {wire.name: wire.dtype for wire in inputs}
         self._outputs = outputs
+        #: whether Triton batches this model: then a request has as many rows in every output as in its inputs
+        self._batched = batched
         self._session = session
         self._shapes: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
         self._hook_seconds = _SLOW_HOOK if hooks.preprocess or hooks.postprocess else 0.0
@@ -235,6 +244,8 @@ class Engine:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
         job.deadline_ns, job.priority = _terms(job.request)
         arrays = self._read_inputs(link, job.request)
+        if self._batched:
+            job.client_rows = len(next(iter(arrays.values())))
         if self._hooks.preprocess is not None:
             started = time.perf_counter()
             arrays = _run_hook("preprocess", self._hooks.preprocess, arrays, job.request)
@@ -278,6 +289,10 @@ class Engine:
         if known is None:
             try:
                 known = resolve(link.interface, shapes)
+            except WrongAxis as error:
+                if self._hooks.preprocess is not None:
+                    raise self._wrong_tensor(f"does not fit: {error}") from None
+                raise Failure(Status.INVALID, str(error)) from None
             except BadShape as error:
                 raise Failure(Status.INVALID, str(error)) from None
             if len(self._shapes) < _MAX_SHAPES:
@@ -325,16 +340,26 @@ class Engine:
         out = []
         for wire in self._outputs:
             array = arrays.get(wire.name)
-            if array is None or array.dtype != NUMPY[wire.dtype]:
-                found = "is missing" if array is None else f"is {array.dtype}, expected {wire.dtype}"
-                log.error("model.py: postprocess's result %r %s", wire.name, found)
-                raise Failure(
-                    Status.INTERNAL, "the model's postprocess hook failed; the server's log says why"
-                )
-            if array.ndim == wire.rank - 1:
+            if array is None:
+                raise self._wrong_result(f"has no {wire.name!r}")
+            if array.ndim == len(wire.dims) - 1:
                 array = array.reshape(*array.shape, 1)
+            if array.dtype != NUMPY[wire.dtype] or not wire.fits(array.shape):
+                raise self._wrong_result(
+                    f"has {wire.name!r} of {array.dtype} {list(array.shape)}, "
+                    f"expected {wire.dtype} {list(wire.dims)}"
+                )
+            if self._batched and len(array) != job.client_rows:
+                raise self._wrong_result(
+                    f"has {wire.name!r} of {len(array)} rows for a request of {job.client_rows}"
+                )
             out.append(self._tensors.make(wire.name, array, wire.dtype))
         return out
+
+    @staticmethod
+    def _wrong_result(what: str) -> Failure:
+        log.error("model.py: postprocess's result %s", what)
+        return Failure(Status.INTERNAL, "the model's postprocess hook failed; the server's log says why")
 
 
 def _submissions(jobs: list[Job]) -> list[Submission]:

@@ -21,6 +21,7 @@ class Job:
     variant: Variant | None = None
     index: int = 0  # of the variant
     rows: int = 0
+    client_rows: int = 0  # as the client counts them, if Triton batches
     #: where its inputs and outputs lie, bytes from the segment's start
     slab: Slab | None = None
     inputs_at: int = 0

@@ -55,6 +55,7 @@ class TritonPythonModel:
                 load_hooks(hooks_file) if hooks_file.exists() else Hooks(),
                 [_wire(tensor, batched) for tensor in config["input"]],
                 [_wire(tensor, batched) for tensor in config["output"]],
+                batched,
                 session,
             )
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
@@ -73,7 +74,8 @@ class TritonPythonModel:
 
 
 def _wire(tensor: dict[str, Any], batched: bool) -> WireTensor:
-    return WireTensor(tensor["name"], _DTYPES[tensor["data_type"]], len(tensor["dims"]) + batched)
+    dims = (int(extent) for extent in tensor["dims"])
+    return WireTensor(tensor["name"], _DTYPES[tensor["data_type"]], (-1, *dims) if batched else tuple(dims))
 
 
 def _log_to_server(model: str) -> None:

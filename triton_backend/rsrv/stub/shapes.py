@@ -6,7 +6,11 @@ from rsrv.wire.layout import Interface, Tensor
 
 
 class BadShape(Exception):
-    """The client's fault; the message names the input, what was expected and what came."""
+    """No execution takes these shapes; the message names the input, what was expected and what came."""
+
+
+class WrongAxis(BadShape):
+    """An axis that the model fixes differs: never the number of rows or a choice among variants."""
 
 
 def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
@@ -26,7 +30,7 @@ def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> tuple[in
             count = rows.pop() if rows else 1
             _check_rows(count, variant.sizes, interface.exact)
             return index, count
-    raise BadShape(_explain(interface, shapes))
+    raise _mismatch(interface, shapes)
 
 
 def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
@@ -45,7 +49,7 @@ def _check_rows(rows: int, sizes: tuple[int, ...], exact: bool) -> None:
         raise BadShape(f"{rows} rows: this model runs at its compiled batch sizes only: {compiled}")
 
 
-def _explain(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> str:
+def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadShape:
     if len(interface.variants) > 1:
         compiled = "; ".join(
             ", ".join(f"{t.name} {list(t.dims)}" for t in v.inputs.tensors) for v in interface.variants
@@ -53,9 +57,11 @@ def _explain(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> str:
         came = ", ".join(
             f"{t.name} {list(s)}" for t, s in zip(interface.variants[0].inputs.tensors, shapes, strict=True)
         )
-        return f"no module is compiled for {came}; compiled are {compiled} (-1 is the batch)"
+        return BadShape(f"no module is compiled for {came}; compiled are {compiled} (-1 is the batch)")
     for tensor, shape in zip(interface.variants[0].inputs.tensors, shapes, strict=True):
         if not _fits(tensor, shape):
             batch = "" if tensor.batch_axis is None else f" (axis {tensor.batch_axis} is the batch)"
-            return f"input {tensor.name!r}: expected shape {list(tensor.dims)}{batch}, got {list(shape)}"
+            return WrongAxis(
+                f"input {tensor.name!r}: expected shape {list(tensor.dims)}{batch}, got {list(shape)}"
+            )
     raise AssertionError("called for shapes that fit")

@@ -1,0 +1,79 @@
+"""Stubs that outlive their server: found, given a moment, ended."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime import orphans
+
+_HANGS = "import signal; print(flush=True); signal.pause()"
+_HOLDS_A_REGION = """
+import mmap, os, signal, sys
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+os.ftruncate(fd, 4096)
+memory = mmap.mmap(fd, 4096)
+print(flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def region() -> Iterator[Path]:
+    path = Path(f"{orphans._REGION}_test_{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A child that has come as far as its signal.pause()."""
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    return process
+
+
+def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
+    region: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it stays."""
+    monkeypatch.setattr(orphans, "_PATIENCE", 0.05)
+    process = start(_HOLDS_A_REGION, str(region))
+    stub = orphans.open_stub(process.pid, os.getpid())
+    assert stub is not None
+    assert region.exists()
+
+    orphans.end_orphans({process.pid: stub})
+
+    assert process.wait(10) == -signal.SIGKILL
+    assert not region.exists()
+    os.close(stub)
+
+
+def test_a_stub_that_ends_by_itself_is_left_alone() -> None:
+    """No signal is sent, and nobody waits longer than it takes."""
+    process = start(_HANGS)
+    stub = orphans.open_stub(process.pid, os.getpid())
+    assert stub is not None
+    process.terminate()
+
+    orphans.end_orphans({process.pid: stub})
+
+    assert process.wait(10) == -signal.SIGTERM
+    os.close(stub)
+
+
+def test_another_servers_child_is_no_stub_of_ours() -> None:
+    """A tool that asks for the status must not be killed with the server."""
+    process = start(_HANGS)
+
+    assert orphans.open_stub(process.pid, os.getppid()) is None
+
+    process.kill()
+    process.wait(10)
+    assert orphans.open_stub(4194303, os.getpid()) is None

@@ -12,6 +12,7 @@ import pytest
 
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine, WireTensor
 from rsrv.stub.hooks import Hooks
@@ -45,14 +46,13 @@ class Runtime:
     loop: Loop
     device: FakeDevice
     socket: Path
-    _alive: int
     _thread: threading.Thread
 
     def open(self) -> Greeted:
         return greet(connect(self.socket))
 
     def stop(self) -> None:
-        os.close(self._alive)
+        self.loop.stop()
         self._thread.join(10)
         assert not self._thread.is_alive()
 
@@ -66,22 +66,20 @@ def start_runtime(tmp_path: Path) -> Iterator[StartRuntime]:
     started: list[Runtime] = []
 
     def start(settings: Settings | None = None) -> Runtime:
-        # A pipe stands for the server: its read end becomes readable when the write end is closed.
-        read, write = os.pipe()
         path = tmp_path / "socket"
         path.unlink(missing_ok=True)
         listener = listen(path)
+        settings = settings or load_settings()
+        scheduling = SchedulerSettings(**settings.scheduler.model_dump(exclude={"max_queue_depth"}))
         device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]])
-        loop = Loop(listener, read, os.getpid(), settings or load_settings(), Scheduler(), lambda: device)
+        loop = Loop(listener, os.getpid(), settings, Scheduler(scheduling), lambda: device)
 
         def run() -> None:
             loop.run()
-            loop.close()
             listener.close()
-            os.close(read)
 
         thread = threading.Thread(target=run)
-        runtime = Runtime(loop, device, path, write, thread)
+        runtime = Runtime(loop, device, path, thread)
         thread.start()
         started.append(runtime)
         return runtime

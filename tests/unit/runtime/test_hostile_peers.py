@@ -80,7 +80,9 @@ def test_a_misbehaving_stub_loses_its_connection_only(
     other.lane.close()
 
 
-@pytest.mark.parametrize("body", [{}, {"model": "a"}, {"model": 1, "bundle": 2}, {"key": "nobody"}])
+@pytest.mark.parametrize(
+    "body", [{}, {"model": "a"}, {"model": 1, "bundle": 2}, {"key": "nobody"}, {"key": []}, {"key": {"a": 1}}]
+)
 def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[str, object]) -> None:
     """By a closed connection if it is malformed, by a reason if the model is not there."""
     greeted = runtime.open()
@@ -106,6 +108,34 @@ def test_a_stranger_is_turned_away_at_the_greeting(runtime: Runtime, doubling: P
     client = Client(runtime, doubling)
     assert client.works()
     client.lane.close()
+
+
+def test_json_too_deep_to_read_ends_its_connection_only(runtime: Runtime, doubling: Path) -> None:
+    """Even before the greeting."""
+    sock = connect(runtime.socket)
+    send(sock, HEADER.pack(Kind.HELLO, 0, 0) + b"[" * 100_000)
+
+    with pytest.raises(Closed):
+        Receiver(sock).receive()
+    sock.close()
+    client = Client(runtime, doubling)
+    assert client.works()
+    client.lane.close()
+
+
+def test_stubs_that_die_while_their_answers_are_under_way_disturb_nobody(
+    runtime: Runtime, doubling: Path
+) -> None:
+    """The end of the execution and the end of the connection meet in every order."""
+    other = Client(runtime, doubling)
+    runtime.device.seconds = 0.01  # executed on the device's thread, so that they can meet
+    for _ in range(50):
+        culprit = Client(runtime, doubling)
+        culprit.lane.submit([culprit.submission(id=i) for i in range(5)])
+        culprit.lane.close()
+
+    assert other.works()
+    other.lane.close()
 
 
 def test_a_bundle_that_is_not_there_is_refused_with_its_reason(runtime: Runtime, tmp_path: Path) -> None:

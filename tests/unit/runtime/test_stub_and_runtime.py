@@ -1,6 +1,7 @@
 """The stub's engine against the real loop: every request is answered once, with its own rows."""
 
 import json
+import queue
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine, WireTensor
 from rsrv.stub.hooks import Hooks
-from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 
 Array = npt.NDArray[Any]
@@ -187,6 +188,57 @@ def test_a_cancelled_request_leaves_the_queue(runtime: Runtime, start_engine: St
     runtime.device.gate.set()
     assert first.answers.get(timeout=10).error is None
     assert runtime.device.executed == [1]
+
+
+def test_everybodys_turn_comes_to_be_looked_after(runtime: Runtime, start_engine: StartEngine) -> None:
+    """Of 60 that wait, the 51st is cancelled: that is noticed although few are looked at in one round."""
+    engine = start_engine()
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1)}) for _ in range(60)]
+    for request in requests:
+        assert engine.execute([request]) is None
+
+    requests[50].cancelled = True
+
+    assert refused(requests[50].answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
+    runtime.device.gate.set()
+    assert all(r.answers.get(timeout=10).error is None for r in requests if not r.cancelled)
+
+
+def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
+    runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads answers goes on, whatever is_cancelled() raises."""
+
+    def fault(self: FakeSender) -> bool:
+        raise RuntimeError("a fault of Triton's")
+
+    monkeypatch.setattr(FakeSender, "is_cancelled", fault)
+    engine = start_engine()
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1)}) for _ in range(3)]
+    for request in requests:
+        assert engine.execute([request]) is None
+    with pytest.raises(queue.Empty):
+        requests[0].answers.get(timeout=0.2)  # long enough for a look
+
+    runtime.device.gate.set()
+
+    assert all(request.answers.get(timeout=10).error is None for request in requests)
+
+
+def test_several_executions_at_once_do_not_mix(start_runtime: StartRuntime, doubling: Path) -> None:
+    """With scheduler.depth 3, every answer is still its request's own."""
+    runtime = start_runtime(load_settings("scheduler: {depth: 3}\nstub: {in_place_ms: 0}"))
+    engine = make_engine(runtime, doubling)
+    requests = [FakeRequest({"x": rows(1 + i % 3, i)}) for i in range(200)]
+
+    for request in requests:
+        assert engine.execute([request]) is None
+
+    for i, request in enumerate(requests):
+        np.testing.assert_array_equal(request.answers.get(timeout=10).arrays["y"], 2 * rows(1 + i % 3, i) + 1)
+    engine.close()
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again(
@@ -363,6 +415,32 @@ def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: Star
     (answer,) = ask(engine, FakeRequest({"x": rows(2)}))
 
     assert answer.arrays["best"].shape == (2, 1)
+
+
+def test_a_large_answer_is_finished_even_if_it_finds_no_room() -> None:
+    """Triton's shared memory may be full: then the client must hear that, not wait for ever."""
+    from rsrv.stub.replies import Reply, Responses
+    from tests.fakes import FakePbUtils
+
+    sent: list[tuple[object, int]] = []
+
+    class FullSender:
+        def send(self, response: object = None, flags: int = 0) -> None:
+            sent.append((response, flags))
+            if response is not None:
+                raise RuntimeError("no room")
+
+        def is_cancelled(self) -> bool:
+            return False
+
+    reply = Reply(FullSender(), Responses(FakePbUtils))
+
+    with pytest.raises(RuntimeError, match="no room"):
+        reply.send("a large answer", 1 << 20)
+
+    assert sent == [("a large answer", 0), (None, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)]
+    reply.send("another")
+    assert len(sent) == 2
 
 
 def test_a_dropped_request_is_answered(runtime: Runtime) -> None:

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrv.wire.layout import ALIGNMENT
-from rsrv.wire.memory import Arena, Board, Place, SharedMemoryError, create_sealed, map_segment, read_board
+from rsrv.wire.memory import (
+    Arena,
+    Board,
+    Place,
+    SharedMemoryError,
+    create_document,
+    create_sealed,
+    map_segment,
+    read_board,
+    read_document,
+)
 
 
 @pytest.fixture
@@ -58,6 +68,7 @@ def test_a_large_tensor_gets_a_segment_of_its_own_and_gives_it_back(arena: Arena
     small = arena.take(100)
     before = arena.nbytes
     large = arena.take(8 << 20)
+    arena.announced()
 
     arena.give(large)
 
@@ -85,6 +96,27 @@ def test_closing_frees_every_descriptor_and_later_gives_are_ignored() -> None:
     arena.give(place)
 
     assert descriptors() == before
+    with pytest.raises(OSError, match="closed"):
+        arena.take(10)
+
+
+def test_a_document_of_any_size_survives() -> None:
+    """What does not fit a frame travels in a memfd."""
+    value = {"list": list(range(100_000))}
+    fd = create_document(value)
+
+    assert read_document(fd) == value
+    os.close(fd)
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff"])
+def test_a_document_without_sense_is_the_peers_fault(text: bytes) -> None:
+    """It is refused, not passed on."""
+    fd = create_sealed(len(text), "test")
+    os.pwrite(fd, text, 0)
+    with pytest.raises(SharedMemoryError):
+        read_document(fd)
+    os.close(fd)
 
 
 def test_both_sides_see_the_same_bytes(arena: Arena) -> None:

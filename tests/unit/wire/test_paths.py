@@ -53,6 +53,22 @@ def test_leftovers_of_dead_servers_are_swept_and_the_living_kept(tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
 
 
+def test_a_directory_has_one_runtime_and_is_not_swept_under_it(tmp_path: Path) -> None:
+    """The claim lives as long as its holder; also where the server's pid means nothing, as in another container."""
+    directory = tmp_path / "4194303-77-gpu0"
+    directory.mkdir()
+    claim = paths.hold(directory)
+    assert claim is not None
+
+    assert paths.hold(directory) is None
+    paths.sweep(tmp_path)
+    assert directory.exists()
+
+    os.close(claim)
+    paths.sweep(tmp_path)
+    assert not directory.exists()
+
+
 def test_frames_pass_the_socket_whole_with_their_descriptors(tmp_path: Path) -> None:
     """One send is one receive, at any size up to the limit."""
     listener = listen(tmp_path / "s")

@@ -4,7 +4,10 @@ import argparse
 import gc
 import logging
 import os
+import resource
+import select
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,7 +46,12 @@ def main(argv: list[str] | None = None) -> int:
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
         settings = load_settings(text, str(options.settings))
+        if paths.hold(options.directory) is None:
+            # Its starter died before it could say so: the other stubs will find it.
+            _say(options.ready_fd, "ready")
+            return 0
         paths.sweep(options.directory.parent)
+        _raise_descriptor_limit()
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
     except Exception as error:
@@ -61,20 +69,39 @@ def main(argv: list[str] | None = None) -> int:
     log.info("runtime %d serves tritonserver %d in %s", os.getpid(), options.server_pid, options.directory)
     loop = Loop(
         listener,
-        server,
         options.server_pid,
         settings,
         Scheduler(SchedulerSettings(**settings.scheduler.model_dump(exclude={"max_queue_depth"}))),
         lambda: JaxDevice(settings.runtime.platform, settings.runtime.compilation_cache_dir),
     )
+
+    def follow_the_server() -> None:
+        select.select([server], [], [])
+        log.info("tritonserver is gone")
+        paths.remove(options.directory)
+        stubs = {}
+        for pid, fd in list(loop.stubs.items()):
+            with suppress(OSError):  # ended just now
+                stubs[pid] = os.dup(fd)
+        end_orphans(stubs)
+        os._exit(0)
+
+    # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
+    threading.Thread(target=follow_the_server, name="server", daemon=True).start()
     gc.freeze()
     try:
         loop.run()
-    finally:
-        paths.remove(options.directory)
-    end_orphans(loop.stubs)
-    # Threads may be deep in XLA; the device is freed by the process's end, and nothing else is left to do.
-    os._exit(0)
+    except BaseException:
+        log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
+    # Never through the interpreter's own end, which waits for threads: the stubs would wait as long.
+    (options.directory / paths.SOCKET).unlink(missing_ok=True)
+    os._exit(70)
+
+
+def _raise_descriptor_limit() -> None:
+    """A model takes about five; the customary 1024 would be too few for hundreds of models."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _say(fd: int, text: str) -> None:

@@ -3,9 +3,10 @@
 import os
 import socket
 from collections import deque
+from typing import Any
 
-from rsrv.wire.frames import Completion, ProtocolError, pack_completions
-from rsrv.wire.memory import Bytes, SharedMemoryError, map_segment
+from rsrv.wire.frames import Completion, Kind, ProtocolError, pack_completions, pack_json
+from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segment
 from rsrv.wire.socket import Closed, Receiver, send
 
 #: frames that wait for a stub that does not read; beyond, the stub is taken for dead
@@ -22,6 +23,7 @@ class Connection:
         self.greeted = False
         self.watched_for_write = False
         self.closed = False
+        self.registering = False
         self.model: str | None = None  # key of the model it is registered for
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
@@ -58,6 +60,14 @@ class Connection:
         if len(self._backlog) > _MAX_BACKLOG:
             raise Closed(f"{len(self._backlog)} frames unread")
 
+    def send_document(self, kind: Kind, value: dict[str, Any]) -> None:
+        """A JSON object of any size: it travels in a memfd."""
+        fd = create_document(value)
+        try:
+            self.send(pack_json(kind, {}), (fd,))
+        finally:
+            os.close(fd)
+
     def flush(self) -> None:
         while self._backlog:
             frame, fds = self._backlog[0]
@@ -86,3 +96,4 @@ class Connection:
                 os.close(fd)
         self._backlog.clear()
         self.segments.clear()
+        self.completions.clear()

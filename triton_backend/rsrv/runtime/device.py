@@ -107,6 +107,9 @@ class JaxDevice:
         return Executable(compiled)
 
     def upload(self, arrays: Sequence[Array]) -> Weights:
+        if self._device.platform == "cpu":
+            # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
+            arrays = [np.array(array) for array in arrays]
         buffers = [self._jax.device_put(array, self._device) for array in arrays]
         return Weights(self._jax.block_until_ready(buffers))
 

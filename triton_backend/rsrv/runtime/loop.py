@@ -5,7 +5,6 @@ scheduler's instructions go out to the threads and back to the stubs. Nothing he
 executions that are shorter than handing them over would be.
 """
 
-import json
 import logging
 import os
 import socket
@@ -39,7 +38,7 @@ from rsrv.wire.frames import (
     unpack_submissions,
 )
 from rsrv.wire.layout import ALIGNMENT
-from rsrv.wire.memory import Board, create_sealed
+from rsrv.wire.memory import Board
 
 log = logging.getLogger("rsrv.loop")
 
@@ -55,12 +54,11 @@ _ID_BITS = 40
 
 
 class Loop:
-    """Serve `listener` until `server` (a pidfd of process `server_pid`) is readable."""
+    """Serve the stubs of tritonserver `server_pid` that connect to `listener`."""
 
     def __init__(
         self,
         listener: socket.socket,
-        server: int,
         server_pid: int,
         settings: Settings,
         scheduler: Scheduler,
@@ -78,7 +76,6 @@ class Loop:
         self._inbox = Inbox()
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
-        self._transport.watch(server, self._server_gone)
         self._registry = Registry(
             settings, scheduler, self._inbox, self._transport, self._feed, self._free, make_device
         )
@@ -100,6 +97,7 @@ class Loop:
     def run(self) -> None:
         while self._serving:
             self.step()
+        self._transport.close()
 
     def step(self) -> None:
         """Wait until something happens, and do all that follows from it."""
@@ -118,9 +116,12 @@ class Loop:
             self._execute_short()
         self._publish()
 
-    def close(self) -> None:
-        """End all connections, as the process's end would. For those who run a loop inside a process."""
-        self._transport.close()
+    def stop(self) -> None:
+        """From any thread: leave `run`, and end all connections as the process's end would."""
+        self._inbox.post(self._stop)
+
+    def _stop(self) -> None:
+        self._serving = False
 
     def _execute_short(self) -> None:
         job, self._short = self._short, None
@@ -138,10 +139,6 @@ class Loop:
     def _drain(self) -> None:
         for message in self._inbox.drain():
             message()
-
-    def _server_gone(self) -> None:
-        log.info("tritonserver is gone")
-        self._serving = False
 
     def _publish(self) -> None:
         """Tell the stubs when the device will have done everything that it has to do now."""
@@ -182,7 +179,7 @@ class Loop:
             case Kind.REGISTER:
                 self._registry.register(connection, unpack_json(frame))
             case Kind.STATUS:
-                self._send_status(connection)
+                connection.send_document(Kind.STATUS_REPLY, self.status())
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
 
@@ -223,16 +220,6 @@ class Loop:
             deadline = deadline_ns / 1e9 if deadline_ns else None
             committed = bool(flags & COMMITTED)
             self._arrived.append(ev.Request(id, key, index, rows, deadline, priority, committed))
-
-    def _send_status(self, connection: Connection) -> None:
-        """A JSON of any size, so it travels in a memfd."""
-        text = json.dumps(self.status()).encode()
-        fd = create_sealed(len(text), "rsrv-status")
-        try:
-            os.pwrite(fd, text, 0)
-            connection.send(pack_json(Kind.STATUS_REPLY, {}), (fd,))
-        finally:
-            os.close(fd)
 
     def status(self) -> dict[str, Any]:
         counts = self._registry.cache_counts

@@ -87,14 +87,15 @@ class Registry:
 
     def register(self, connection: Connection, wanted: dict[str, Any]) -> None:
         """A stub wants a model: by its bundle's path, or, for a further connection, by its key."""
-        if connection.model is not None:
+        if connection.registering:
             raise ProtocolError("REGISTER twice on one connection")
+        connection.registering = True
         if "key" in wanted:
-            entry = self._entries.get(wanted["key"])
+            entry = self._entries.get(str(wanted["key"]))
             if entry is None or entry.model is None or entry.leaving:
                 connection.send(_rejected(f"{wanted['key']} is not loaded"))
             else:
-                self._join(connection, wanted["key"], entry)
+                self._join(connection, str(wanted["key"]), entry)
             return
         name, path = wanted.get("model"), wanted.get("bundle")
         if not isinstance(name, str) or not isinstance(path, str):
@@ -158,7 +159,7 @@ class Registry:
         entry.connections[connection.id] = connection
         connection.model = key
         if entry.model is not None:
-            connection.send(self._registered(entry.model))
+            self._welcome(connection, entry.model)
 
     # --- building -----------------------------------------------------------------------------------------
 
@@ -209,10 +210,10 @@ class Registry:
         entry.model = result
         self._feed(ev.ModelAdded(result.program))
         for connection in waiting:
-            self._transport.guard(connection, connection.send, self._registered(result))
+            self._transport.guard(connection, self._welcome, connection, result)
 
-    def _registered(self, model: Model) -> bytes:
-        return pack_json(
+    def _welcome(self, connection: Connection, model: Model) -> None:
+        connection.send_document(
             Kind.REGISTERED,
             {
                 "key": model.key,

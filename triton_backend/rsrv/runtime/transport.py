@@ -60,13 +60,18 @@ class Transport:
                 target()
 
     def guard(self, connection: Connection, action: Callable[..., None], *args: Any) -> None:
-        """Do something for a connection; if that fails by its fault, it is closed."""
+        """Do something for a connection; whatever fails, that connection is closed and the others go on."""
+        if connection.closed:
+            return
         try:
             action(*args)
         except Closed:
             self._close(connection)
         except ProtocolError as error:
             log.error("closing the connection of pid %d: %s", connection.peer, error)
+            self._close(connection)
+        except Exception:
+            log.exception("closing the connection of pid %d", connection.peer)
             self._close(connection)
         else:
             if connection.congested != connection.watched_for_write and not connection.closed:
@@ -86,6 +91,11 @@ class Transport:
             try:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
+                return
+            except OSError as error:
+                # No descriptor is free: listen again when a connection has ended, or epoll would spin.
+                log.error("cannot take another connection: %s", error)
+                self._epoll.modify(self._listener, 0)
                 return
             sock.setblocking(False)
             try:
@@ -124,4 +134,5 @@ class Transport:
         del self._targets[connection.sock.fileno()]
         self._epoll.unregister(connection.sock)
         connection.close()
+        self._epoll.modify(self._listener, select.EPOLLIN)
         self._on_close(connection)

@@ -8,7 +8,7 @@ from the runtime, which starves a device on long executions. So it waits only fo
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import DOWN, Later
 from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import Link, Session
-from rsrv.stub.shapes import BadShape, WrongAxis, resolve
+from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ProtocolError, Status, Submission
 from rsrv.wire.layout import NUMPY
@@ -45,6 +45,9 @@ _RISE = 0.01
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
 _MAX_SHAPES = 1024
+#: bytes of the direct lane's memory: the least, and how much of it stays after a large batch
+_LEAST, _KEEP = 64 << 10, 16 << 20
+_OUR_FAULT = "the request could not be handled; the server's log says why"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,13 @@ class Engine:
         #: whether Triton batches this model: then a request has as many rows in every output as in its inputs
         self._batched = batched
         self._session = session
-        self._shapes: dict[tuple[tuple[int, ...], ...], tuple[int, int]] = {}
+        self._plans: dict[tuple[tuple[int, ...], ...], Plan] = {}
         self._hook_seconds = _SLOW_HOOK if hooks.preprocess or hooks.postprocess else 0.0
         self._prepare_seconds = _SLOW_HOOK if hooks.preprocess else 0.0
         self._execute_ns = 0.0
-        #: answered in place by the last execute(); Triton copies them out before the next one
-        self._held: Slab | None = None
+        #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
+        #: answers when the next one comes
+        self._slab: Slab | None = None
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
         self._link = link = session.establish()
@@ -96,11 +100,11 @@ class Engine:
         self._switch(link)
 
     def _switch(self, link: Link) -> None:
-        """On execute()'s thread, which is the only one that uses `_direct`, `_held` and `_link`."""
+        """On execute()'s thread, which alone uses `_slab` and `_link`."""
         if self._direct is not None:
             self._direct.close()
-        self._link, self._direct, self._held = link, link.direct, None
-        self._shapes.clear()
+        self._link, self._direct, self._slab = link, link.direct, None
+        self._plans.clear()
         self._execute_ns = float(link.cost_ns)
 
     @property
@@ -121,9 +125,18 @@ class Engine:
             return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
         if link is not self._link:
             self._switch(link)
-        if self._direct is not None and self._soon(link, len(requests)):
-            return self._in_place(link, self._direct, requests)
-        self._answer_later(link, requests)
+        try:
+            if self._direct is link.direct and self._soon(link, len(requests)):
+                return self._in_place(link, link.direct, requests)
+        except Exception:
+            log.exception("a batch failed")
+            return [self._responses.failure(Status.INTERNAL, _OUR_FAULT) for _ in requests]
+        try:
+            self._answer_later(link, requests)
+        except Exception:
+            log.exception(
+                "a batch failed"
+            )  # those that have no answer yet get it when their replies are dropped
         return None
 
     def _soon(self, link: Link, count: int) -> bool:
@@ -149,10 +162,7 @@ class Engine:
             self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
     def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
-        if self._held is not None:
-            lane.release(self._held, self._held.users)
-            self._held = None
-        jobs, submitted = self._prepare_all(link, lane, requests)
+        jobs, submitted = self._prepare_all(link, lane, requests, self._take_direct)
         waiting = {job.id: job for job in submitted}
         try:
             lane.submit(_submissions(submitted))
@@ -164,16 +174,24 @@ class Engine:
             self._hand_over(link, lane, jobs, waiting)
             return None
         except (Closed, ProtocolError, OSError):
-            self._session.lost(link)
+            self._later.lose(link)
             for job in waiting.values():
                 job.fail(Status.RUNTIME_DOWN, DOWN)
-        responses = [self._respond(job) for job in jobs]
-        self._held = next((job.slab for job in jobs if job.slab is not None), None)
-        return responses
+        return [self._respond(job) for job in jobs]
+
+    def _take_direct(self, lane: Lane, nbytes: int, users: int) -> Slab:
+        """The direct lane's one slab, made anew when it is too small, or far too large to keep."""
+        slab = self._slab
+        if slab is None or not nbytes <= slab.place.nbytes <= _KEEP + 8 * nbytes:
+            if slab is not None:
+                lane.release(slab, slab.users)
+            slab = self._slab = lane.take(max(nbytes, _LEAST), users)
+        slab.users = users
+        return slab
 
     def _hand_over(self, link: Link, lane: Lane, jobs: list[Job], waiting: dict[int, Job]) -> None:
-        """It takes longer than predicted: let execute() return, and the lane with it."""
-        self._direct = None
+        """It takes longer than predicted: let execute() return, and the lane and its memory with it."""
+        self._direct = self._slab = None
         for job in jobs:
             job.reply = Reply(job.request.get_response_sender(), self._responses)
 
@@ -195,7 +213,7 @@ class Engine:
             self._later.run(partial(self._submit_later, link, [request], [reply]))
 
     def _submit_later(self, link: Link, requests: list[Any], replies: list[Reply]) -> None:
-        jobs, submitted = self._prepare_all(link, link.later, requests)
+        jobs, submitted = self._prepare_all(link, link.later, requests, Lane.take)
         now = time.monotonic()
         for job, reply in zip(jobs, replies, strict=True):
             job.reply, job.checked = reply, now
@@ -207,7 +225,9 @@ class Engine:
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _prepare_all(self, link: Link, lane: Lane, requests: list[Any]) -> tuple[list[Job], list[Job]]:
+    def _prepare_all(
+        self, link: Link, lane: Lane, requests: list[Any], take: Callable[[Lane, int, int], Slab]
+    ) -> tuple[list[Job], list[Job]]:
         """Jobs for all requests, and those of them that are in shared memory, ready for the device."""
         jobs = [
             Job(id, request, lane) for id, request in zip(lane.next_ids(len(requests)), requests, strict=True)
@@ -218,7 +238,8 @@ class Engine:
             try:
                 nbytes += self._resolve_job(link, job, nbytes)
             except Failure as failure:
-                job.failure = failure
+                # Without the exception itself: its traceback would keep the whole batch alive.
+                job.fail(failure.status, failure.text)
             except Exception:
                 log.exception("preparing a request failed")
                 job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
@@ -227,18 +248,15 @@ class Engine:
         if not resolved:
             return jobs, []
         try:
-            slab = lane.take(nbytes, len(resolved))
+            slab = take(lane, nbytes, len(resolved))
         except OSError:
             log.exception("no memory for %d bytes of requests", nbytes)
             for job in resolved:
                 job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
             return jobs, []
         for job in resolved:
-            job.slab = slab
-            job.inputs_at += slab.place.offset
-            job.outputs_at += slab.place.offset
             self._write(job, slab)
-        return jobs, [job for job in resolved if job.rows]
+        return jobs, [job for job in resolved if job.plan is not None and job.plan.rows]
 
     def _resolve_job(self, link: Link, job: Job, at: int) -> int:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
@@ -258,19 +276,20 @@ class Engine:
             if array.dtype != NUMPY[spec.dtype]:
                 raise self._wrong_tensor(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}")
             job.inputs.append(array)
-        job.index, job.rows = self._resolve(link, tuple([array.shape for array in job.inputs]))
-        job.variant = variant = link.interface.variants[job.index]
+        job.plan = plan = self._resolve(link, tuple([array.shape for array in job.inputs]))
         job.inputs_at = at
-        job.outputs_at = at + variant.inputs.places(job.rows)[1]
-        return job.outputs_at - at + variant.outputs.places(job.rows)[1]
+        job.outputs_at = at + plan.input_bytes
+        return plan.input_bytes + plan.output_bytes
 
     @staticmethod
     def _write(job: Job, slab: Slab) -> None:
         """Copy a request's inputs to shared memory."""
-        assert job.variant is not None
-        block = job.variant.inputs
-        for spec, offset, array in zip(block.tensors, block.places(job.rows)[0], job.inputs, strict=True):
-            slab.view(job.inputs_at + offset, spec, job.rows)[...] = array
+        assert job.plan is not None
+        job.slab = slab
+        job.inputs_at += slab.place.offset
+        job.outputs_at += slab.place.offset
+        for (spec, offset), array in zip(job.plan.inputs, job.inputs, strict=True):
+            slab.view(job.inputs_at + offset, spec, job.plan.rows)[...] = array
         job.inputs.clear()
 
     def _read_inputs(self, link: Link, request: Any) -> dict[str, Array]:
@@ -284,20 +303,18 @@ class Engine:
             arrays[name] = array
         return arrays
 
-    def _resolve(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
-        known = self._shapes.get(shapes)
-        if known is None:
+    def _resolve(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> Plan:
+        plan = self._plans.get(shapes)
+        if plan is None:
             try:
-                known = resolve(link.interface, shapes)
-            except WrongAxis as error:
-                if self._hooks.preprocess is not None:
+                plan = resolve(link.interface, shapes)
+            except BadShape as error:
+                if isinstance(error, WrongAxis) and self._hooks.preprocess is not None:
                     raise self._wrong_tensor(f"does not fit: {error}") from None
                 raise Failure(Status.INVALID, str(error)) from None
-            except BadShape as error:
-                raise Failure(Status.INVALID, str(error)) from None
-            if len(self._shapes) < _MAX_SHAPES:
-                self._shapes[shapes] = known
-        return known
+            if len(self._plans) < _MAX_SHAPES:
+                self._plans[shapes] = plan
+        return plan
 
     def _wrong_tensor(self, what: str) -> Failure:
         if self._hooks.preprocess is None:
@@ -324,12 +341,11 @@ class Engine:
             )
 
     def _outputs_of(self, job: Job) -> list[Any]:
-        assert job.variant is not None
+        assert job.plan is not None
         assert job.slab is not None
-        block = job.variant.outputs
         arrays = {
-            spec.name: job.slab.view(job.outputs_at + offset, spec, job.rows)
-            for spec, offset in zip(block.tensors, block.places(job.rows)[0], strict=True)
+            spec.name: job.slab.view(job.outputs_at + offset, spec, job.plan.rows)
+            for spec, offset in job.plan.outputs
         }
         if self._hooks.postprocess is not None:
             started = time.perf_counter()
@@ -366,12 +382,13 @@ def _submissions(jobs: list[Job]) -> list[Submission]:
     out = []
     for job in jobs:
         assert job.slab is not None
+        assert job.plan is not None
         out.append(
             Submission(
                 job.id,
                 job.deadline_ns,
-                job.rows,
-                job.index,
+                job.plan.rows,
+                job.plan.index,
                 job.priority,
                 0,
                 job.slab.place.segment,

@@ -5,8 +5,8 @@ from typing import Any
 
 from rsrv.stub.lane import Array, Lane, Slab
 from rsrv.stub.replies import Failure, Reply
+from rsrv.stub.shapes import Plan
 from rsrv.wire.frames import Completion, Status
-from rsrv.wire.layout import Variant
 
 
 @dataclass(slots=True, eq=False)
@@ -18,9 +18,7 @@ class Job:
     priority: int = 0
     #: what the request asks for, once its shapes are known
     inputs: list[Array] = field(default_factory=list)
-    variant: Variant | None = None
-    index: int = 0  # of the variant
-    rows: int = 0
+    plan: Plan | None = None
     client_rows: int = 0  # as the client counts them, if Triton batches
     #: where its inputs and outputs lie, bytes from the segment's start
     slab: Slab | None = None

@@ -1,8 +1,10 @@
 """A lane: one connection to the runtime, and the memory that the requests on it live in."""
 
+import os
 import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -14,13 +16,13 @@ from rsrv.stub.launch import Greeted
 from rsrv.wire import frames
 from rsrv.wire.frames import Completion, Kind, ProtocolError, Submission
 from rsrv.wire.layout import NUMPY, Tensor
-from rsrv.wire.memory import Arena, Bytes, Place
+from rsrv.wire.memory import Arena, Bytes, Place, read_document
 from rsrv.wire.socket import Closed, send
 
 Array = npt.NDArray[Any]
 
-#: seconds that a send may wait for a runtime that does not read
-_SEND_TIMEOUT = 0.2
+#: seconds that a send may wait for a runtime that does not read, which then counts as gone
+_SEND_TIMEOUT = 1.0
 
 
 class Rejected(Exception):
@@ -62,14 +64,17 @@ class Lane:
         """Wait, however long compiling takes, until the model is ready. Raises Rejected, Closed, ProtocolError."""
         self._send(frames.pack_json(Kind.REGISTER, wanted))
         self._readable.poll()
-        frame, _ = self._receiver.receive()
-        kind, _ = frames.read_header(frame)
-        body = frames.unpack_json(frame)
-        if kind is Kind.REJECTED:
-            raise Rejected(str(body["reason"]))
-        if kind is not Kind.REGISTERED:
-            raise ProtocolError(f"{kind.name} where REGISTERED was expected")
-        return body
+        frame, fds = self._receiver.receive()
+        try:
+            kind, _ = frames.read_header(frame)
+            if kind is Kind.REJECTED:
+                raise Rejected(str(frames.unpack_json(frame).get("reason")))
+            if kind is not Kind.REGISTERED or len(fds) != 1:
+                raise ProtocolError(f"{kind.name} where REGISTERED was expected")
+            return read_document(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     # --- memory -------------------------------------------------------------------------------------------
 
@@ -84,6 +89,10 @@ class Lane:
             slab.users -= users
             if slab.users == 0:
                 self._arena.give(slab.place)
+                if self._arena.dropped:
+                    # Now, for as long as the runtime maps it the memory of a large request stays in use.
+                    with suppress(Closed):
+                        self._announce()
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -95,14 +104,18 @@ class Lane:
     def submit(self, submissions: Sequence[Submission]) -> None:
         """Raises Closed, also when the runtime does not read."""
         with self._lock:
-            for id, fd in self._arena.fresh:
-                self._send(frames.pack_ids(Kind.SEGMENT, [id]), [fd])
-            self._arena.fresh.clear()
-            if self._arena.dropped:
-                self._send(frames.pack_ids(Kind.DROP_SEGMENT, self._arena.dropped))
-                self._arena.dropped.clear()
+            self._announce()
             for at in range(0, len(submissions), frames.MAX_ENTRIES):
                 self._send(frames.pack_submissions(submissions[at : at + frames.MAX_ENTRIES]))
+
+    def _announce(self) -> None:
+        """Tell the runtime which segments are new and which are gone."""
+        for id, fd in self._arena.fresh:
+            self._send(frames.pack_ids(Kind.SEGMENT, [id]), [fd])
+        self._arena.announced()
+        if self._arena.dropped:
+            self._send(frames.pack_ids(Kind.DROP_SEGMENT, self._arena.dropped))
+            self._arena.dropped.clear()
 
     def cancel(self, ids: Sequence[int]) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """Answers that come after execute() returned: one thread reads completions, a few send responses."""
 
+import heapq
 import logging
 import os
 import queue
@@ -7,6 +8,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from rsrv.stub.job import Job
@@ -60,6 +62,7 @@ class Later:
         """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
         with self._lock:
             pending = self._lanes.get(link.later)
+            idle = not pending
             if pending is not None:
                 pending.update((job.id, job) for job in jobs)
         try:
@@ -67,12 +70,24 @@ class Later:
                 raise Closed("the link was lost")
             link.later.submit(submissions)
         except (Closed, OSError):
-            self._lose(link)
+            self.lose(link)
             # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
             if pending is None:
                 self._fail(jobs)
             return
-        os.eventfd_write(self._wake, 1)  # so that the reader looks after cancellations
+        if idle:
+            os.eventfd_write(self._wake, 1)  # so that the reader looks after cancellations
+
+    def lose(self, link: Link) -> None:
+        """The runtime behind a link is gone: answer all that waited for it, and look for another. Any thread."""
+        with self._lock:
+            handed_over = link.direct in self._lanes
+            jobs = [job for lane in (link.later, link.direct) for job in self._forget(lane).values()]
+        self._session.lost(link)
+        link.later.close()
+        if handed_over:
+            link.direct.close()
+        self._fail(jobs)
 
     def run(self, work: Callable[[], None]) -> None:
         """On one of the sending threads, which are started when first needed."""
@@ -122,18 +137,25 @@ class Later:
             if waiting:
                 self._look_for_cancelled()
 
+    # Whatever goes wrong in one round must not end the thread: nobody would be answered any more.
+
     def _receive(self, lane: Lane) -> None:
+        with self._lock:
+            link = self._links.get(lane)
+        if link is None:
+            return  # another thread found out first
         try:
             completions = lane.receive(0)
         except TimeoutError:
             return
         except (Closed, ProtocolError, OSError) as error:
-            with self._lock:
-                link = self._links.get(lane)  # None: another thread found out first
-            if link is not None:
-                if not self._closed:
-                    log.error("lost the runtime: %s", error)
-                self._lose(link)
+            if not self._closed:
+                log.error("lost the runtime: %s", error)
+            self.lose(link)
+            return
+        except Exception:
+            log.exception("the runtime's answers cannot be read")
+            self.lose(link)
             return
         idle = None
         with self._lock:
@@ -156,15 +178,16 @@ class Later:
                 for pending in self._lanes.values()
                 for job in pending.values()
                 if not job.cancelling and now - job.checked > _CANCEL_ROUND
-            ][:_CANCEL_CHECKS]
-        for job in due:
+            ]
+        # Those that were not looked at for longest, so that everybody's turn comes.
+        for job in heapq.nsmallest(_CANCEL_CHECKS, due, key=attrgetter("checked")):
             job.checked = now
-            if job.reply is not None and job.reply.cancelled():
-                job.cancelling = True
-                try:
+            try:
+                if job.reply is not None and job.reply.cancelled():
+                    job.cancelling = True
                     job.lane.cancel([job.id])
-                except (Closed, OSError):
-                    return  # the next read notices
+            except Exception:
+                log.exception("looking whether a client is still there")
 
     def _forget(self, lane: Lane) -> dict[int, Job]:
         """Under the lock."""
@@ -176,17 +199,6 @@ class Later:
                 del self._by_fd[fd]
                 self._poll.unregister(fd)
         return pending
-
-    def _lose(self, link: Link) -> None:
-        """The runtime behind a link is gone: answer all that waited for it, and look for another."""
-        with self._lock:
-            handed_over = link.direct in self._lanes
-            jobs = [job for lane in (link.later, link.direct) for job in self._forget(lane).values()]
-        self._session.lost(link)
-        link.later.close()
-        if handed_over:
-            link.direct.close()
-        self._fail(jobs)
 
     def _fail(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
@@ -206,7 +218,7 @@ class Later:
     def _answer(self, job: Job) -> None:
         assert job.reply is not None
         try:
-            job.reply.send(self._respond(job))
+            job.reply.send(self._respond(job), job.plan.output_bytes if job.plan else 0)
         finally:
             if job.slab is not None:
                 job.lane.release(job.slab)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ log = logging.getLogger("rsrv.stub")
 #: seconds for the runtime's process to listen; it loads jax later
 _START_TIMEOUT = 60.0
 #: seconds for a frame's answer that needs no work
-_GREETING_TIMEOUT = 10.0
+_GREETING_TIMEOUT = 60.0
 
 
 class LaunchError(Exception):
@@ -66,13 +67,14 @@ class Launcher:
                 return greet(connect(path))
             except (FileNotFoundError, ConnectionError):
                 self._start(directory)
-            return greet(connect(path))
+            return greet(_connect_soon(path))
 
     def _start(self, directory: Path) -> None:
         python = interpreter()
         ready, child_end = os.pipe2(os.O_CLOEXEC)
         command = [
-            python, "-m", "rsrv.runtime",
+            # -P: whatever lies in the server's working directory is no module of ours.
+            python, "-P", "-m", "rsrv.runtime",
             "--directory", str(directory),
             "--server-pid", str(self.server_pid),
             "--settings", str(self.settings),
@@ -159,6 +161,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _connect_soon(path: Path) -> socket.socket:
+    """The runtime says that it listens; if it is one whose starter died, that may take another moment."""
+    until = time.monotonic() + _START_TIMEOUT
+    while True:
+        try:
+            return connect(path)
+        except (FileNotFoundError, ConnectionError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def _first_words(fd: int, timeout: float) -> bytes:

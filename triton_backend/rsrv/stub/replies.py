@@ -24,6 +24,10 @@ _CODES = {
 }
 
 
+#: bytes above which an answer may not find room in Triton's shared memory (64 MB in a container by default)
+_LARGE = 256 * 1024
+
+
 class Failure(Exception):
     """How a request ends when not with an answer; `text` is for the client."""
 
@@ -62,12 +66,23 @@ class Reply:
         self._lock = Lock()
         self._sent = False
 
-    def send(self, response: Any) -> None:
+    def send(self, response: Any, nbytes: int = 0) -> None:
+        """Send the answer, of about `nbytes`, unless there was one.
+
+        Triton closes a sender for good before it copies a final response, so if there is no room in its shared
+        memory for the copy, nobody would ever hear. A large answer is therefore sent first and finished after.
+        """
         with self._lock:
             if self._sent:
                 return
             self._sent = True
-            self._sender.send(response, flags=self._responses.final)
+            if nbytes <= _LARGE:
+                self._sender.send(response, flags=self._responses.final)
+                return
+            try:
+                self._sender.send(response, flags=0)
+            finally:
+                self._sender.send(flags=self._responses.final)
 
     def cancelled(self) -> bool:
         with self._lock:

@@ -10,6 +10,7 @@ from rsrv.stub.lane import Lane, Rejected
 from rsrv.stub.launch import Greeted, LaunchError
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.layout import Interface
+from rsrv.wire.memory import SharedMemoryError
 from rsrv.wire.paths import RuntimeDirectoryError
 from rsrv.wire.socket import Closed
 
@@ -19,7 +20,15 @@ log = logging.getLogger("rsrv.stub")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 #: what reaching a runtime may raise
-UNREACHABLE = (LaunchError, RuntimeDirectoryError, ProtocolError, Rejected, Closed, OSError)
+UNREACHABLE = (
+    LaunchError,
+    RuntimeDirectoryError,
+    ProtocolError,
+    SharedMemoryError,
+    Rejected,
+    Closed,
+    OSError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +84,9 @@ class Session:
                 direct.close()
                 later.close()
                 raise Closed("the model is being unloaded")
+            # First: whoever sees the link may already use it.
+            self.on_link(link)
             self.link = link
-        self.on_link(link)
         return link
 
     def lost(self, link: Link) -> None:
@@ -96,11 +106,14 @@ class Session:
                 self.establish()
             except UNREACHABLE as error:
                 log.error("no runtime yet: %s", error)
-                self._closed.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+            except Exception:
+                # Whatever it is, giving up would leave the model without a runtime for ever.
+                log.exception("no runtime yet")
             else:
                 log.info("reconnected to the runtime")
                 return
+            self._closed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
         with self._lock:

@@ -1,8 +1,21 @@
 """Which compiled variant and how many rows a request's tensors mean: pure, and the source of shape errors."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rsrv.wire.layout import Interface, Tensor
+from rsrv.wire.layout import Interface, Tensor, Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How requests of certain shapes are executed, and how much memory one takes; worked out once."""
+
+    index: int  # of the variant
+    rows: int
+    inputs: tuple[tuple[Tensor, int], ...]  # with each one's offset in the inputs' block, in bytes
+    outputs: tuple[tuple[Tensor, int], ...]
+    input_bytes: int
+    output_bytes: int
 
 
 class BadShape(Exception):
@@ -13,8 +26,8 @@ class WrongAxis(BadShape):
     """An axis that the model fixes differs: never the number of rows or a choice among variants."""
 
 
-def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """(variant, rows) for the executable inputs' shapes, in the order of registration. Raises BadShape.
+def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> Plan:
+    """The plan for the executable inputs' shapes, in the order of registration. Raises BadShape.
 
     Rows are the extent of the batch axis, the same in every input; 1 where there is none.
     """
@@ -29,8 +42,21 @@ def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> tuple[in
                 raise BadShape(f"the inputs disagree on the number of rows: {sorted(rows)}")
             count = rows.pop() if rows else 1
             _check_rows(count, variant.sizes, interface.exact)
-            return index, count
+            return _plan(index, variant, count)
     raise _mismatch(interface, shapes)
+
+
+def _plan(index: int, variant: Variant, rows: int) -> Plan:
+    input_offsets, input_bytes = variant.inputs.places(rows)
+    output_offsets, output_bytes = variant.outputs.places(rows)
+    return Plan(
+        index,
+        rows,
+        tuple(zip(variant.inputs.tensors, input_offsets, strict=True)),
+        tuple(zip(variant.outputs.tensors, output_offsets, strict=True)),
+        input_bytes,
+        output_bytes,
+    )
 
 
 def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:

@@ -6,10 +6,12 @@ given and checks every offset against the segment's size. Nothing has a name, so
 """
 
 import fcntl
+import json
 import mmap
 import os
 from bisect import insort
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,16 +65,11 @@ class Place:
 
 
 class _Segment:
-    """One memfd and its free ranges, ascending by offset and never adjacent."""
+    """One memfd, mapped, and its free ranges, ascending by offset and never adjacent."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.fd = create_sealed(nbytes, "rsrv-tensors")
+    def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        try:
-            self.bytes: Bytes = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         self.free: list[tuple[int, int]] = [(0, nbytes)]
 
     def take(self, nbytes: int) -> int | None:
@@ -112,11 +109,15 @@ class Arena:
         self._keep = keep
         self._segments: dict[int, _Segment] = {}
         self._next = 0
-        self.fresh: list[tuple[int, int]] = []  # (segment id, descriptor), not yet sent to the runtime
+        self._closed = False
+        #: (segment id, descriptor) of what the runtime does not know yet; see `announced`
+        self.fresh: list[tuple[int, int]] = []
         self.dropped: list[int] = []
 
     def take(self, nbytes: int) -> Place:
-        """A range of at least `nbytes`. Raises OSError when the machine has no memory for it."""
+        """A range of at least `nbytes`. Raises OSError when there is no memory for it, or the arena is closed."""
+        if self._closed:
+            raise OSError("the arena is closed")
         nbytes = max(aligned(nbytes), aligned(1))
         for id, segment in self._segments.items():
             offset = segment.take(nbytes)
@@ -125,13 +126,25 @@ class Arena:
         size = self._first
         while size < nbytes or size < self.nbytes < self._keep:  # doubles, so that few segments do
             size *= 2
-        segment = _Segment(size if size <= self._keep else -(-nbytes // 4096) * 4096)
+        size = size if size <= self._keep else -(-nbytes // 4096) * 4096
+        fd = create_sealed(size, "rsrv-tensors")
+        try:
+            segment = _Segment(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
         id, self._next = self._next, self._next + 1
         self._segments[id] = segment
-        self.fresh.append((id, segment.fd))
+        self.fresh.append((id, fd))
         offset = segment.take(nbytes)
         assert offset == 0
         return Place(id, offset, nbytes)
+
+    def announced(self) -> None:
+        """The runtime has all of `fresh`: our mappings do without the descriptors."""
+        for _, fd in self.fresh:
+            os.close(fd)
+        self.fresh.clear()
 
     def give(self, place: Place) -> None:
         segment = self._segments.get(place.segment)
@@ -154,14 +167,38 @@ class Arena:
         return all(segment.idle for segment in self._segments.values())
 
     def _drop(self, id: int) -> None:
-        # The mapping lives as long as a view of it; only the descriptor is ours to close.
-        os.close(self._segments.pop(id).fd)
-        self.fresh = [(other, fd) for other, fd in self.fresh if other != id]
+        # The mapping lives as long as a view of it.
+        del self._segments[id]
+        for fresh in self.fresh:
+            if fresh[0] == id:
+                os.close(fresh[1])
+                self.fresh.remove(fresh)
+                return
         self.dropped.append(id)
 
     def close(self) -> None:
-        for id in list(self._segments):
-            self._drop(id)
+        self._closed = True
+        self._segments.clear()
+        self.announced()
+
+
+def create_document(value: dict[str, Any]) -> int:
+    """A memfd that holds a JSON object of any size; the caller owns it."""
+    text = json.dumps(value).encode()
+    fd = create_sealed(len(text), "rsrv-document")
+    os.pwrite(fd, text, 0)
+    return fd
+
+
+def read_document(fd: int) -> dict[str, Any]:
+    """The JSON object in a memfd. Raises SharedMemoryError."""
+    try:
+        value = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    except (OSError, ValueError) as error:
+        raise SharedMemoryError(f"a document cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise SharedMemoryError("a document is not an object")
+    return value
 
 
 class Board:

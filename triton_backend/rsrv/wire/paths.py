@@ -1,5 +1,6 @@
 """Where a tritonserver's runtime lives: one private directory per server process and GPU."""
 
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -47,12 +48,35 @@ def make_private(directory: Path) -> None:
             ) from None
 
 
+def hold(directory: Path) -> int | None:
+    """A runtime's claim to its directory, for as long as its process lives; None if another one has it.
+
+    The kernel drops the claim with the process, so a directory that nobody holds has no runtime.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
 def sweep(base: Path) -> None:
-    """Remove what the runtimes of dead servers left, if they were killed together with their server."""
+    """Remove what the runtimes of dead servers left, if they were killed together with their server.
+
+    A pid that is unknown here may live in another container that shares `base`: a held directory stays.
+    """
     for directory in base.glob("*-*-gpu*"):
         pid, started, _ = directory.name.split("-", 2)
         if pid.isdigit() and started.isdigit() and start_time(int(pid)) != int(started):
-            remove(directory)
+            try:
+                held = hold(directory)
+            except OSError:
+                continue  # somebody else removes it, or it is not ours to open
+            if held is not None:
+                remove(directory)
+                os.close(held)
 
 
 def remove(directory: Path) -> None:

@@ -1,10 +1,10 @@
 """Asking a runtime how it is: for tools and tests, from any process of the same user."""
 
-import json
 import os
 from typing import Any
 
 from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header
+from rsrv.wire.memory import read_document
 from rsrv.wire.paths import SOCKET, runtime_directory
 from rsrv.wire.socket import Receiver, connect, send
 
@@ -27,13 +27,9 @@ def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[
         try:
             if read_header(frame)[0] is not Kind.STATUS_REPLY or len(fds) != 1:
                 raise ProtocolError("the runtime does not answer STATUS with its status")
-            text = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
+            return read_document(fds[0])
         finally:
             _close(fds)
-    status = json.loads(text)
-    if not isinstance(status, dict):
-        raise ProtocolError("the runtime's status is not an object")
-    return status
 
 
 def _close(fds: list[int]) -> None:

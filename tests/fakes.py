@@ -112,11 +112,11 @@ class FakeSender:
         self._request = request
         self._final = False
 
-    def send(self, response: FakeResponse, flags: int) -> None:
-        assert not self._final, "two final responses"
-        assert flags == FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        self._final = True
-        self._request.answers.put(response)
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        assert not self._final, "something after the final response"
+        self._final = flags == FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if response is not None:
+            self._request.answers.put(response)
 
     def is_cancelled(self) -> bool:
         assert not self._final, "is_cancelled() after the final response kills the server"

@@ -5,7 +5,6 @@ senders, and lets Triton form batches. But while execute() waits, what is still 
 from the runtime, which starves a device on long executions. So it waits only for what will be done soon.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import Link, Session
 from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.frames import ProtocolError, Status, Submission
+from rsrv.stub.terms import read_terms
+from rsrv.wire.frames import ProtocolError, Status
 from rsrv.wire.layout import NUMPY
 from rsrv.wire.socket import Closed
 
@@ -42,8 +42,6 @@ _EMA = 0.1
 _QUEUE_FACTOR = 5
 #: share of a longer execution in the learned length
 _RISE = 0.01
-#: the latest deadline that a frame can carry, in ns
-_NEVER = (1 << 63) - 1
 _MAX_SHAPES = 1024
 #: bytes of the direct lane's memory: the least, and how much of it stays after a large batch
 _LEAST, _KEEP = 64 << 10, 16 << 20
@@ -165,7 +163,7 @@ class Engine:
         jobs, submitted = self._prepare_all(link, lane, requests, self._take_direct)
         waiting = {job.id: job for job in submitted}
         try:
-            lane.submit(_submissions(submitted))
+            lane.submit([job.submission() for job in submitted])
             until = time.monotonic() + _MAX_BLOCK
             while waiting:
                 for done in lane.receive(until - time.monotonic()):
@@ -221,7 +219,7 @@ class Engine:
         for job in jobs:
             if job.id not in waiting:
                 self._later.finish(job)
-        self._later.submit(link, submitted, _submissions(submitted))
+        self._later.submit(link, submitted)
 
     # --- one request --------------------------------------------------------------------------------------
 
@@ -260,7 +258,7 @@ class Engine:
 
     def _resolve_job(self, link: Link, job: Job, at: int) -> int:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
-        job.deadline_ns, job.priority = _terms(job.request)
+        job.deadline_ns, job.priority = read_terms(job.request)
         arrays = self._read_inputs(link, job.request)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
@@ -378,27 +376,6 @@ class Engine:
         return Failure(Status.INTERNAL, "the model's postprocess hook failed; the server's log says why")
 
 
-def _submissions(jobs: list[Job]) -> list[Submission]:
-    out = []
-    for job in jobs:
-        assert job.slab is not None
-        assert job.plan is not None
-        out.append(
-            Submission(
-                job.id,
-                job.deadline_ns,
-                job.plan.rows,
-                job.plan.index,
-                job.priority,
-                0,
-                job.slab.place.segment,
-                job.inputs_at,
-                job.outputs_at,
-            )
-        )
-    return out
-
-
 def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> dict[str, Array]:
     try:
         result = hook(arrays)
@@ -408,30 +385,3 @@ def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> 
     ):  # sys.exit(), too, would end the whole batch, or one of the sending threads for good
         log.exception("request %r: model.py: %s raised", request.request_id(), name)
         raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None
-
-
-def _terms(request: Any) -> tuple[int, int]:
-    """(deadline in CLOCK_MONOTONIC ns or 0, priority) of a request. Raises Failure for parameters of ours that are wrong."""
-    deadline = 0
-    timeout_us = request.timeout()
-    if timeout_us:
-        deadline = min(time.monotonic_ns() + timeout_us * 1000, _NEVER)
-    text = request.parameters()
-    if len(text) <= 2:
-        return deadline, 0
-    parameters = json.loads(text)
-    priority = _integer(parameters, "rsrv_priority", 0xFFFF)
-    unix_ns = _integer(parameters, "rsrv_deadline_unix_ns", 1 << 63)
-    if unix_ns:
-        absolute = max(1, unix_ns - time.time_ns() + time.monotonic_ns())
-        deadline = min(deadline, absolute) if deadline else absolute
-    return deadline, priority
-
-
-def _integer(parameters: dict[str, Any], name: str, limit: int) -> int:
-    value = parameters.get(name, 0)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
-        raise Failure(
-            Status.INVALID, f"parameter {name} must be an integer from 0 below {limit}, got {value!r}"
-        )
-    return value

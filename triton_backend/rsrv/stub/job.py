@@ -6,7 +6,7 @@ from typing import Any
 from rsrv.stub.lane import Array, Lane, Slab
 from rsrv.stub.replies import Failure, Reply
 from rsrv.stub.shapes import Plan
-from rsrv.wire.frames import Completion, Status
+from rsrv.wire.frames import Completion, Status, Submission
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,22 @@ class Job:
     reply: Reply | None = None
     checked: float = 0.0  # when its client was last asked after
     cancelling: bool = False
+
+    def submission(self) -> Submission:
+        """Once its inputs are written."""
+        assert self.slab is not None
+        assert self.plan is not None
+        return Submission(
+            self.id,
+            self.deadline_ns,
+            self.plan.rows,
+            self.plan.index,
+            self.priority,
+            0,
+            self.slab.place.segment,
+            self.inputs_at,
+            self.outputs_at,
+        )
 
     def finish(self, done: Completion) -> None:
         self.execute_ns = done.execute_ns

@@ -14,7 +14,7 @@ from typing import Any
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane
 from rsrv.stub.session import Link, Session
-from rsrv.wire.frames import ProtocolError, Status, Submission
+from rsrv.wire.frames import ProtocolError, Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -58,7 +58,7 @@ class Later:
         """Take over a lane with submitted jobs; `when_idle` is called when the last of them is answered."""
         self._add(link, lane, {job.id: job for job in jobs}, when_idle)
 
-    def submit(self, link: Link, jobs: Sequence[Job], submissions: Sequence[Submission]) -> None:
+    def submit(self, link: Link, jobs: Sequence[Job]) -> None:
         """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
         with self._lock:
             pending = self._lanes.get(link.later)
@@ -68,7 +68,7 @@ class Later:
         try:
             if pending is None:
                 raise Closed("the link was lost")
-            link.later.submit(submissions)
+            link.later.submit([job.submission() for job in jobs])
         except (Closed, OSError):
             self.lose(link)
             # _lose answers what was pending; if the link had been lost before, these jobs were not in it.

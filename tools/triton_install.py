@@ -25,9 +25,10 @@ PYTRITON = "nvidia-pytriton==0.7.0"
 #: The last tritonclient whose Linux wheel carries the perf_analyzer binary.
 PERF_CLIENT = "tritonclient==2.46.0"
 PYTHON_TAG = f"{sys.version_info.major}.{sys.version_info.minor}"
+NUMPY_2 = "numpy>=2.1,<3"
 #: The stub of 24.10 was built before numpy 2 existed: with numpy 2 it hands over wrong inputs without any error.
 #: Python 3.13 has no numpy 1.26; there `rsrv.stub` must read its inputs through DLPack.
-STUB_NUMPY = "numpy>=2.1,<3" if sys.version_info >= (3, 13) else "numpy==1.26.4"
+STUB_NUMPY = NUMPY_2 if sys.version_info >= (3, 13) else "numpy==1.26.4"
 
 
 def say(text: str) -> None:
@@ -84,7 +85,7 @@ class Installation:
 
     def steps(self) -> list[Step]:
         """What to install, in order; a step whose key changed is done again."""
-        python = f"Python {sys.version.split()[0]} in {sys.base_prefix}"
+        python = _this_python()
         return [
             Step(
                 "stub",
@@ -110,19 +111,29 @@ class Installation:
             raise InstallError(
                 f"needs Python 3.11, 3.12 or 3.13, this is {PYTHON_TAG}; run me with another Python"
             )
+        self._bring(self.steps())
+
+    def numpy2_bin(self) -> Path:
+        """As `stub_bin`, of an environment with numpy 2 on any Python; it is made when it is first asked for."""
+        folder = self.folder / "stub-numpy2"
+        key = f"{_this_python()}, {NUMPY_2}, {ROOT}"
+        self._bring(
+            [Step("stub-numpy2", key, "environment with numpy 2", lambda: self._environment(folder, NUMPY_2))]
+        )
+        return folder / "bin"
+
+    def _bring(self, steps: Sequence[Step]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            total = len(self.steps())
-            missing = {step.name for step in self.missing()}
-            for number, step in enumerate(self.steps(), start=1):
-                if step.name not in missing:
+            for number, step in enumerate(steps, start=1):
+                if self._stamp().get(step.name) == step.key:
                     continue
-                say(f"[{number}/{total}] {step.title} ...")
+                say(f"[{number}/{len(steps)}] {step.title} ...")
                 started = time.monotonic()
                 step.build()
                 self._write_stamp({**self._stamp(), step.name: step.key})
-                say(f"[{number}/{total}] {step.title}: done in {time.monotonic() - started:.0f} s")
+                say(f"[{number}/{len(steps)}] {step.title}: done in {time.monotonic() - started:.0f} s")
 
     def _stamp(self) -> dict[str, str]:
         try:
@@ -136,15 +147,19 @@ class Installation:
         aside.write_text(json.dumps(stamp, indent=2) + "\n")
         aside.replace(self.folder / "stamp.json")
 
-    def _pip(self, *arguments: str) -> None:
+    def _pip(self, *arguments: str, bin_folder: Path | None = None) -> None:
         """The stub environment's pip, so that the Python that runs this needs none."""
         quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
-        _must_run([str(self.stub_bin / "python3"), "-m", "pip", *arguments[:1], *quiet, *arguments[1:]])
+        python = (bin_folder or self.stub_bin) / "python3"
+        _must_run([str(python), "-m", "pip", *arguments[:1], *quiet, *arguments[1:]])
 
     def _stub(self) -> None:
-        folder = _emptied(self.folder / "stub")
-        _must_run([sys.executable, "-m", "venv", str(folder)])
-        self._pip("install", "--only-binary=:all:", STUB_NUMPY)
+        self._environment(self.stub_bin.parent, STUB_NUMPY)
+
+    def _environment(self, folder: Path, numpy: str) -> None:
+        """What a stub needs, in `folder`."""
+        _must_run([sys.executable, "-m", "venv", str(_emptied(folder))])
+        self._pip("install", "--only-binary=:all:", numpy, bin_folder=folder / "bin")
         # A path file is all that it takes: the stub's side of rsrv is pure Python and needs numpy only.
         site = folder / "lib" / f"python{PYTHON_TAG}" / "site-packages"
         (site / "rsrv.pth").write_text(f"{ROOT / 'triton_backend'}\n")
@@ -217,6 +232,11 @@ class Step:
     key: str
     title: str
     build: Callable[[], None]
+
+
+def _this_python() -> str:
+    """What an environment made by this Python depends on."""
+    return f"Python {sys.version.split()[0]} in {sys.base_prefix}"
 
 
 def _emptied(folder: Path) -> Path:

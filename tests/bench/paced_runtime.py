@@ -1,4 +1,4 @@
-"""`paced_runtime.py -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
+"""`paced_runtime.py -P -m rsrv.runtime ...`: the runtime, with executions that take a stated time without a CPU.
 
 It stands for an accelerator that works beside the CPU: jax computes the answer, then the device's thread
 sleeps until RSRV_BENCH_EXECUTION_MS have passed since the execution's start.
@@ -31,8 +31,8 @@ class PacedDevice(JaxDevice):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:3] != ["-m", "rsrv.runtime"]:
-        sys.exit(f"expected -m rsrv.runtime, got {sys.argv[1:]}")
+    if sys.argv[1:4] != ["-P", "-m", "rsrv.runtime"]:
+        sys.exit(f"expected -P -m rsrv.runtime, got {sys.argv[1:]}")
     # The runtime's entry imports the class from here when it makes its device.
     device.JaxDevice = PacedDevice  # type: ignore[misc]
-    sys.exit(main(sys.argv[3:]))
+    sys.exit(main(sys.argv[4:]))

@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 
     # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
-    gc.freeze()
+    # A batch is hundreds of short-lived objects: collect after many batches, not after each.
+    gc.set_threshold(20_000, 20, 20)
     try:
         loop.run()
     except BaseException:

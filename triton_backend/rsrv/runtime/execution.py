@@ -24,6 +24,14 @@ class Part:
     inputs_at: int
     outputs_at: int
 
+    def start(self, outputs: bool) -> int:
+        return self.outputs_at if outputs else self.inputs_at
+
+    def view(self, tensor: Tensor, offset: int, *, outputs: bool) -> Array:
+        """A tensor in shared memory, `offset` bytes into the block of inputs or outputs."""
+        at = self.start(outputs) + offset
+        return np.ndarray(tensor.shape(self.rows), numpy_dtype(tensor.dtype), self.segment, at)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -58,6 +66,71 @@ class Staging:
                 del self._buffers[key]
 
 
+class Run:
+    """`count` parts of `rows` rows each, `stride` bytes apart."""
+
+    __slots__ = ("_inputs_at", "_outputs_at", "count", "first", "rows", "stride")
+
+    def __init__(self, first: Part) -> None:
+        self.first = first
+        self.rows = first.rows
+        self.count = 1
+        self.stride = 0
+        self._inputs_at = first.inputs_at
+        self._outputs_at = first.outputs_at
+
+    def take(self, part: Part) -> bool:
+        """Whether the part continues the run; then it belongs to it."""
+        stride = part.inputs_at - self._inputs_at
+        if (
+            part.rows != self.rows
+            or part.segment is not self.first.segment
+            or stride <= 0
+            or (self.count > 1 and stride != self.stride)
+            or part.outputs_at - self._outputs_at != stride
+        ):
+            return False
+        self.stride = stride
+        self.count += 1
+        self._inputs_at, self._outputs_at = part.inputs_at, part.outputs_at
+        return True
+
+    def copy(self, batch: Array, at: int, tensor: Tensor, offset: int, *, outputs: bool) -> int:
+        """Between rows `at` and following of `batch` (rows first) and the parts' tensors; returns where it ends."""
+        first = self.first.view(tensor, offset, outputs=outputs)
+        end = at + self.count * self.rows
+        rows = batch[at:end]
+        if self.count == 1:
+            parts = _rows_first(first, tensor)
+        else:
+            shape, strides = (self.count, *first.shape), (self.stride, *first.strides)
+            parts = np.ndarray(
+                shape, first.dtype, self.first.segment, self.first.start(outputs) + offset, strides
+            )
+            if tensor.batch_axis:
+                parts = np.moveaxis(parts, tensor.batch_axis + 1, 1)
+            rows = rows.reshape(self.count, self.rows, *rows.shape[1:])
+        if outputs:
+            parts[...] = rows
+        else:
+            rows[...] = parts
+        return end
+
+
+def find_runs(parts: Sequence[Part]) -> list[Run]:
+    """Parts that lie in one segment at equal distances with equally many rows, as those of one execute() do.
+
+    A run is copied at once, which for small tensors is what makes a large batch cheap.
+    """
+    runs: list[Run] = []
+    run: Run | None = None
+    for part in parts:
+        if run is None or not run.take(part):
+            run = Run(part)
+            runs.append(run)
+    return runs
+
+
 def execute(job: Job, device: Device, staging: Staging) -> float:
     """Carry out a job; its outputs are in shared memory when this returns. Returns the execution's seconds."""
     variant = job.model.interface.variants[job.variant]
@@ -72,26 +145,22 @@ def execute(job: Job, device: Device, staging: Staging) -> float:
 def gather(job: Job, block: Block, staging: Staging) -> list[Array]:
     """The inputs at the compiled size: read in place if one request fills it, else stacked and padded with zeros."""
     alone = len(job.parts) == 1 and job.rows == job.size
+    runs = [] if alone else find_runs(job.parts)
     return [
-        view(job.parts[0], index, block, outputs=False) if alone else _stack(job, index, block, staging)
-        for index in range(len(block.tensors))
+        job.parts[0].view(tensor, block.places(job.parts[0].rows)[0][index], outputs=False)
+        if alone or tensor.batch_axis is None
+        else _stack(job, index, block, runs, staging)
+        for index, tensor in enumerate(block.tensors)
     ]
 
 
-def _stack(job: Job, index: int, block: Block, staging: Staging) -> Array:
+def _stack(job: Job, index: int, block: Block, runs: list[Run], staging: Staging) -> Array:
     tensor = block.tensors[index]
-    if tensor.batch_axis is None:
-        return view(job.parts[0], index, block, outputs=False)
     buffer = staging.buffer(job, index, tensor)
-    # The batch axis in front: then one slice per request says where its rows go.
-    rows_first = buffer if tensor.batch_axis == 0 else np.moveaxis(buffer, tensor.batch_axis, 0)
+    rows_first = _rows_first(buffer, tensor)
     at = 0
-    for part in job.parts:
-        source = view(part, index, block, outputs=False)
-        if tensor.batch_axis:
-            source = np.moveaxis(source, tensor.batch_axis, 0)
-        rows_first[at : at + part.rows] = source
-        at += part.rows
+    for run in runs:
+        at = run.copy(rows_first, at, tensor, block.places(run.rows)[0][index], outputs=False)
     if at < job.size:
         rows_first[at:] = 0
     return buffer
@@ -99,29 +168,18 @@ def _stack(job: Job, index: int, block: Block, staging: Staging) -> Array:
 
 def scatter(job: Job, block: Block, outputs: Sequence[Array]) -> None:
     """Each request's rows into its place; an output without rows goes to everyone."""
+    runs = find_runs(job.parts)
     for index, tensor in enumerate(block.tensors):
-        result = outputs[index]
-        if tensor.batch_axis:
-            result = np.moveaxis(result, tensor.batch_axis, 0)
+        if tensor.batch_axis is None:
+            for part in job.parts:
+                part.view(tensor, block.places(part.rows)[0][index], outputs=True)[...] = outputs[index]
+            continue
+        result = _rows_first(outputs[index], tensor)
         at = 0
-        for part in job.parts:
-            target = view(part, index, block, outputs=True)
-            if tensor.batch_axis is None:
-                target[...] = result
-                continue
-            if tensor.batch_axis:
-                target = np.moveaxis(target, tensor.batch_axis, 0)
-            target[...] = result[at : at + part.rows]
-            at += part.rows
+        for run in runs:
+            at = run.copy(result, at, tensor, block.places(run.rows)[0][index], outputs=True)
 
 
-def view(part: Part, index: int, block: Block, *, outputs: bool) -> Array:
-    """A request's tensor in its shared memory."""
-    tensor = block.tensors[index]
-    start = part.outputs_at if outputs else part.inputs_at
-    return np.ndarray(
-        tensor.shape(part.rows),
-        numpy_dtype(tensor.dtype),
-        buffer=part.segment,
-        offset=start + block.places(part.rows)[0][index],
-    )
+def _rows_first(array: Array, tensor: Tensor) -> Array:
+    """The batch axis in front: then one slice per request says where its rows go."""
+    return np.moveaxis(array, tensor.batch_axis, 0) if tensor.batch_axis else array

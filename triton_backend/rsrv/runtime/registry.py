@@ -1,5 +1,6 @@
 """The models of a runtime: read, built, joined, left. Its state belongs to the loop; the work is done on a thread."""
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -185,6 +186,9 @@ class Registry:
                 result = f"the runtime has no device: {self._device_error}"
             else:
                 result = build(bundle, self.device, self._settings, name)
+                # What a model is made of lives long: keep the collector from walking over it ever again.
+                gc.collect()
+                gc.freeze()
         except BundleError as error:
             result = str(error)
         except Exception as error:

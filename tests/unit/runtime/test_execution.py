@@ -1,0 +1,91 @@
+"""Gathering and scattering: every request's rows go where they belong, however the requests lie in memory."""
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.connection import Connection
+from rsrv.runtime.execution import Job, Part, Staging, find_runs, gather, scatter
+from rsrv.runtime.models import Model
+from rsrv.wire.layout import Block, Tensor, aligned
+
+NOBODY = cast(Connection, None)
+
+BLOCKS = {
+    "rows first": Block((Tensor("x", "f32", (-1, 3), 0), Tensor("y", "i16", (-1,), 0))),
+    "rows in the middle": Block((Tensor("x", "f64", (2, -1, 3), 1),)),
+    "rows last, and one without": Block((Tensor("x", "u8", (5, -1), 1), Tensor("all", "f32", (4,), None))),
+}
+
+
+class FakeModel:
+    key = "model"
+
+
+def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[Part]:
+    """One segment; inputs and outputs of each request behind each other, with gaps between some."""
+    parts, at = [], 0
+    for count, gap in zip(rows, gaps, strict=True):
+        nbytes = block.places(count)[1]
+        parts.append((count, at, at + nbytes))
+        at += 2 * nbytes + aligned(gap)
+    segment = np.zeros(max(at, 64), np.uint8)
+    return [Part(NOBODY, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
+
+
+def job(parts: list[Part], size: int) -> Job:
+    model: Any = FakeModel()
+    total = sum(part.rows for part in parts)
+    return Job(1, cast(Model, model), 0, size, total, tuple(range(len(parts))), tuple(parts))
+
+
+def tensor_of(part: Part, block: Block, index: int, *, outputs: bool) -> np.ndarray[Any, Any]:
+    offset = block.places(part.rows)[0][index]
+    return part.view(block.tensors[index], offset, outputs=outputs)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+@given(data=st.data())
+def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.DataObject) -> None:
+    """For any requests, equal or not, with gaps or not: stacked in order, padded with zeros, given back in order."""
+    rows = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=8))
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, 64, 200]), min_size=len(rows), max_size=len(rows)))
+    parts = lay_out(block, rows, gaps)
+    rng = np.random.default_rng(1)
+    for part in parts:
+        for index in range(len(block.tensors)):
+            view = tensor_of(part, block, index, outputs=False)
+            view[...] = rng.integers(0, 100, view.shape)
+    padding = data.draw(st.integers(0, 3))
+    size = max(1, sum(rows) + padding)
+
+    staging = Staging()
+    work = job(parts, size)
+    gather(work, block, staging)  # leftovers of an earlier batch must not show
+    gathered = gather(work, block, staging)
+    scatter(work, block, gathered)
+
+    for index, tensor in enumerate(block.tensors):
+        axis = tensor.batch_axis
+        sent = [tensor_of(part, block, index, outputs=False) for part in parts]
+        if axis is None:
+            expected = sent[0]
+        else:
+            pad = np.zeros(tensor.shape(size - sum(rows)), sent[0].dtype)
+            expected = np.concatenate([*sent, pad], axis)
+        np.testing.assert_array_equal(gathered[index], expected)
+        for part, view in zip(parts, sent, strict=True):
+            wanted = view if axis is not None else sent[0]
+            np.testing.assert_array_equal(tensor_of(part, block, index, outputs=True), wanted)
+
+
+def test_requests_of_one_batch_are_one_run() -> None:
+    """Equal requests behind each other are copied at once; others split the run."""
+    block = BLOCKS["rows first"]
+
+    assert [run.count for run in find_runs(lay_out(block, [1] * 5, [0] * 5))] == [5]
+    assert [run.count for run in find_runs(lay_out(block, [1, 1, 2, 2, 1], [0] * 5))] == [2, 2, 1]
+    assert [run.count for run in find_runs(lay_out(block, [1] * 4, [0, 64, 0, 0]))] == [2, 2]

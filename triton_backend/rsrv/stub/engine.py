@@ -128,6 +128,7 @@ class Engine:
                 return self._in_place(link, link.direct, requests)
         except Exception:
             log.exception("a batch failed")
+            self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
             return [self._responses.failure(Status.INTERNAL, _OUR_FAULT) for _ in requests]
         try:
             self._answer_later(link, requests)
@@ -160,14 +161,22 @@ class Engine:
             self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
     def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
-        jobs, submitted = self._prepare_all(link, lane, requests, self._take_direct)
-        waiting = {job.id: job for job in submitted}
+        jobs, placed = self._place_all(link, lane, requests, self._take_direct)
+        waiting = {job.id: job for job in placed}
+        # As many at a time as one execution takes: the device works on the first while the next are written,
+        # and on the last while the first are answered.
+        step = link.interface.variants[0].sizes[-1]
         try:
-            lane.submit([job.submission() for job in submitted])
+            for at in range(0, len(placed), step):
+                lane.submit([job.write() for job in placed[at : at + step]])
             until = time.monotonic() + _MAX_BLOCK
             while waiting:
-                for done in lane.receive(until - time.monotonic()):
-                    waiting.pop(done.request).finish(done)
+                done = lane.receive(until - time.monotonic())
+                for completion in done:
+                    waiting[completion.request].finish(completion)
+                for completion in done:
+                    job = waiting.pop(completion.request)
+                    job.response = self._respond(job)
         except TimeoutError:
             self._hand_over(link, lane, jobs, waiting)
             return None
@@ -175,7 +184,7 @@ class Engine:
             self._later.lose(link)
             for job in waiting.values():
                 job.fail(Status.RUNTIME_DOWN, DOWN)
-        return [self._respond(job) for job in jobs]
+        return [job.response or self._respond(job) for job in jobs]
 
     def _take_direct(self, lane: Lane, nbytes: int, users: int) -> Slab:
         """The direct lane's one slab, made anew when it is too small, or far too large to keep."""
@@ -211,22 +220,22 @@ class Engine:
             self._later.run(partial(self._submit_later, link, [request], [reply]))
 
     def _submit_later(self, link: Link, requests: list[Any], replies: list[Reply]) -> None:
-        jobs, submitted = self._prepare_all(link, link.later, requests, Lane.take)
+        jobs, placed = self._place_all(link, link.later, requests, Lane.take)
         now = time.monotonic()
         for job, reply in zip(jobs, replies, strict=True):
             job.reply, job.checked = reply, now
-        waiting = {job.id for job in submitted}
+        waiting = {job.id for job in placed}
         for job in jobs:
             if job.id not in waiting:
                 self._later.finish(job)
-        self._later.submit(link, submitted)
+        self._later.submit(link, placed)
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _prepare_all(
+    def _place_all(
         self, link: Link, lane: Lane, requests: list[Any], take: Callable[[Lane, int, int], Slab]
     ) -> tuple[list[Job], list[Job]]:
-        """Jobs for all requests, and those of them that are in shared memory, ready for the device."""
+        """Jobs for all requests, and those of them that need the device, with a place in shared memory."""
         jobs = [
             Job(id, request, lane) for id, request in zip(lane.next_ids(len(requests)), requests, strict=True)
         ]
@@ -253,7 +262,7 @@ class Engine:
                 job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
             return jobs, []
         for job in resolved:
-            self._write(job, slab)
+            job.put(slab)
         return jobs, [job for job in resolved if job.plan is not None and job.plan.rows]
 
     def _resolve_job(self, link: Link, job: Job, at: int) -> int:
@@ -278,17 +287,6 @@ class Engine:
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
-
-    @staticmethod
-    def _write(job: Job, slab: Slab) -> None:
-        """Copy a request's inputs to shared memory."""
-        assert job.plan is not None
-        job.slab = slab
-        job.inputs_at += slab.place.offset
-        job.outputs_at += slab.place.offset
-        for (spec, offset), array in zip(job.plan.inputs, job.inputs, strict=True):
-            slab.view(job.inputs_at + offset, spec, job.plan.rows)[...] = array
-        job.inputs.clear()
 
     def _read_inputs(self, link: Link, request: Any) -> dict[str, Array]:
         arrays = {}

@@ -26,23 +26,35 @@ class Job:
     outputs_at: int = 0
     execute_ns: int = 0  # of the execution it was part of
     failure: Failure | None = None
+    response: Any = None  # if it was made before the rest of its batch was done
     #: set when the answer will be sent after execute() returned
     reply: Reply | None = None
     checked: float = 0.0  # when its client was last asked after
     cancelling: bool = False
 
-    def submission(self) -> Submission:
-        """Once its inputs are written."""
-        assert self.slab is not None
-        assert self.plan is not None
+    def put(self, slab: Slab) -> None:
+        """Give it its part of a batch's memory, in which `inputs_at` and `outputs_at` were counted from 0."""
+        self.slab = slab
+        self.inputs_at += slab.place.offset
+        self.outputs_at += slab.place.offset
+
+    def write(self) -> Submission:
+        """Copy the inputs to shared memory; what to send then."""
+        plan, slab = self.plan, self.slab
+        assert plan is not None
+        assert slab is not None
+        for (spec, offset), array in zip(plan.inputs, self.inputs, strict=True):
+            slab.view(self.inputs_at + offset, spec, plan.rows)[...] = array
+        self.inputs.clear()
+        segment = slab.place.segment
         return Submission(
             self.id,
             self.deadline_ns,
-            self.plan.rows,
-            self.plan.index,
+            plan.rows,
+            plan.index,
             self.priority,
             0,
-            self.slab.place.segment,
+            segment,
             self.inputs_at,
             self.outputs_at,
         )

@@ -60,6 +60,7 @@ class Later:
 
     def submit(self, link: Link, jobs: Sequence[Job]) -> None:
         """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
+        submissions = [job.write() for job in jobs]
         with self._lock:
             pending = self._lanes.get(link.later)
             idle = not pending
@@ -68,7 +69,7 @@ class Later:
         try:
             if pending is None:
                 raise Closed("the link was lost")
-            link.later.submit([job.submission() for job in jobs])
+            link.later.submit(submissions)
         except (Closed, OSError):
             self.lose(link)
             # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
@@ -218,7 +219,7 @@ class Later:
     def _answer(self, job: Job) -> None:
         assert job.reply is not None
         try:
-            job.reply.send(self._respond(job), job.plan.output_bytes if job.plan else 0)
+            job.reply.send(job.response or self._respond(job), job.plan.output_bytes if job.plan else 0)
         finally:
             if job.slab is not None:
                 job.lane.release(job.slab)

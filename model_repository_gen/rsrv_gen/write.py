@@ -139,7 +139,9 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
         fcntl.flock(handle, fcntl.LOCK_EX)
         # A mount point's parent is another file system, and a rename does not cross it. Then a hidden folder inside
         # must do, though a polling Triton complains in its log for the moment that it is there.
-        inside = repository.parent.stat().st_dev != repository.stat().st_dev
+        # Nor can a folder be made in a parent that belongs to somebody else.
+        foreign = repository.parent.stat().st_dev != repository.stat().st_dev
+        inside = foreign or not os.access(repository.parent, os.W_OK)
         place = repository if inside else repository.parent
         prefix = f".{repository.name}.rsrv-gen-"
         for left_by_a_crash in place.glob(f"{prefix}*"):

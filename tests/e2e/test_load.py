@@ -303,7 +303,8 @@ class Client:
         inputs, want = self.exact_rows()
         seconds = self._random.expovariate(1 / 0.02) + 1e-3
         end = outcome(lambda: self._call("exact", inputs, client_timeout=seconds))
-        self.expect(end, want, "DEADLINE_EXCEEDED")
+        # The server may notice first that the call is over: then it has cancelled it.
+        self.expect(end, want, "DEADLINE_EXCEEDED", "CANCELLED")
 
     def cancelled(self) -> None:
         """Several at once, given up on one after the other after a moment, in any order."""
@@ -408,7 +409,7 @@ def test_clients_whose_own_deadline_passes_leave_nothing_behind(stressed: Runnin
     """Calls that gRPC ends at the client harm no other, and the runtime forgets them."""
     processes = set(resources(stressed))
     ends = stress(stressed, 2, 3, Client.impatient)
-    assert set(ends) == {"answered", "DEADLINE_EXCEEDED"}
+    assert {"answered", "DEADLINE_EXCEEDED"} <= set(ends) <= {"answered", "DEADLINE_EXCEEDED", "CANCELLED"}
     wait_until_idle(stressed)
     with caller(stressed) as call:
         x = np.ones((1, 64), np.float32)

@@ -220,8 +220,13 @@ class TritonServer:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         status = self.process.wait()
-        # Stubs share the server's process group. After a crash one may hang on for ever, holding shared memory.
+        # Stubs share the server's process group. After a crash they take a moment to follow and to remove their
+        # shared memory, and one may hang on for ever.
+        until = time.monotonic() + 2
         with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < until:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.02)
             os.killpg(self.process.pid, signal.SIGKILL)
         return status
 

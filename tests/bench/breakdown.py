@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from rsrv.wire.status import read_status
 from tests.bench import models
 from tests.bench.load import Side, load
 from tests.bench.phases import served
 from tests.bench.processes import CLIENT, RUNTIME, SERVER, STUB, ThreadTime, server_processes, threads
 from tests.bench.report import table
-from tests.bench.status import fetch, model_status
+from tests.bench.status import model_status
 
 #: Threads below this many microseconds of CPU a request share one line.
 _LEAST_US = 4.0
@@ -41,10 +42,10 @@ def _threads(side: Side, clients: int, window_s: float) -> None:
     with load(side, models.MLP, clients, window_s) as running:
         processes[running.process.pid] = CLIENT
         before = {pid: threads(pid) for pid in processes}
-        counts = model_status(fetch(side.server.pid), models.MLP)
+        counts = model_status(read_status(side.server.pid), models.MLP)
         time.sleep(2.5 * window_s)
         after = {pid: threads(pid) for pid in processes}
-        counts = model_status(fetch(side.server.pid), models.MLP).since(counts)
+        counts = model_status(read_status(side.server.pid), models.MLP).since(counts)
     requests = max(1, counts.rows)
     rows: list[list[str]] = []
     for role in (CLIENT, SERVER, STUB, RUNTIME):

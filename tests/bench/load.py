@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from local_triton import TritonServer
+from rsrv.wire.status import read_status
 from tests.bench.figures import Sample
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
-from tests.bench.status import ModelStatus, fetch, model_status
+from tests.bench.status import ModelStatus, model_status
 
 #: Windows that perf_analyzer measures; ours lies within them.
 _WINDOWS = 3
@@ -125,7 +126,7 @@ def _statistics(side: Side, model: str) -> dict[str, Any]:
 
 
 def _read(side: Side, model: str, processes: Mapping[int, str]) -> Reading:
-    status = model_status(fetch(side.server.pid), model) if side.has_runtime else None
+    status = model_status(read_status(side.server.pid), model) if side.has_runtime else None
     statistics = _statistics(side, model)
     cpu = {pid: cpu_seconds(pid) for pid in processes}
     return Reading(time.monotonic(), cpu, Machine.now(), statistics, status)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench.status import fetch
+from rsrv.wire.status import read_status
 
 #: Roles of processes, in the order in which a request passes them.
 SERVER, STUB, RUNTIME, CLIENT = "tritonserver", "stub", "runtime", "client"
@@ -23,7 +23,7 @@ def server_processes(server_pid: int, *, has_runtime: bool) -> dict[int, str]:
         if any(part.endswith("triton_python_backend_stub") for part in child.cmdline()[:1]):
             found[child.pid] = STUB
     if has_runtime:
-        found[int(fetch(server_pid)["pid"])] = RUNTIME
+        found[int(read_status(server_pid)["pid"])] = RUNTIME
     return found
 
 

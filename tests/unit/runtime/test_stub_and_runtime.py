@@ -14,6 +14,8 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine, WireTensor
 from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Lane, Slab
+from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
 
@@ -227,9 +229,14 @@ def test_a_fault_in_looking_after_a_client_leaves_the_others_served(
     assert all(request.answers.get(timeout=10).error is None for request in requests)
 
 
-def test_several_executions_at_once_do_not_mix(start_runtime: StartRuntime, doubling: Path) -> None:
-    """With scheduler.depth 3, every answer is still its request's own."""
-    runtime = start_runtime(load_settings("scheduler: {depth: 3}\nstub: {in_place_ms: 0}"))
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("seconds", [0.0001, 0.001])
+def test_executions_of_any_length_and_depth_do_not_mix(
+    start_runtime: StartRuntime, doubling: Path, depth: int, seconds: float
+) -> None:
+    """On the loop or on the device's thread, one or several at a time, every answer is its request's own."""
+    runtime = start_runtime(load_settings(f"scheduler: {{depth: {depth}}}\nstub: {{in_place_ms: 0}}"))
+    runtime.device.seconds = seconds
     engine = make_engine(runtime, doubling)
     requests = [FakeRequest({"x": rows(1 + i % 3, i)}) for i in range(200)]
 
@@ -454,3 +461,36 @@ def test_a_dropped_request_is_answered(runtime: Runtime) -> None:
     del reply
 
     assert refused(request.answers.get(timeout=1), FakeError.INTERNAL, "dropped")
+
+
+def test_memory_that_was_refused_once_is_asked_for_anew(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch for which there is no memory is refused; what its predecessor gave back is not used again unasked."""
+    engine = start_engine()
+    first = engine.execute([FakeRequest({"x": rows(1)})])
+    assert first is not None
+
+    def full(lane: Lane, nbytes: int, users: int) -> Slab:
+        raise OSError("no memory")
+
+    given: list[Place] = []
+    give = Arena.give
+
+    def recorded(arena: Arena, place: Place) -> None:
+        given.append(place)
+        give(arena, place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Arena, "give", recorded)
+        patched.setattr(
+            "rsrv.stub.engine._KEEP", -(1 << 30)
+        )  # nothing is worth keeping: each batch asks anew
+        patched.setattr(Lane, "take", full)
+        for _ in range(2):
+            (refusal,) = ask(engine, FakeRequest({"x": rows(1)}))
+            assert refused(refusal, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+
+    assert len(given) == 1
+    (answer,) = ask(engine, FakeRequest({"x": rows(2)}))
+    np.testing.assert_array_equal(answer.arrays["y"], 2 * rows(2) + 1)

@@ -83,7 +83,6 @@ class Loop:
         self._staging = Staging()
         #: requests that are not answered yet, by global id
         self._pending: dict[int, Part] = {}
-        self._running: dict[int, Job] = {}
         self._arrived: list[ev.Request] = []
         self._answering: set[Connection] = set()
         #: a job too short to be worth a thread, and, when it has run, the message that it ended in
@@ -284,12 +283,12 @@ class Loop:
             instruction.requests,
             tuple([self._pending[id] for id in instruction.requests]),
         )
-        self._running[job.dispatch] = job
         # While a model is built, its warm-up may hold the device for long: then only the thread may wait.
         short = (
             instruction.seconds <= _SHORT and model.key not in self._deceptive and not self._registry.builds
         )
-        if short and len(self._running) == 1:
+        # And with several at a time the thread may be gathering into the same buffers.
+        if short and self._scheduler.settings.depth == 1:
             self._short = job
         else:
             self._device_worker.put(lambda: self._inbox.post(self._run_job(job)))
@@ -307,7 +306,6 @@ class Loop:
         return lambda: self._executed(job, seconds, error)
 
     def _executed(self, job: Job, seconds: float, error: str | None) -> None:
-        del self._running[job.dispatch]
         # Arrivals of this same moment first: the next execution should take them along.
         self._flush_arrivals()
         self._feed(ev.ExecutionFinished(job.dispatch, seconds, error), job, seconds)

@@ -34,7 +34,6 @@ class Model:
     #: in argument order; mapped from the bundle's file, or converted once (format 2.0)
     host_weights: list[Array]
     weights: Weights | None
-    compile_seconds: float
 
 
 def model_key(name: str, bundle: Bundle) -> str:
@@ -94,16 +93,7 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         program.weight_bytes,
         {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()},
     )
-    return Model(
-        program.model,
-        bundle,
-        interface,
-        program,
-        executables,
-        host_weights,
-        weights,
-        compile_seconds=compiled,
-    )
+    return Model(program.model, bundle, interface, program, executables, host_weights, weights)
 
 
 def _smooth(costs: dict[tuple[int, int], float]) -> None:

@@ -133,9 +133,8 @@ class Engine:
         try:
             self._answer_later(link, requests)
         except Exception:
-            log.exception(
-                "a batch failed"
-            )  # those that have no answer yet get it when their replies are dropped
+            # Those that have no answer yet get it when their replies are dropped.
+            log.exception("a batch failed")
         return None
 
     def _soon(self, link: Link, count: int) -> bool:
@@ -191,6 +190,7 @@ class Engine:
         slab = self._slab
         if slab is None or not nbytes <= slab.place.nbytes <= _KEEP + 8 * nbytes:
             if slab is not None:
+                self._slab = None  # also if nothing takes its place: what was given back is not ours to reuse
                 lane.release(slab, slab.users)
             slab = self._slab = lane.take(max(nbytes, _LEAST), users)
         slab.users = users
@@ -378,8 +378,7 @@ def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> 
     try:
         result = hook(arrays)
         return {key: np.asarray(value) for key, value in result.items()}
-    except (
-        BaseException
-    ):  # sys.exit(), too, would end the whole batch, or one of the sending threads for good
+    except BaseException:
+        # sys.exit(), too, would end the whole batch, or one of the sending threads for good.
         log.exception("request %r: model.py: %s raised", request.request_id(), name)
         raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None

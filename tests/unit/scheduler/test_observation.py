@@ -116,6 +116,7 @@ def test_snapshot_counts(machine: Driver) -> None:
         Outcome.ANSWERED: 33,
         Outcome.REFUSED: 1,
         Outcome.EXPIRED: 1,
+        Outcome.SHED: 0,
         Outcome.CANCELLED: 0,
         Outcome.FAILED: 0,
     }

@@ -332,6 +332,8 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
     match finish.outcome:
         case ev.Outcome.EXPIRED:
             return Status.DEADLINE, "the deadline passed before the model could run"
+        case ev.Outcome.SHED:
+            return Status.DEADLINE, "the deadline cannot be met any more"
         case ev.Outcome.CANCELLED:
             return Status.CANCELLED, "the request was cancelled"
         case ev.Outcome.FAILED:

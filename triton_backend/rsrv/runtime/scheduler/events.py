@@ -13,6 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+
+#: the level of a request that names none: there is room for more urgent and for less urgent ones.
+DEFAULT_PRIORITY = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -30,6 +35,8 @@ class Program:
     weight_bytes: int = 0
     #: share of device time relative to other models, > 0 (used by `fair`).
     weight: float = 1.0
+    #: seconds that a request may be held back for others to share its execution; 0: never wait for more.
+    max_delay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Request:
     rows: int
     #: absolute; None: waits for ever.
     deadline: float | None = None
-    #: smaller is more urgent, as Triton's: 1 highest; 0 means the default.
+    #: smaller is more urgent, as Triton's: 1 is the highest; 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
     #: a sub-call of a running meta model: goes first.
     committed: bool = False
@@ -54,6 +61,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
     program: Program
+    #: its weights are on the device already, where building the model left them.
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,13 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SettingsChanged:
+    """Decide by other settings from now on. What runs and what is loaded stays."""
+
+    settings: SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: expire what is due. The caller sends it at `Scheduler.next_wakeup()`."""
 
@@ -115,6 +131,7 @@ Event = (
     | ExecutionFinished
     | WeightsLoaded
     | LoadFailed
+    | SettingsChanged
     | Tick
 )
 
@@ -154,7 +171,10 @@ class Outcome(Enum):
 
     ANSWERED = "answered"
     REFUSED = "refused"
+    #: the deadline passed.
     EXPIRED = "expired"
+    #: the deadline lies ahead, but could not be met any more.
+    SHED = "shed"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -167,6 +187,8 @@ class Reason(Enum):
     UNLOADED = "unloaded"
     TOO_MANY_ROWS = "too_many_rows"
     UNKNOWN_VARIANT = "unknown_variant"
+    #: its weights are larger than the device's budget.
+    TOO_LARGE = "too_large"
 
 
 @dataclass(frozen=True, slots=True)

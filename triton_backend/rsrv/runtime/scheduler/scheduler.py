@@ -35,9 +35,9 @@ from rsrv.runtime.scheduler.events import (
     ModelAdded,
     ModelRemoved,
     Outcome,
-    Program,
     RequestsArrived,
     RequestsCancelled,
+    SettingsChanged,
     Tick,
     WeightsLoaded,
 )
@@ -64,6 +64,7 @@ class Scheduler:
 
     def __init__(self, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
+        _check_settings(self.settings)
         self._now = float("-inf")
         #: loaded models. A removed one moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
@@ -104,9 +105,11 @@ class Scheduler:
             case LoadFailed():
                 self._load_failed(event, now, out)
             case ModelAdded():
-                self._add(event.program, now, out)
+                self._add(event, now, out)
             case ModelRemoved():
                 self._remove(event.model, now, out)
+            case SettingsChanged():
+                self._change(event.settings, now)
             case _:
                 assert_never(event)
         self._queues.expire(now, out)
@@ -133,6 +136,8 @@ class Scheduler:
                     raise CallerError(f"model {name!r} is loaded already: remove it first")
                 if name in self._draining:
                     raise CallerError(f"model {name!r} is draining: add it again after its EvictWeights")
+            case SettingsChanged():
+                _check_settings(event.settings)
             case ModelRemoved():
                 if event.model not in self._models:
                     raise CallerError(f"there is no model {event.model!r} to remove")
@@ -210,8 +215,8 @@ class Scheduler:
 
     # --- models and weights ------------------------------------------------------------------------------
 
-    def _add(self, program: Program, now: float, out: list[Instruction]) -> None:
-        settings = self.settings
+    def _add(self, event: ModelAdded, now: float, out: list[Instruction]) -> None:
+        settings, program = self.settings, event.program
         costs = variant_costs(
             program.model,
             program.costs,
@@ -223,7 +228,15 @@ class Scheduler:
         model = ModelState(program, costs, settings.story_length)
         self._models[model.name] = model
         model.story.add(now, "added", f"sizes={sorted(program.costs)}")
-        self._load(model, now, out)
+        if event.resident:
+            self._weights.adopt(model.holding)
+        else:
+            self._load(model, now, out)
+
+    def _change(self, settings: SchedulerSettings, now: float) -> None:
+        self.settings = settings
+        self._discipline = DISCIPLINES[settings.discipline]()
+        self._queues.touched.update(dict.fromkeys(self._models.values()))
 
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
@@ -379,3 +392,8 @@ class Scheduler:
                 done = min(running.execute.seconds, max(0.0, now - max(running.started, self._freed)))
             total += running.execute.seconds
         return total - done
+
+
+def _check_settings(settings: SchedulerSettings) -> None:
+    if settings.discipline not in DISCIPLINES:
+        raise CallerError(f"discipline must be one of {sorted(DISCIPLINES)}, not {settings.discipline!r}")

@@ -1,18 +1,27 @@
-"""How the scheduler decides: what the configuration may change."""
+"""How the scheduler decides: what the configuration may change, also while it runs."""
 
 from dataclasses import dataclass
-
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How to decide."""
+    """How to decide. Names and units are those of the configuration's sections."""
 
     #: which model goes next; a key of `DISCIPLINES`.
     discipline: str = "fifo"
-    #: executions in flight at once. 2 lets an asynchronous device start the next one without a pause.
+    #: executions given to the device at once. The device runs them one after the other.
     depth: int = 1
+    #: with a depth above 1: the next execution is given to the device this long before the last one that it
+    #: has is expected to end, in ms. Until then requests that arrive may still join it.
+    launch_ahead_ms: float = 2.0
+    #: a model with waiting requests keeps its weights on the device for at least this many times the time
+    #: that loading them took; see `residency`.
+    residency_factor: float = 4.0
+    #: device bytes that weights may take; None: no limit.
+    weight_budget_bytes: int | None = None
+    #: rate at which weights are expected to load before any load was measured; None: at once.
+    h2d_bytes_per_s: float | None = None
     #: share of a new sample in the learned cost, in (0, 1]; see `costs`.
     cost_ema_alpha: float = 0.2
     #: a sample counts at most this many times the estimate, > 1; see `costs`.
@@ -23,15 +32,17 @@ class SchedulerSettings:
     story_length: int = 50
 
     def __post_init__(self) -> None:
-        if self.discipline not in DISCIPLINES:
-            raise ValueError(f"discipline must be one of {sorted(DISCIPLINES)}, not {self.discipline!r}")
-        if self.depth < 1:
-            raise ValueError(f"depth must be at least 1, not {self.depth}")
-        if not 0.0 < self.cost_ema_alpha <= 1.0:
-            raise ValueError(f"cost_ema_alpha must be in (0, 1], not {self.cost_ema_alpha}")
-        if not self.cost_outlier_factor > 1.0:
-            raise ValueError(f"cost_outlier_factor must be above 1, not {self.cost_outlier_factor}")
-        if not 0.0 <= self.cost_relax <= 1.0:
-            raise ValueError(f"cost_relax must be in [0, 1], not {self.cost_relax}")
-        if self.story_length < 1:
-            raise ValueError(f"story_length must be at least 1, not {self.story_length}")
+        self._require("depth", self.depth >= 1, "at least 1")
+        self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
+        self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
+        budget, rate = self.weight_budget_bytes, self.h2d_bytes_per_s
+        self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
+        self._require("h2d_bytes_per_s", rate is None or rate > 0.0, "None or above 0")
+        self._require("cost_ema_alpha", 0.0 < self.cost_ema_alpha <= 1.0, "in (0, 1]")
+        self._require("cost_outlier_factor", self.cost_outlier_factor > 1.0, "above 1")
+        self._require("cost_relax", 0.0 <= self.cost_relax <= 1.0, "in [0, 1]")
+        self._require("story_length", self.story_length >= 1, "at least 1")
+
+    def _require(self, name: str, true: bool, rule: str) -> None:
+        if not true:
+            raise ValueError(f"{name} must be {rule}, not {getattr(self, name)!r}")

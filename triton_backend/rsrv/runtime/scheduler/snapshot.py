@@ -16,6 +16,7 @@ class Counts:
 
     answered: int = 0
     expired: int = 0
+    shed: int = 0
     cancelled: int = 0
     failed: int = 0
     refused: dict[Reason, int] = field(default_factory=dict)
@@ -24,11 +25,19 @@ class Counts:
         self.refused[reason] = self.refused.get(reason, 0) + count
 
     def total(self) -> int:
-        return self.answered + self.expired + self.cancelled + self.failed + sum(self.refused.values())
+        return (
+            self.answered
+            + self.expired
+            + self.shed
+            + self.cancelled
+            + self.failed
+            + sum(self.refused.values())
+        )
 
     def add(self, other: "Counts") -> None:
         self.answered += other.answered
         self.expired += other.expired
+        self.shed += other.shed
         self.cancelled += other.cancelled
         self.failed += other.failed
         for reason, count in other.refused.items():
@@ -40,6 +49,7 @@ class Counts:
             Outcome.ANSWERED: self.answered,
             Outcome.REFUSED: sum(self.refused.values()),
             Outcome.EXPIRED: self.expired,
+            Outcome.SHED: self.shed,
             Outcome.CANCELLED: self.cancelled,
             Outcome.FAILED: self.failed,
         }

@@ -49,6 +49,13 @@ class Weights:
         #: device bytes of all weights that are resident or on their way.
         self.bytes = 0
 
+    def adopt(self, holding: Holding) -> None:
+        """Weights that are on the device already."""
+        self._epoch += 1
+        holding.epoch = self._epoch
+        holding.residency = Residency.RESIDENT
+        self.bytes += holding.bytes
+
     def load(self, holding: Holding) -> LoadWeights:
         """Start the load of absent weights."""
         self._epoch += 1

@@ -58,7 +58,7 @@ class Queues:
             CallerError: an id is in flight already or given twice, or a number of rows is negative.
         """
         ids = {request.id for request in requests}
-        if len(ids) != len(requests) or not ids.isdisjoint(self.live):
+        if len(ids) != len(requests) or not self.live.keys().isdisjoint(ids):
             counts = Counter(request.id for request in requests)
             twice = [request for request, count in counts.items() if count > 1 or request in self.live]
             raise CallerError(f"ids that are in flight already, or twice in one event: {twice}")

@@ -163,7 +163,8 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     try:
         section = SchedulerSection(**{**settings.scheduler.model_dump(), **changes})
     except ValidationError as error:
-        errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()]
+        # A few will do: explaining takes time, and whoever asks holds up a runtime.
+        errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()[:10]]
         raise SettingsError("\n".join(_explain(e) for e in errors)) from None
     return settings.model_copy(update={"scheduler": section})
 

@@ -40,6 +40,7 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
         ({"launch_ahead_ms": float("nan")}, "scheduler.launch_ahead_ms: "),
         ({"discipline": "lifo"}, "scheduler.discipline: "),
         ({"depth": [0] * 10_000}, "scheduler.depth: "),
+        ({f"depth{i}": 0 for i in range(6_000)}, "scheduler.depth0: unknown key"),
         ({"max_queue_depth": 3}, "scheduler.max_queue_depth: cannot be changed while the runtime runs"),
     ],
 )

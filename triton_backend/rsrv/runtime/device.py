@@ -63,7 +63,7 @@ def run(
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """What `Launched` is to a `JaxDevice`."""
+    """What `Launched` is to an asynchronous `JaxDevice`; to others it is what `read` returns."""
 
     started: float
     outputs: Sequence[Any]
@@ -163,7 +163,7 @@ class JaxDevice:
             outputs = call(*inputs, *_buffers(weights))
             if not self.asynchronous:
                 outputs = [np.asarray(out) for out in outputs]
-                return Launched(_Execution(started, outputs, ready=time.perf_counter()))
+                return Launched((outputs, time.perf_counter() - started))
             execution = self._latest = _Execution(started, outputs, self._latest)
             for out in outputs:
                 # So that copying them to the host waits for this execution and not for the next one.
@@ -171,6 +171,8 @@ class JaxDevice:
             return Launched(execution)
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
+        if isinstance(launched, tuple):
+            return launched
         execution = launched
         assert isinstance(execution, _Execution)
         free = execution.started

@@ -61,9 +61,12 @@ class Staging:
     _idle: dict[tuple[str, int, int], list[Buffers]] = field(default_factory=dict)
 
     def take(self, job: Job) -> Buffers:
+        idle = self._idle.get((job.model.key, job.variant, job.size))
+        if not idle:
+            return {}
         try:
-            return self._idle[job.model.key, job.variant, job.size].pop()
-        except (KeyError, IndexError):
+            return idle.pop()
+        except IndexError:  # another thread was faster
             return {}
 
     def give(self, job: Job, buffers: Buffers) -> None:
@@ -143,7 +146,7 @@ def find_runs(parts: Sequence[Part]) -> list[Run]:
     return runs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A job that the device was given."""
 

@@ -8,13 +8,14 @@ import pytest
 
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.lane import Lane
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_pipelining import correct
-from tests.unit.runtime.test_stub_and_runtime import make_engine, rows, until
+from tests.unit.runtime.test_stub_and_runtime import make_engine, rows
 
 #: a load that the scheduler did not ask for ends unheard
 _STALE = 1
@@ -23,10 +24,15 @@ _STALE = 1
 class Moving(Scheduler):
     """A scheduler that once, with its next decision, sends the weights of one model away and back."""
 
-    moves: str | None = None
+    def __init__(self, settings: SchedulerSettings | None = None) -> None:
+        super().__init__(settings)
+        self.moves: str | None = None
+        self.back = threading.Event()
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Instruction]:
         out = super().handle(event, now)
+        if isinstance(event, ev.WeightsLoaded):
+            self.back.set()
         name, self.moves = self.moves, None
         if name is not None:
             out += [ev.EvictWeights(name, _STALE), ev.LoadWeights(name, _STALE)]
@@ -38,10 +44,15 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime(load_settings("stub: {in_place_ms: 0}"), scheduler=Moving)
 
 
-def move(runtime: Runtime, model: str, trigger: Engine) -> FakeRequest:
-    """Move a model's weights with the next decision, which is about the request that this sends."""
+def moving(runtime: Runtime) -> Moving:
     scheduler = runtime.loop._scheduler
     assert isinstance(scheduler, Moving)
+    return scheduler
+
+
+def move(runtime: Runtime, model: str, trigger: Engine) -> FakeRequest:
+    """Move a model's weights with the next decision, which is about the request that this sends."""
+    scheduler = moving(runtime)
     (scheduler.moves,) = [key for key in scheduler.snapshot().models if key.startswith(f"{model}@")]
     request = FakeRequest({"x": rows(1)})
     assert trigger.execute([request]) is None
@@ -74,8 +85,8 @@ def test_weights_that_were_evicted_are_uploaded_again(
     request = move(runtime, "b", a)
 
     assert correct(request)
-    until(lambda: runtime.device.uploaded == 3)
-    until(lambda: runtime.device.resident == 2)
+    assert moving(runtime).back.wait(10)
+    assert (runtime.device.uploaded, runtime.device.resident) == (3, 2)
     assert correct(ask(b))
 
 
@@ -107,7 +118,7 @@ def test_weights_upload_while_a_model_is_compiled(
 
     request = move(runtime, "b", a)
 
-    until(lambda: runtime.device.uploaded == 3)
+    assert moving(runtime).back.wait(10)
     assert correct(request)
     runtime.device.compiles.set()
     registering.join(10)

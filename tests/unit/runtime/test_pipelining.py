@@ -5,7 +5,9 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import cast
 
@@ -232,7 +234,11 @@ serve_on_jax(*sys.argv[1:])
 
 
 def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
-    """200 random batches on an asynchronous CPU, launched one and two at a time; the arithmetic is exact."""
+    """200 random batches on an asynchronous CPU, launched one and two at a time; the arithmetic is exact.
+
+    And the seconds of three executions launched together add up to no more than went by, in whichever order
+    they are read.
+    """
     rng = np.random.default_rng(1)
     export_bundle(
         lambda params, x: {"y": x @ params["a"] @ params["b"]},
@@ -252,16 +258,26 @@ def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [200, 200]
+    assert json.loads(done.stdout.splitlines()[-1]) == [200, 200, True]
 
 
 def serve_on_jax(path: str) -> None:
-    """In a process of its own: print how many of 200 batches are answered right, for depths 1 and 2."""
+    """In a process of its own: print how many of 200 batches are answered right, and whether seconds add up."""
     device = JaxDevice("cpu", asynchronous_cpu=True)
     assert device.asynchronous
     model = build(identify(path), device, load_settings(), "squares")
     a, b = model.host_weights
-    print(json.dumps([right_answers(model, device, a @ b, depth) for depth in (1, 2)]))
+    right = [right_answers(model, device, a @ b, depth) for depth in (1, 2)]
+    print(json.dumps([*right, all(seconds_add_up(model, device, order) for order in permutations(range(3)))]))
+
+
+def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
+    assert model.weights is not None
+    started = time.perf_counter()
+    x = np.ones((16, 96), np.float32)
+    launched = [device.launch(model.executables[0, 16], model.weights, [x]) for _ in range(3)]
+    seconds = [device.read(launched[index])[1] for index in order]
+    return min(seconds) >= 0 and 0 < sum(seconds) <= time.perf_counter() - started
 
 
 def right_answers(model: Model, device: Device, product: Array, depth: int) -> int:

@@ -122,6 +122,7 @@ class JaxDevice:
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
         self._lock = Lock()
         self._latest: _Execution | None = None
+        self._noticing = Lock()
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -175,26 +176,31 @@ class JaxDevice:
             return launched
         execution = launched
         assert isinstance(execution, _Execution)
-        free = execution.started
+        previous = execution.previous
         try:
-            if execution.previous is not None:
-                # It had the device until then, whether or not its own reader has noticed already.
-                with suppress(Exception):
-                    free = max(free, self._wait(execution.previous))
-            seconds = self._wait(execution) - free
-            return [np.asarray(out) for out in execution.outputs], seconds
+            ready = self._wait(execution)
+            outputs = [np.asarray(out) for out in execution.outputs]
         finally:
             # The next one remembers this one: not its memory, and not its own predecessors.
             execution.outputs, execution.previous = (), None
+        free = execution.started if previous is None else max(execution.started, self._wait(previous))
+        return outputs, ready - free
 
     def _wait(self, execution: _Execution) -> float:
-        """When the execution was done; raises what it failed with."""
-        outputs = execution.outputs  # before the look at `ready`: whoever reads it stamps it first
+        """When the execution was done; noticed for its predecessors first, or they would seem to end after it.
+
+        Several threads may wait for one: a model that is built warms up between executions of others. Whether
+        it failed is for its own reader to find out.
+        """
+        # Before the look at `ready`: whoever empties these has set it.
+        outputs, previous = execution.outputs, execution.previous
         if execution.ready is None:
-            try:
+            if previous is not None:
+                self._wait(previous)
+            with suppress(Exception):
                 self._jax.block_until_ready(outputs)
-            finally:
-                execution.ready = time.perf_counter()
+            with self._noticing:
+                execution.ready = execution.ready or time.perf_counter()
         return execution.ready
 
 

@@ -16,6 +16,9 @@ def model_status(model: ModelSnapshot) -> dict[str, Any]:
         "useful_rows": model.useful_rows,
         "padded_rows": model.padded_rows,
         "device_seconds": model.device_seconds,
+        "weight_bytes": model.weight_bytes,
+        "loads": model.loads,
+        "evictions": model.evictions,
         "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
     }

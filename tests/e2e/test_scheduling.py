@@ -1,0 +1,188 @@
+"""Who goes first, who gets how much, and whose weights are where, seen by clients of a real server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.wire.status import configure, read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.bundles import LEAST_STEPS
+from tests.e2e.calls import assert_same, caller, random_u32, refusal
+from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+
+#: steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second
+_STEPS = 100
+#: requests that keep the device busy for some seconds in all
+_BEFORE = 10
+
+SETTINGS = """
+models:
+  steady: {max_batch_size: 1}
+  elastic: {weight: 2}
+"""
+
+
+@pytest.fixture
+def server(start_triton: StartTriton, tmp_path: Path) -> RunningTriton:
+    return serve(start_triton, tmp_path, SETTINGS, "steady", "elastic", "exact")
+
+
+def serve(start: StartTriton, folder: Path, settings: str, *names: str) -> RunningTriton:
+    (folder / "settings.yaml").write_text(settings)
+    sources = [str(bundles.ensure() / name) for name in names]
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([*sources, *options]) == 0
+    return start(folder / "gen")
+
+
+def status(server: RunningTriton) -> dict[str, Any]:
+    found: dict[str, Any] = read_status(server.pid)["models"]
+    return found
+
+
+def arrived(server: RunningTriton) -> int:
+    """Requests of `steady` that ever reached the runtime."""
+    steady = status(server)["steady"]
+    return int(sum(steady["outcomes"].values()) + steady["queued"] + steady["executing"])
+
+
+@pytest.fixture
+def send(server: RunningTriton) -> Iterator[Callable[..., list[str]]]:
+    """Sends a request of `steady` in the background, once those before it arrived; the names as they end.
+
+    Until all are sent the device is busy.
+    """
+    ended: list[str] = []
+    row = random_u32(np.random.default_rng(0), 1)
+
+    def work(name: str, options: dict[str, Any]) -> None:
+        with caller(server) as call:
+            answer = call("steady", {"x": row}, **options)
+        ended.append(name)
+        assert_same(answer, {"y": bundles.stepped(row, bundles.STEADY_STEPS)})
+
+    with ThreadPoolExecutor(_BEFORE + 4) as pool:
+        first = {"parameters": {"rsrv_priority": 1}, "timeout": 20_000_000}
+        futures = [pool.submit(work, "before", first) for _ in range(_BEFORE)]
+        wait_until(lambda: arrived(server) == _BEFORE, what="requests that keep the device busy")
+
+        def send(name: str, **options: Any) -> list[str]:
+            before = arrived(server)
+            futures.append(pool.submit(work, name, options))
+            wait_until(lambda: arrived(server) > before, what=f"{name} to arrive")
+            return ended
+
+        yield send
+        for future in futures:
+            future.result()
+
+
+def test_urgent_requests_pass_those_that_wait(send: Callable[..., list[str]]) -> None:
+    """rsrv_priority 1 goes before no priority, 9 after it."""
+    send("background", parameters={"rsrv_priority": 9})
+    send("ordinary")
+    ended = send("urgent", parameters={"rsrv_priority": 1})
+
+    wait_until(lambda: len(ended) == _BEFORE + 3, what="all answers")
+    assert ended[_BEFORE:] == ["urgent", "ordinary", "background"]
+
+
+def test_deadlines_decide_once_the_discipline_is_edf(
+    server: RunningTriton, send: Callable[..., list[str]]
+) -> None:
+    """Set at run time: the sooner deadline goes first, and those that wait already are reordered."""
+    send("whenever")
+    send("late", timeout=60_000_000)
+    assert configure(server.pid, {"discipline": "edf"})["discipline"] == "edf"
+    ended = send("soon", timeout=30_000_000)
+
+    wait_until(lambda: len(ended) == _BEFORE + 3, what="all answers")
+    assert ended[_BEFORE:] == ["soon", "late", "whenever"]
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_before_it_passes(server: RunningTriton) -> None:
+    """Under edf a request that would take longer than its deadline allows ends at once, and never executes."""
+    configure(server.pid, {"discipline": "edf"})
+    cost = status(server)["steady"]["costs"]["0/1"]
+    x = np.ones((1, 4), np.uint32)
+    with caller(server) as call:
+        hopeless = refusal(lambda: call("steady", {"x": x}, timeout=int(cost * 1e6 / 2)))
+
+    hopeless.assert_is("UNAVAILABLE", "grpc")
+    assert hopeless.message.startswith("[rsrv:DEADLINE] the deadline cannot be met"), str(hopeless)
+    steady = status(server)["steady"]
+    assert (steady["outcomes"]["shed"], steady["dispatches"]) == (1, 0)
+
+
+def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) -> None:
+    """`elastic` has twice the weight of `steady` and a fraction of its cost: it gets two thirds of the device time."""
+    rng = np.random.default_rng(1)
+    stop = threading.Event()
+
+    def work(model: str) -> None:
+        row = random_u32(rng, 1)
+        inputs = {"x": row}
+        steps = bundles.STEADY_STEPS
+        if model == "elastic":
+            inputs["steps"] = np.full((1, 1), _STEPS, np.int32)
+            steps = _STEPS + LEAST_STEPS
+        with caller(server) as call:
+            while not stop.is_set():
+                assert_same(call(model, inputs), {"y": bundles.stepped(row, steps)})
+
+    # More than one execution takes, of each: some always wait while others execute.
+    clients = ["elastic"] * 12 + ["steady"] * 3
+    with ThreadPoolExecutor(len(clients)) as pool:
+        futures = [pool.submit(work, model) for model in clients]
+        try:
+            wait_until(
+                lambda: all(status(server)[model]["dispatches"] > 2 for model in ("elastic", "steady")),
+                what="saturation",
+            )
+            before, began = status(server), time.monotonic()
+            turns = 12 + before["steady"]["dispatches"]
+            wait_until(
+                lambda: status(server)["steady"]["dispatches"] >= turns, timeout=120, what="a dozen turns"
+            )
+            after = status(server)
+        finally:
+            stop.set()
+        for future in futures:
+            future.result()
+    took = {
+        model: after[model]["device_seconds"] - before[model]["device_seconds"]
+        for model in ("elastic", "steady")
+    }
+
+    assert took["elastic"] / sum(took.values()) == pytest.approx(2 / 3, abs=0.08), (took, began)
+
+
+def test_more_models_than_the_budget_holds(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Three models of 1536 bytes take turns on a budget for two: loaded, evicted, and every answer exact."""
+    (tmp_path / "bundles").mkdir()
+    names = ("first", "second", "third")
+    for name in names:
+        (tmp_path / "bundles" / name).symlink_to(bundles.ensure() / "exact")
+    (tmp_path / "settings.yaml").write_text("runtime: {weight_budget_bytes: 4000}")
+    options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
+    assert rsrv_gen.main([str(tmp_path / "bundles"), *options]) == 0
+    server = start_triton(tmp_path / "gen")
+    x = np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
+
+    with caller(server) as call:
+        for _ in range(5):
+            for name in names:
+                assert_same(call(name, {"x": x}), {"y": x @ bundles.exact_kernel()})
+
+    found = status(server)
+    assert sum(model["residency"] == "resident" for model in found.values()) == 2
+    assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found

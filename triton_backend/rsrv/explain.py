@@ -66,8 +66,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def _in_file(path: Sequence[int | str], raw: object) -> Iterable[str]:
     for part in path:
-        absent = isinstance(raw, Mapping) if isinstance(part, int) else isinstance(raw, list)
-        if absent or (isinstance(part, int) and isinstance(raw, str)):
+        if isinstance(part, int) and not isinstance(raw, list) and raw is not None:
+            # A list that is not there, unless it is a number that is a key.
+            if not (isinstance(raw, Mapping) and part in raw):
+                continue
+        elif isinstance(part, str) and isinstance(raw, list):
             continue
         yield str(part)
         if isinstance(raw, Mapping):

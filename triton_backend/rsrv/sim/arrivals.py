@@ -3,6 +3,7 @@
 So adding a source, or changing one, moves no request of another.
 """
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import accumulate
@@ -68,12 +69,13 @@ def _poisson(
 ) -> Iterator[Arrival]:
     end = end if source.stop is None else min(end, source.stop)
     cumulative = list(accumulate(weights))
+    last = len(models) - 1
     t = source.start
     while True:
         t += random.expovariate(source.rate)
         if t > end:
             return
-        model = random.choices(models, cum_weights=cumulative)[0]
+        model = models[min(bisect(cumulative, random.random() * cumulative[-1]), last)]
         yield Arrival(instant(t), model, source.rows, source.deadline_s, source.priority)
 
 

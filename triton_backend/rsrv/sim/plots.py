@@ -19,11 +19,13 @@ from rsrv.sim.simulate import Record
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _OTHERS = "#BBBBBB"
+#: on these, dark digits can be read.
+_LIGHT = ("#E69F00", "#56B4E9", "#F0E442", _OTHERS)
 _ALL = "#333333"
 #: windows of shares.png.
 _WINDOWS = 60
 #: executions that the timeline shows unless a window is given: as many as can be told apart.
-_BARS = 120
+_BARS = 60
 #: most bars that are drawn at all; a window with more shows the first of them.
 _MOST_BARS = 20_000
 #: characters of a model's name in a legend.
@@ -80,6 +82,7 @@ def _latency(record: Record, colours: Mapping[str, str]) -> Figure:
         _cdf(axes, everyone, f"all {len(record.scenario.programs)} models", _ALL, 2.4)
     if everyone:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         _legend(axes)
     else:
         _remark(axes, "no request was answered")
@@ -159,20 +162,28 @@ def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, f
     shown: dict[str, str] = {}
     for row, bars in ((1.0, executions), (0.0, loads)):
         inside = [bar for bar in bars if bar[1] < end and bar[2] > start][:_MOST_BARS]
-        colour = [colours.get(bar[0], _OTHERS) for bar in inside]
         axes.broken_barh(
             [(bar[1], bar[2] - bar[1]) for bar in inside],
             (row - 0.36, 0.72),
-            facecolors=colour,
+            facecolors=[colours.get(bar[0], _OTHERS) for bar in inside],
             edgecolors="white",
             linewidth=0.6 if len(inside) <= 2 * _BARS else 0.0,
         )
         for name, began, ended, rows in inside:
-            shown[name if name in colours else ""] = colours.get(name, _OTHERS)
+            colour = colours.get(name, _OTHERS)
+            shown[name if name in colours else ""] = colour
             left, right = max(began, start), min(ended, end)
             # Rows of the execution, where there is room for the digits.
             if (right - left) > 0.013 * len(rows) * (end - start):
-                axes.text((left + right) / 2, row, rows, ha="center", va="center", fontsize=8, color="white")
+                axes.text(
+                    (left + right) / 2,
+                    row,
+                    rows,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=_ALL if colour in _LIGHT else "white",
+                )
     axes.set_xlim(start, end)
     axes.set_ylim(-0.6, 1.6)
     axes.set_yticks([1.0, 0.0], ["executions", "loads"])

@@ -7,61 +7,102 @@ time; a response sender takes one response, and asking it anything afterwards is
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.runtime.device import Array, DeviceError, Executable, Weights
+from rsrv.runtime.device import Array, DeviceError, Executable, Launched, Weights
 from rsrv_bundle.modules import Signature
 
 Compute = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
+
+
+class Gate:
+    """Open, until it is cleared to hold whoever comes; `waiting` is set while somebody is held."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.waiting = threading.Event()
+
+    def clear(self) -> None:
+        self._open.clear()
+
+    def set(self) -> None:
+        self._open.set()
+
+    def enter(self) -> None:
+        if not self._open.is_set():
+            self.waiting.set()
+            self._open.wait(30)
+            self.waiting.clear()
 
 
 class FakeDevice:
     """Computes with a Python function; executions can be held, failed and watched.
 
     `compute(inputs, weights)` stands for every module. `executed` collects the rows that each execution was
-    given, padding included. Clear `gate` to hold executions; `waiting` is set while one is held.
+    given, padding included; `launched` takes them when it is launched. An asynchronous one computes as late
+    as it may, when it is read: so it sees whatever anyone did to its inputs meanwhile, and fails, if it was to
+    fail when it was launched. Clear `gate` to hold executions, `uploads` and `compiles` to hold those.
     """
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, *, asynchronous: bool = False) -> None:
         self._compute = compute
+        self.asynchronous = asynchronous
         self._lock = threading.Lock()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.waiting = threading.Event()
+        self._executing = threading.Lock()
+        self.gate = Gate()
+        self.uploads = Gate()
+        self.compiles = Gate()
         self.executed: list[int] = []
+        self.launched: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.warm = False
         self.fail: str | None = None
         self.seconds = 0.001
         self.resident = 0
+        self.uploaded = 0
 
     def compile(self, module: bytes, signature: Signature) -> Executable:
+        self.compiles.enter()
         return Executable(signature)
 
     def upload(self, arrays: Sequence[Array]) -> Weights:
-        self.resident += 1
+        self.uploads.enter()
+        with self._lock:
+            self.resident += 1
+            self.uploaded += 1
         return Weights(list(arrays))
 
     def free(self, weights: Weights) -> None:
         assert isinstance(weights, list)
         weights.clear()
-        self.resident -= 1
-
-    def run(
-        self, executable: Executable, weights: Weights, inputs: Sequence[Array]
-    ) -> tuple[list[Array], float]:
-        assert isinstance(weights, list)
         with self._lock:
-            if not self.gate.is_set():
-                self.waiting.set()
-                self.gate.wait(30)
-                self.waiting.clear()
-            if self.fail is not None:
-                raise DeviceError(self.fail)
-            self.executed.append(len(inputs[0]) if inputs and inputs[0].ndim else 0)
-            return self._compute(inputs, weights), self.seconds
+            self.resident -= 1
+
+    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
+        rows = len(inputs[0]) if inputs and inputs[0].ndim else 0
+        execution = partial(self._execute, rows, weights, inputs, self.fail)
+        self.launched.put(rows)
+        if self.asynchronous:
+            return Launched(execution)
+        outputs = execution()
+        return Launched(lambda: outputs)
+
+    def read(self, launched: Launched) -> tuple[list[Array], float]:
+        assert callable(launched)
+        return launched(), self.seconds
+
+    def _execute(self, rows: int, weights: Weights, inputs: Sequence[Array], fail: str | None) -> list[Array]:
+        assert isinstance(weights, list)
+        with self._executing:
+            self.gate.enter()
+            if fail is not None:
+                raise DeviceError(fail)
+            self.executed.append(rows)
+            return self._compute(inputs, weights)
 
 
 class FakeTensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from rsrv.runtime import device
 from rsrv.runtime.__main__ import main
-from rsrv.runtime.device import Array, Executable, JaxDevice, Weights
+from rsrv.runtime.device import Array, Executable, JaxDevice, Launched, Weights
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 
@@ -21,13 +21,15 @@ SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 class PacedDevice(JaxDevice):
     """jax's device, slowed down to SECONDS an execution."""
 
-    def run(
-        self, executable: Executable, weights: Weights, inputs: Sequence[Array]
-    ) -> tuple[list[Array], float]:
+    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
         started = time.perf_counter()
-        outputs, _ = super().run(executable, weights, inputs)
+        launched = super().launch(executable, weights, inputs)
         time.sleep(max(0.0, started + SECONDS - time.perf_counter()))
-        return outputs, time.perf_counter() - started
+        return launched
+
+    def read(self, launched: Launched) -> tuple[list[Array], float]:
+        outputs, seconds = super().read(launched)
+        return outputs, max(SECONDS, seconds)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,12 @@ def test_the_dump_documents_every_key() -> None:
         ("- a list", "must be a mapping"),
         ("a: [", "not YAML"),
         ("scheduler: {zzz: 1}", "known are discipline, depth"),
+        ("scheduler: {discipline: lifo}", "scheduler.discipline: Input should be 'fair', 'fifo' or 'edf'"),
+        ("scheduler: {launch_ahead_ms: .inf}", "scheduler.launch_ahead_ms: "),
+        ("scheduler: {residency_factor: -1}", "scheduler.residency_factor: "),
+        ("runtime: {weight_budget_bytes: -1}", "runtime.weight_budget_bytes: "),
+        ("models: {m: {weight: 0}}", "models.m.weight: "),
+        ("models: {m: {max_delay_us: 1.5}}", "models.m.max_delay_us: "),
     ],
 )
 def test_a_wrong_file_is_refused_by_key(text: str, message: str) -> None:

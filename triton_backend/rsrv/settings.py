@@ -25,14 +25,40 @@ class _Section(BaseModel):
 class SchedulerSection(_Section):
     """Which model runs next, and how long requests may queue."""
 
-    discipline: Literal["fifo"] = Field("fifo", description="Order in which models get the device.")
-    depth: int = Field(1, ge=1, le=8, description="Executions given to the device at once.")
+    discipline: Literal["fair", "fifo", "edf"] = Field(
+        "fifo", description="Order in which models get the device."
+    )
+    depth: int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="Executions given to the device at once; it runs them one after the other. null: 2 on a device "
+        "that works beside the CPU, so that it has the next one when one ends; 1 on a CPU.",
+    )
     max_queue_depth: int = Field(
         1024, ge=1, description="Requests of one model that may wait; one more is refused (QUEUE_FULL)."
     )
     cost_ema_alpha: float = Field(
         0.2, gt=0, le=1, description="Weight of a new measurement in the learned cost of an execution."
     )
+    launch_ahead_ms: float = Field(
+        2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="With a depth above 1, the next execution is given to the device this long before the running "
+        "one is expected to end; until then requests may still join it.",
+    )
+    residency_factor: float = Field(
+        4.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="A model with waiting requests keeps its weights on the device for at least this many times the "
+        "time that loading them took.",
+    )
+
+
+#: keys of the scheduler's section that a running runtime takes new values for
+CHANGEABLE = ("discipline", "depth", "launch_ahead_ms", "residency_factor", "cost_ema_alpha")
 
 
 class RuntimeSection(_Section):
@@ -44,6 +70,12 @@ class RuntimeSection(_Section):
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
         description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
+    )
+    weight_budget_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Device bytes that weights may take; more are kept on the host and loaded on demand, the least "
+        "recently used giving way. null: no limit.",
     )
 
 
@@ -67,6 +99,15 @@ class ModelSection(_Section):
     )
     max_batch_size: int | None = Field(
         None, ge=1, description="Most rows in one execution; null: the largest compiled size."
+    )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Share of device time relative to other models, under `fair`.",
+    )
+    max_delay_us: int = Field(
+        0, ge=0, description="Requests may be held back this long for others to share their execution."
     )
 
 
@@ -108,6 +149,22 @@ def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     except ValidationError as error:
         lines = (f"{source}: {explain(one, Settings, raw)}" for one in error.errors())
         raise SettingsError("\n".join(lines)) from None
+
+
+def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The same with other values in the scheduler's section, as a running runtime may be told. Raises SettingsError."""
+    for key in changes:
+        if key in SchedulerSection.model_fields and key not in CHANGEABLE:
+            raise SettingsError(
+                f"scheduler.{key}: cannot be changed while the runtime runs; {', '.join(CHANGEABLE)} can"
+            )
+    try:
+        section = SchedulerSection(**{**settings.scheduler.model_dump(), **changes})
+    except ValidationError as error:
+        # A few will do: explaining takes time, and whoever asks holds up a runtime.
+        errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()[:10]]
+        raise SettingsError("\n".join(_explain(e) for e in errors)) from None
+    return settings.model_copy(update={"scheduler": section})
 
 
 def dump_settings(settings: Settings) -> str:

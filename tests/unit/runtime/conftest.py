@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.loop import Loop
+from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine, WireTensor
 from rsrv.stub.hooks import Hooks
@@ -20,6 +20,7 @@ from rsrv.stub.launch import Greeted, greet
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
+from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, listen
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice, FakePbUtils
@@ -61,18 +62,23 @@ StartRuntime = Callable[..., Runtime]
 
 
 @pytest.fixture
-def start_runtime(tmp_path: Path) -> Iterator[StartRuntime]:
-    """Start a runtime at the same socket; every one is stopped at the end."""
+def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRuntime]:
+    """Start a runtime at the same socket, where `rsrv.wire.status` finds it; every one is stopped at the end."""
     started: list[Runtime] = []
+    monkeypatch.setattr("rsrv.wire.status.runtime_directory", lambda server_pid, gpu: tmp_path)
 
-    def start(settings: Settings | None = None) -> Runtime:
-        path = tmp_path / "socket"
+    def start(
+        settings: Settings | None = None,
+        *,
+        asynchronous: bool = False,
+        scheduler: type[Scheduler] = Scheduler,
+    ) -> Runtime:
+        path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
         listener = listen(path)
         settings = settings or load_settings()
-        scheduling = SchedulerSettings(**settings.scheduler.model_dump(exclude={"max_queue_depth"}))
-        device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]])
-        loop = Loop(listener, os.getpid(), settings, Scheduler(scheduling), lambda: device)
+        device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]], asynchronous=asynchronous)
+        loop = Loop(listener, os.getpid(), settings, scheduler(scheduler_settings(settings)), lambda: device)
 
         def run() -> None:
             loop.run()
@@ -87,7 +93,8 @@ def start_runtime(tmp_path: Path) -> Iterator[StartRuntime]:
     yield start
     for runtime in started:
         if runtime._thread.is_alive():
-            runtime.device.gate.set()
+            for gate in (runtime.device.gate, runtime.device.uploads, runtime.device.compiles):
+                gate.set()
             runtime.stop()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import DeviceError, JaxDevice
+from rsrv.runtime.device import DeviceError, JaxDevice, run
 from rsrv.runtime.models import build, describe, identify
 from rsrv.settings import load_settings
 from rsrv_bundle.modules import check_signatures
@@ -56,7 +56,7 @@ def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
 
     for (_, size), executable in model.executables.items():
         x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
-        (y,), seconds = device.run(executable, model.weights, [x])
+        (y,), seconds = run(device, executable, model.weights, [x])
         np.testing.assert_array_equal(y, 2 * x + 1)
         assert seconds > 0
 
@@ -65,7 +65,7 @@ def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
     assert model.program.weight_bytes == 12
     device.free(model.weights)
     with pytest.raises(RuntimeError, match="deleted"):
-        device.run(next(iter(model.executables.values())), model.weights, [np.zeros((1, 3), np.float32)])
+        run(device, next(iter(model.executables.values())), model.weights, [np.zeros((1, 3), np.float32)])
 
 
 def test_the_interface_says_what_the_modules_take(doubling: Path) -> None:

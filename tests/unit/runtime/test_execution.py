@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import Job, Part, Staging, find_runs, gather, scatter
+from rsrv.runtime.execution import Buffers, Job, Part, find_runs, gather, scatter
 from rsrv.runtime.models import Model
 from rsrv.wire.layout import Block, Tensor, aligned
 
@@ -62,10 +62,10 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
     padding = data.draw(st.integers(0, 3))
     size = max(1, sum(rows) + padding)
 
-    staging = Staging()
+    buffers: Buffers = {}
     work = job(parts, size)
-    gather(work, block, staging)  # leftovers of an earlier batch must not show
-    gathered = gather(work, block, staging)
+    gather(work, block, buffers)  # leftovers of an earlier batch must not show
+    gathered = gather(work, block, buffers)
     scatter(work, block, gathered)
 
     for index, tensor in enumerate(block.tensors):

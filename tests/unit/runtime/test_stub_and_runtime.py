@@ -289,7 +289,7 @@ def test_foreign_parameters_are_ignored(start_engine: StartEngine) -> None:
     assert answer.error is None
 
 
-def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None) -> Engine:
+def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name: str = "doubling") -> Engine:
     from rsrv.stub.replies import Responses
     from rsrv.stub.session import Session
     from rsrv.stub.tensors import Tensors
@@ -302,7 +302,7 @@ def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None) -> E
         [WireTensor("x", "f32", (-1, 3))],
         [WireTensor("y", "f32", (-1, 3))],
         True,
-        Session(runtime.open, "doubling", str(bundle)),
+        Session(runtime.open, name, str(bundle)),
     )
 
 

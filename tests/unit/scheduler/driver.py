@@ -8,8 +8,10 @@ within the depth.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from rsrv.runtime.scheduler.events import (
+    DEFAULT_PRIORITY,
     Event,
     EvictWeights,
     Execute,
@@ -26,6 +28,7 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
     RequestsCancelled,
+    SettingsChanged,
     Tick,
     WeightsLoaded,
 )
@@ -44,6 +47,8 @@ def program(
     max_queue_depth: int = 1000,
     max_batch_rows: int | None = None,
     weight_bytes: int = 100,
+    weight: float = 1.0,
+    max_delay: float = 0.0,
 ) -> Program:
     return Program(
         model=model,
@@ -52,6 +57,8 @@ def program(
         max_queue_depth=max_queue_depth,
         max_batch_rows=max_batch_rows,
         weight_bytes=weight_bytes,
+        weight=weight,
+        max_delay=max_delay,
     )
 
 
@@ -60,7 +67,7 @@ class Driver:
 
     def __init__(self, settings: SchedulerSettings | None = None, *, validate_every: int = 1) -> None:
         self._validate_every = validate_every
-        self.settings = settings or SchedulerSettings()
+        self.first_settings = self.settings = settings or SchedulerSettings()
         self.scheduler = Scheduler(self.settings)
         self.now = 0.0
         self.events: list[tuple[Event, float]] = []
@@ -90,6 +97,10 @@ class Driver:
         if isinstance(event, WeightsLoaded) and self.loading.get(event.model) == event.epoch:
             del self.loading[event.model]
             self.resident.add(event.model)
+        if isinstance(event, ModelAdded) and event.resident:
+            self.resident.add(event.program.model)
+        if isinstance(event, SettingsChanged):
+            self.settings = event.settings
         if isinstance(event, LoadFailed) and self.loading.get(event.model) == event.epoch:
             del self.loading[event.model]
         out = self.scheduler.handle(event, self.now)
@@ -103,9 +114,7 @@ class Driver:
 
     def add(self, *programs: Program, resident: bool = True) -> None:
         for one in programs:
-            self.send(ModelAdded(one))
-            if resident:
-                self.load(one.model)
+            self.send(ModelAdded(one, resident))
 
     def load(self, model: str, seconds: float = 0.0) -> list[Instruction]:
         return self.send(WeightsLoaded(model, self.loading[model], seconds), after=seconds)
@@ -124,10 +133,11 @@ class Driver:
         variant: int = 0,
         deadline: float | None = None,
         committed: bool = False,
+        priority: int = 0,
     ) -> Request:
         """A request with a fresh id, not sent yet; `deadline` is absolute."""
         self._next_id += 1
-        return Request(self._next_id, model, variant, rows, deadline=deadline, committed=committed)
+        return Request(self._next_id, model, variant, rows, deadline, priority, committed)
 
     def requests_of(self, count: int, model: str = "a", rows: int = 1) -> list[Request]:
         return [self.request(model, rows) for _ in range(count)]
@@ -182,8 +192,17 @@ class Driver:
                 assert instruction.model not in self.loading
                 self.loading[instruction.model] = instruction.epoch
             case EvictWeights():
+                assert not any(
+                    one.committed and one.model == instruction.model for one in self.waiting.values()
+                )
                 assert all(one.model != instruction.model for one in self.executing.values())
                 self.resident.remove(instruction.model)
+
+    def _order(self, request: Request) -> tuple[int, float, int]:
+        """Requests have rising ids here, so what is overtaken shows."""
+        level = 0 if request.committed else request.priority or DEFAULT_PRIORITY
+        deadline = inf if request.deadline is None else request.deadline
+        return level, deadline if self.settings.discipline == "edf" else 0.0, request.id
 
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
@@ -195,17 +214,16 @@ class Driver:
             assert (request.model, request.variant) == (execute.model, execute.variant)
             assert request.id in self.waiting
             assert request.deadline is None or request.deadline > self.now
-        # Requests have rising ids here, so what is overtaken shows.
         lane = [
-            (not one.committed, one.id)
+            one
             for one in self.waiting.values()
             if (one.model, one.variant) == (execute.model, execute.variant)
         ]
-        assert [(not one.committed, one.id) for one in requests] == sorted(lane)[: len(requests)]
-        if self.settings.discipline == "fifo":
-            # The oldest of all that could execute is in it.
+        assert requests == sorted(lane, key=self._order)[: len(requests)]
+        if self.settings.discipline != "fair":
+            # The first in the order of all that could execute is in it.
             able = [one for one in self.waiting.values() if one.model in self.resident]
-            assert min((not one.committed, one.id) for one in able)[1] in execute.requests
+            assert min(able, key=self._order) in requests
         for request in requests:
             del self.waiting[request.id]
         self.executing[execute.dispatch] = execute

@@ -1,82 +1,102 @@
-"""Which model goes next."""
+"""Which model goes next, by arrival and by deadline. (Fair shares: test_fair.)"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pytest
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from rsrv.runtime.scheduler.disciplines import Fifo
-from rsrv.runtime.scheduler.waiting import Place
+from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.driver import Driver, executions, ids, program
 
 
-@dataclass
-class Model:
-    """A candidate by itself."""
-
-    name: str
-    place: Place | None
-    weight: float = 1.0
-    turn_seconds: float = 0.001
+def machine(discipline: str) -> Driver:
+    driver = Driver(SchedulerSettings(discipline=discipline))
+    one_by_one = {(0, 1): 0.010}
+    driver.add(*(program(name, one_by_one) for name in ("busy", "a", "b", "c")))
+    driver.arrive(driver.request("busy"))
+    return driver
 
 
-def test_nobody_waits() -> None:
-    """Without candidates there is no choice."""
-    assert Fifo().choose(0.0) is None
+def order(driver: Driver) -> str:
+    """The models of all further executions."""
+    return "".join(execute.model for execute in driver.finish_all()[1:])
 
 
-def test_oldest_first_request_goes_first() -> None:
-    """Arrival decides, not the order in which the candidates became known."""
-    fifo = Fifo()
-    fifo.update(Model("young", (1, 9)), 0.0)
-    fifo.update(Model("old", (1, 3)), 0.0)
+def test_fifo_goes_by_arrival() -> None:
+    """The oldest request's model goes, whoever that is."""
+    driver = machine("fifo")
+    for name in "bcab":
+        driver.arrive(driver.request(name))
 
-    assert fifo.choose(0.0) == "old"
-
-
-def test_committed_work_goes_before_older_work() -> None:
-    """Level 0 comes before level 1, whatever the age."""
-    fifo = Fifo()
-    fifo.update(Model("old", (1, 3)), 0.0)
-    fifo.update(Model("meta", (0, 9)), 0.0)
-
-    assert fifo.choose(0.0) == "meta"
+    assert order(driver) == "bcab"
 
 
-def test_model_that_lost_its_work_is_not_chosen() -> None:
-    """A removed candidate, or one without a place, is out at once."""
-    fifo = Fifo()
-    model = Model("a", (1, 1))
-    fifo.update(model, 0.0)
-    fifo.update(Model("b", (1, 2)), 0.0)
-    model.place = None
-    fifo.update(model, 0.0)
+def test_edf_goes_by_deadline() -> None:
+    """The soonest deadline's model goes; requests without one go last, in order of arrival."""
+    driver = machine("edf")
+    driver.arrive(driver.request("a"), driver.request("b", deadline=0.5), driver.request("c", deadline=0.2))
+    driver.arrive(driver.request("b"), driver.request("a", deadline=0.3))
 
-    assert fifo.choose(0.0) == "b"
-    fifo.remove("b")
-    fifo.remove("never seen")
-    assert fifo.choose(0.0) is None
+    assert order(driver) == "cabab"
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 5), st.none() | st.tuples(st.integers(0, 1), st.integers(0, 1000))),
-        max_size=300,
+def test_edf_serves_the_urgent_request_deep_in_a_queue() -> None:
+    """It pulls its model forward, and goes before the older requests of its model."""
+    driver = machine("edf")
+    relaxed = [driver.request("a", deadline=1.0) for _ in range(5)]
+    urgent = driver.request("a", deadline=0.021)
+    driver.arrive(driver.request("b", deadline=0.5), *relaxed, urgent)
+    [first] = executions(driver.finish())
+
+    assert first.requests == ids([urgent])
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+def test_committed_requests_go_first(discipline: str) -> None:
+    """A sub-call of a running meta goes before everything, in every discipline."""
+    driver = machine(discipline)
+    driver.arrive(
+        driver.request("a", deadline=0.1, priority=1),
+        driver.request("b", deadline=0.1),
+        driver.request("c", committed=True),
     )
-)
-def test_choice_is_the_smallest_place(changes: list[tuple[int, Place | None]]) -> None:
-    """After any changes the choice is the minimum over the candidates, and the index stays small."""
-    fifo = Fifo()
-    places: dict[str, Place] = {}
-    for number, place in changes:
-        name = f"m{number}"
-        fifo.update(Model(name, place), 0.0)
-        places.pop(name, None)
-        if place is not None:
-            places[name] = place
-        chosen = fifo.choose(0.0)
 
-        assert (chosen is None) == (not places)
-        assert chosen is None or places[chosen] == min(places.values())
-        assert len(fifo._heap) <= 80
+    assert order(driver)[0] == "c"
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+def test_priorities_go_in_order(discipline: str) -> None:
+    """1 before 4 before none before 9, within a model and between models that were not served yet."""
+    driver = machine(discipline)
+    priorities = (9, 0, 4, 1)
+    for name in "abc":
+        driver.arrive(*(driver.request(name, priority=p) for p in priorities))
+    levels = [
+        driver.requests[request].priority or DEFAULT_PRIORITY
+        for execute in driver.finish_all()[1:]
+        for request in execute.requests
+    ]
+
+    if discipline == "fair":
+        assert levels[:3] == [1, 1, 1]
+    else:
+        assert levels == [1, 1, 1, 4, 4, 4, 5, 5, 5, 9, 9, 9]
+
+
+def test_disciplines_change_while_requests_wait() -> None:
+    """What waits is served in the new order from the next execution on; nothing is lost."""
+    from rsrv.runtime.scheduler.events import SettingsChanged
+
+    driver = machine("fifo")
+    for deadline, name in ((0.9, "a"), (0.8, "b"), (0.7, "c"), (0.6, "a")):
+        driver.arrive(driver.request(name, deadline=deadline))
+    driver.send(SettingsChanged(SchedulerSettings(discipline="edf")))
+    driver.finish()
+    driver.finish()
+    driver.send(SettingsChanged(SchedulerSettings(discipline="fair")))
+    driver.send(SettingsChanged(SchedulerSettings(discipline="fifo")))
+    driver.finish_all()
+
+    started = [e.model for out in driver.instructions for e in executions(out)]
+    assert started == ["busy", "a", "c", "a", "b"]
+    assert [e.requests for out in driver.instructions for e in executions(out)][1] == (5,)

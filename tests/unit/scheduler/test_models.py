@@ -22,6 +22,16 @@ from tests.unit.scheduler.driver import Driver, executions, program
 # --- weights ----------------------------------------------------------------------------------------------
 
 
+def test_weights_are_loaded_on_demand_one_after_another(machine: Driver) -> None:
+    """Nothing is loaded before somebody asks; then one model after the other, in the discipline's order."""
+    for name in "abc":
+        machine.add(program(name), resident=False)
+
+    assert machine.instructions == [[], [], []]
+    assert machine.arrive(machine.request("b"), machine.request("a")) == [LoadWeights("b", 1)]
+    assert LoadWeights("a", 2) in machine.load("b")
+
+
 def test_model_that_loads_does_not_block_the_device(machine: Driver) -> None:
     """The oldest request waits for its weights while a younger one of a resident model executes."""
     machine.add(program("cold"), resident=False)
@@ -49,6 +59,7 @@ def test_failed_load_fails_what_waits_and_is_tried_again_by_the_next(machine: Dr
 def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
     """After epoch 1 failed, its late success does not make epoch 2's weights resident."""
     machine.add(program("a"), resident=False)
+    machine.arrive(machine.request())
     machine.fail_load("a")
     machine.arrive(machine.request())
 
@@ -66,21 +77,24 @@ def test_epochs_never_repeat(machine: Driver) -> None:
     machine.add(program("a"))
     assert machine.remove("a") == [EvictWeights("a", 1)]
 
-    assert machine.send(ModelAdded(program("a"))) == [LoadWeights("a", 2)]
+    machine.add(program("a"), resident=False)
+    assert machine.arrive(machine.request()) == [LoadWeights("a", 2)]
     assert machine.send(WeightsLoaded("a", 1, 0.1)) == []
 
 
 def test_bytes_are_counted_from_the_start_of_the_load(machine: Driver) -> None:
     """Weights on their way hold their bytes; a failed load and an eviction give them back."""
     machine.add(program("a", weight_bytes=10), program("b", weight_bytes=5), resident=False)
+    machine.arrive(machine.request("a"), machine.request("b"))
     held = [machine.scheduler.snapshot().weight_bytes]
     machine.fail_load("a")
     held.append(machine.scheduler.snapshot().weight_bytes)
     machine.load("b")
+    machine.finish()
     machine.remove("b")
     held.append(machine.scheduler.snapshot().weight_bytes)
 
-    assert held == [15, 5, 0]
+    assert held == [10, 5, 0]
 
 
 # --- removing ---------------------------------------------------------------------------------------------
@@ -121,8 +135,10 @@ def test_draining_model_is_unknown_to_requests_and_keeps_its_name(machine: Drive
 def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) -> None:
     """Nobody frees buffers that are being written: the eviction follows the end of the load."""
     machine.add(program("a"), resident=False)
+    request = machine.request()
+    machine.arrive(request)
 
-    assert machine.remove("a") == []
+    assert machine.remove("a") == [Finish(request.id, Outcome.REFUSED, Reason.UNLOADED)]
     assert (machine.load("a") if good else machine.fail_load("a")) == ([EvictWeights("a", 1)] if good else [])
     assert machine.scheduler.snapshot().models == {}
 
@@ -130,6 +146,7 @@ def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) 
 def test_removal_without_weights_is_immediate(machine: Driver) -> None:
     """A model whose load failed leaves nothing behind."""
     machine.add(program("a"), resident=False)
+    machine.arrive(machine.request())
     machine.fail_load("a")
 
     assert machine.remove("a") == []
@@ -140,7 +157,7 @@ def test_removal_without_weights_is_immediate(machine: Driver) -> None:
 
 
 def test_depth_two_keeps_the_next_execution_ready() -> None:
-    """With depth 2 a second execution is launched beside the first; a third waits. Ends come in any order."""
+    """With depth 2 a second execution is given to the device when the first will end soon; a third waits."""
     machine = Driver(SchedulerSettings(depth=2))
     machine.add(program("a", {(0, 1): 0.001}))
     requests = machine.requests_of(3)

@@ -122,7 +122,7 @@ def test_snapshot_counts(machine: Driver) -> None:
     }
     assert a.refused == {Reason.QUEUE_FULL: 1}
     assert a.costs == pytest.approx({(0, 1): 0.001, (0, 32): 0.004})
-    assert (a.residency, a.loads) == (Residency.RESIDENT, 1)
+    assert (a.residency, a.loads) == (Residency.RESIDENT, 0)
     assert snapshot.refused == {Reason.QUEUE_FULL: 1, Reason.UNKNOWN_MODEL: 1}
     assert (snapshot.arrived, snapshot.queued, snapshot.executing, snapshot.running) == (39, 1, 1, 1)
 
@@ -141,6 +141,7 @@ def test_snapshot_is_detached(machine: Driver) -> None:
 def test_story_of_a_short_life(machine: Driver) -> None:
     """Loads, their failures and the removal are in the story, as plain lines; it leaves with the model."""
     machine.add(program("a"), resident=False)
+    machine.arrive(machine.request())
     machine.fail_load("a", "no such file")
     machine.arrive(machine.request())
     machine.load("a", seconds=0.5)
@@ -149,15 +150,16 @@ def test_story_of_a_short_life(machine: Driver) -> None:
 
     assert machine.scheduler.story("a") == [
         "t=0.000000 added sizes=[(0, 1), (0, 32)]",
+        "t=0.000000 arrived requests=1",
         "t=0.000000 load weights epoch=1",
         "t=0.000000 load failed epoch=1 error=no such file",
-        "t=0.000000 arrived requests=1",
+        "t=0.000000 arrived requests=2",
         "t=0.000000 load weights epoch=2",
         "t=0.500000 weights loaded epoch=2 seconds=0.500000",
-        "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=1",
-        "t=0.500000 arrived requests=2",
+        "t=0.500000 execute dispatch=1 variant=0 size=1 rows=1 requests=2",
+        "t=0.500000 arrived requests=3",
         "t=0.500000 removed",
-        "t=0.500000 refused unloaded requests=2",
+        "t=0.500000 refused unloaded requests=3",
     ]
     machine.finish()
     assert machine.scheduler.story("a") == []
@@ -165,15 +167,13 @@ def test_story_of_a_short_life(machine: Driver) -> None:
 
 def test_story_of_a_busy_model(machine: Driver) -> None:
     """Arrivals, refusals, executions and their ends, with times, sizes and ids."""
-    machine.add(program("a"), resident=False)
-    machine.load("a", seconds=0.5)
+    machine.add(program("a"))
+    machine.now = 0.5
     machine.arrive(machine.request(rows=20), machine.request(deadline=0.25), machine.request(rows=99))
     machine.finish(seconds=0.004)
 
     assert machine.scheduler.story("a") == [
         "t=0.000000 added sizes=[(0, 1), (0, 32)]",
-        "t=0.000000 load weights epoch=1",
-        "t=0.500000 weights loaded epoch=1 seconds=0.500000",
         "t=0.500000 expired on arrival requests=2",
         "t=0.500000 refused too_many_rows requests=3",
         "t=0.500000 arrived requests=1",

@@ -23,12 +23,12 @@ from tests.unit.scheduler.driver import Driver, executions, ids, program
 
 
 def test_life_of_one_request(machine: Driver) -> None:
-    """A model is added and loaded, a request arrives, executes and is answered."""
-    assert machine.send(ModelAdded(program("a"))) == [LoadWeights("a", 1)]
-    assert machine.send(WeightsLoaded("a", 1, 0.5), after=0.5) == []
+    """A model is added, a request arrives, the weights are loaded, it executes and is answered."""
+    assert machine.send(ModelAdded(program("a"))) == []
 
     request = machine.request("a")
-    started = machine.arrive(request)
+    assert machine.arrive(request) == [LoadWeights("a", 1)]
+    started = machine.send(WeightsLoaded("a", 1, 0.5), after=0.5)
 
     assert started == [Execute(1, "a", variant=0, size=1, rows=1, requests=(request.id,))]
     assert machine.send(ExecutionFinished(1, 0.001), after=0.001) == [Finish(request.id, Outcome.ANSWERED)]
@@ -262,23 +262,12 @@ def test_answered_requests_do_not_pile_up_in_the_deadlines(machine: Driver) -> N
     for _ in range(10_000):
         machine.scheduler.handle(RequestsArrived((Request(1, "a", 0, 1, deadline=1e9),)), 1.0)
         [running] = machine.scheduler._running
-        machine.scheduler.handle(ExecutionFinished(running, 0.001), 1.0)
+        machine.scheduler.handle(ExecutionFinished(running.execute.dispatch, 0.001), 1.0)
 
     assert len(machine.scheduler._queues.deadlines) < 100
 
 
 # --- order ------------------------------------------------------------------------------------------------
-
-
-def test_models_take_turns_by_their_oldest_request(machine: Driver) -> None:
-    """Arrivals b, a, b while the device is busy: b goes first with both of its requests, then a."""
-    machine.add(program("a"), program("b"))
-    machine.arrive(machine.request("a"))
-    machine.arrive(machine.request("b", rows=16))
-    machine.arrive(machine.request("a"))
-    machine.arrive(machine.request("b", rows=16))
-
-    assert [(one.model, one.rows) for one in machine.finish_all()] == [("a", 1), ("b", 32), ("a", 1)]
 
 
 def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver) -> None:

@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.device import JaxDevice
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.orphans import end_orphans
+        from rsrv.runtime.policy import scheduler_settings
         from rsrv.runtime.scheduler.scheduler import Scheduler
-        from rsrv.runtime.scheduler.settings import SchedulerSettings
         from rsrv.settings import load_settings
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         listener,
         options.server_pid,
         settings,
-        Scheduler(SchedulerSettings(**settings.scheduler.model_dump(exclude={"max_queue_depth"}))),
+        Scheduler(scheduler_settings(settings)),
         lambda: JaxDevice(settings.runtime.platform, settings.runtime.compilation_cache_dir),
     )
 

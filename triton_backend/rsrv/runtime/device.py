@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -17,9 +18,11 @@ from rsrv_bundle.modules import Signature
 log = logging.getLogger("rsrv.device")
 
 Array = npt.NDArray[Any]
-#: a compiled module, and weights in device memory: opaque to everyone but the device that made them
+#: a compiled module, weights in device memory, and an execution under way: opaque to everyone but the device
+#: that made them
 Executable = NewType("Executable", object)
 Weights = NewType("Weights", object)
+Launched = NewType("Launched", object)
 
 
 class DeviceError(Exception):
@@ -27,7 +30,14 @@ class DeviceError(Exception):
 
 
 class Device(Protocol):
-    """What the runtime needs of a device. Every method may block and be called from any thread."""
+    """What the runtime needs of a device. Every method may block and be called from any thread.
+
+    Executions run one after the other, in the order of their launches.
+    """
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `launch` returns before the execution is done, so that launching ahead keeps the device busy."""
 
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
@@ -37,10 +47,30 @@ class Device(Protocol):
     def free(self, weights: Weights) -> None:
         """Give the memory back at once. Nothing may execute on these weights."""
 
-    def run(
-        self, executable: Executable, weights: Weights, inputs: Sequence[Array]
-    ) -> tuple[list[Array], float]:
-        """Outputs on the host, read-only, and the seconds that it took. One execution runs at a time."""
+    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
+        """Start an execution. Nobody may write to its inputs before it is read."""
+
+    def read(self, launched: Launched) -> tuple[list[Array], float]:
+        """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device."""
+
+
+def run(
+    device: Device, executable: Executable, weights: Weights, inputs: Sequence[Array]
+) -> tuple[list[Array], float]:
+    """One execution from its launch to its outputs."""
+    return device.read(device.launch(executable, weights, inputs))
+
+
+@dataclass(slots=True, eq=False)
+class _Execution:
+    """What `Launched` is to an asynchronous `JaxDevice`; to others it is what `read` returns."""
+
+    started: float
+    outputs: Sequence[Any]
+    #: the one launched before, until this one is read
+    previous: "_Execution | None" = None
+    #: when it was done, as far as anyone has noticed
+    ready: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +82,15 @@ class CacheCounts:
 
 
 class JaxDevice:
-    """jax's first device of a platform. Importing jax takes seconds, so this is made on a worker thread."""
+    """jax's first device of a platform. Importing jax takes seconds, so this is made on a worker thread.
 
-    def __init__(self, platform: str = "auto", cache_dir: Path | None = None) -> None:
+    A CPU executes within `launch`; with `asynchronous_cpu` it does as a GPU does. jax decides that once per
+    process, when it is first used.
+    """
+
+    def __init__(
+        self, platform: str = "auto", cache_dir: Path | None = None, *, asynchronous_cpu: bool = False
+    ) -> None:
         import jax
         import jax.monitoring
 
@@ -62,8 +98,8 @@ class JaxDevice:
             jax.config.update("jax_platforms", platform)
         # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
         jax.config.update("jax_enable_x64", True)
-        # `run` waits for its outputs anyway; handing a CPU execution to another thread only adds two switches.
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        # A CPU that executes is not free for anything else; another thread would only add two switches.
+        jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         if cache_dir is not None:
             cache_dir = cache_dir.expanduser()
@@ -83,7 +119,10 @@ class JaxDevice:
             self._device = jax.devices()[0]
         except RuntimeError as error:
             raise DeviceError(f"jax finds no device: {error}") from None
+        self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
         self._lock = Lock()
+        self._latest: _Execution | None = None
+        self._noticing = Lock()
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -117,14 +156,52 @@ class JaxDevice:
         for buffer in _buffers(weights):
             buffer.delete()
 
-    def run(
-        self, executable: Executable, weights: Weights, inputs: Sequence[Array]
-    ) -> tuple[list[Array], float]:
+    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
+        # Locked: the order of the launches is that of the executions, and on a CPU one executes at a time.
         with self._lock:
             started = time.perf_counter()
-            outputs = [np.asarray(out) for out in call(*inputs, *_buffers(weights))]
-            return outputs, time.perf_counter() - started
+            outputs = call(*inputs, *_buffers(weights))
+            if not self.asynchronous:
+                outputs = [np.asarray(out) for out in outputs]
+                return Launched((outputs, time.perf_counter() - started))
+            execution = self._latest = _Execution(started, outputs, self._latest)
+            for out in outputs:
+                # So that copying them to the host waits for this execution and not for the next one.
+                out.copy_to_host_async()
+            return Launched(execution)
+
+    def read(self, launched: Launched) -> tuple[list[Array], float]:
+        if isinstance(launched, tuple):
+            return launched
+        execution = launched
+        assert isinstance(execution, _Execution)
+        previous = execution.previous
+        try:
+            ready = self._wait(execution)
+            outputs = [np.asarray(out) for out in execution.outputs]
+        finally:
+            # The next one remembers this one: not its memory, and not its own predecessors.
+            execution.outputs, execution.previous = (), None
+        free = execution.started if previous is None else max(execution.started, self._wait(previous))
+        return outputs, ready - free
+
+    def _wait(self, execution: _Execution) -> float:
+        """When the execution was done; noticed for its predecessors first, or they would seem to end after it.
+
+        Several threads may wait for one: a model that is built warms up between executions of others. Whether
+        it failed is for its own reader to find out.
+        """
+        # Before the look at `ready`: whoever empties these has set it.
+        outputs, previous = execution.outputs, execution.previous
+        if execution.ready is None:
+            if previous is not None:
+                self._wait(previous)
+            with suppress(Exception):
+                self._jax.block_until_ready(outputs)
+            with self._noticing:
+                execution.ready = execution.ready or time.perf_counter()
+        return execution.ready
 
 
 def _buffers(weights: Weights) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One dispatch: gather the requests' inputs, execute, scatter the outputs. Runs on the device's thread."""
+"""One dispatch: gather the requests' inputs, launch, read, scatter the outputs. Runs on the executor's threads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import Array, Device
+from rsrv.runtime.device import Array, Device, Launched
 from rsrv.runtime.models import Model
 from rsrv.wire.layout import Block, Tensor
 from rsrv.wire.memory import Bytes
@@ -46,24 +46,39 @@ class Job:
     parts: tuple[Part, ...]
 
 
+#: of one execution, by the input's index; made on first use
+Buffers = dict[int, Array]
+
+
 @dataclass(slots=True)
 class Staging:
-    """Buffers that batches are assembled in, one per (model, variant, size, input), made on first use."""
+    """Buffers that batches are assembled in, a set for each execution that may still read its own.
 
-    _buffers: dict[tuple[str, int, int, int], Array] = field(default_factory=dict)
+    Used by the loop and the executor's threads: what they share is touched in single steps only.
+    """
 
-    def buffer(self, job: Job, index: int, tensor: Tensor) -> Array:
-        key = (job.model.key, job.variant, job.size, index)
-        found = self._buffers.get(key)
-        if found is None:
-            found = self._buffers[key] = np.zeros(tensor.shape(job.size), numpy_dtype(tensor.dtype))
-        return found
+    #: sets that nobody uses, by (model, variant, size)
+    _idle: dict[tuple[str, int, int], list[Buffers]] = field(default_factory=dict)
+
+    def take(self, job: Job) -> Buffers:
+        idle = self._idle.get((job.model.key, job.variant, job.size))
+        if not idle:
+            return {}
+        try:
+            return idle.pop()
+        except IndexError:  # another thread was faster
+            return {}
+
+    def give(self, job: Job, buffers: Buffers) -> None:
+        """Back for the next batch: the execution is over."""
+        if buffers:
+            self._idle.setdefault((job.model.key, job.variant, job.size), []).append(buffers)
 
     def forget(self, model: str) -> None:
-        # A snapshot, for the device's thread may be making buffers of other models meanwhile.
-        for key in list(self._buffers):
+        # A snapshot, for the threads may be giving back buffers of other models meanwhile.
+        for key in list(self._idle):
             if key[0] == model:
-                del self._buffers[key]
+                del self._idle[key]
 
 
 class Run:
@@ -131,32 +146,52 @@ def find_runs(parts: Sequence[Part]) -> list[Run]:
     return runs
 
 
-def execute(job: Job, device: Device, staging: Staging) -> float:
-    """Carry out a job; its outputs are in shared memory when this returns. Returns the execution's seconds."""
-    variant = job.model.interface.variants[job.variant]
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A job that the device was given."""
+
+    job: Job
+    launched: Launched
+    buffers: Buffers
+
+
+def launch(job: Job, device: Device, staging: Staging) -> Flight:
+    """Give the device a job's inputs."""
     weights = job.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
-    inputs = gather(job, variant.inputs, staging)
-    outputs, seconds = device.run(job.model.executables[job.variant, job.size], weights, inputs)
-    scatter(job, variant.outputs, outputs)
+    buffers = staging.take(job)
+    inputs = gather(job, job.model.interface.variants[job.variant].inputs, buffers)
+    executable = job.model.executables[job.variant, job.size]
+    return Flight(job, device.launch(executable, weights, inputs), buffers)
+
+
+def finish(flight: Flight, device: Device, staging: Staging) -> float:
+    """Wait for the outputs; they are in shared memory when this returns. Returns the execution's seconds."""
+    job = flight.job
+    outputs, seconds = device.read(flight.launched)
+    scatter(job, job.model.interface.variants[job.variant].outputs, outputs)
+    # Not after a failure: who knows then whether the device is done with them.
+    staging.give(job, flight.buffers)
     return seconds
 
 
-def gather(job: Job, block: Block, staging: Staging) -> list[Array]:
+def gather(job: Job, block: Block, buffers: Buffers) -> list[Array]:
     """The inputs at the compiled size: read in place if one request fills it, else stacked and padded with zeros."""
     alone = len(job.parts) == 1 and job.rows == job.size
     runs = [] if alone else find_runs(job.parts)
     return [
         job.parts[0].view(tensor, block.places(job.parts[0].rows)[0][index], outputs=False)
         if alone or tensor.batch_axis is None
-        else _stack(job, index, block, runs, staging)
+        else _stack(job, index, block, runs, buffers)
         for index, tensor in enumerate(block.tensors)
     ]
 
 
-def _stack(job: Job, index: int, block: Block, runs: list[Run], staging: Staging) -> Array:
+def _stack(job: Job, index: int, block: Block, runs: list[Run], buffers: Buffers) -> Array:
     tensor = block.tensors[index]
-    buffer = staging.buffer(job, index, tensor)
+    buffer = buffers.get(index)
+    if buffer is None:
+        buffer = buffers[index] = np.zeros(tensor.shape(job.size), numpy_dtype(tensor.dtype))
     rows_first = _rows_first(buffer, tensor)
     at = 0
     for run in runs:

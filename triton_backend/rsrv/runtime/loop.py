@@ -2,10 +2,9 @@
 
 Frames from stubs and messages from worker threads come in, become events of the scheduler, and the
 scheduler's instructions go out to the threads and back to the stubs. Nothing here blocks but the poll, and
-executions that are shorter than handing them over would be.
+executions that are shorter than handing them over would be (`executor`).
 """
 
-import logging
 import os
 import socket
 import time
@@ -14,16 +13,17 @@ from typing import Any, assert_never
 
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Device
-from rsrv.runtime.execution import Job, Part, Staging, execute
-from rsrv.runtime.models import Model
+from rsrv.runtime.execution import Job, Part
+from rsrv.runtime.executor import Executor
 from rsrv.runtime.orphans import open_stub
+from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import model_status
 from rsrv.runtime.transport import Transport
-from rsrv.runtime.workers import Inbox, Worker
-from rsrv.settings import Settings
+from rsrv.runtime.workers import Inbox
+from rsrv.settings import Settings, SettingsError, change_scheduler
 from rsrv.wire.frames import (
     COMMITTED,
     MAGIC,
@@ -39,15 +39,6 @@ from rsrv.wire.frames import (
 )
 from rsrv.wire.layout import ALIGNMENT
 from rsrv.wire.memory import Board
-
-log = logging.getLogger("rsrv.loop")
-
-#: seconds of expected execution below which the loop executes by itself: handing over to a thread and back
-#: costs about 0.1 ms, and reading sockets that much later does no harm
-_SHORT = 0.0005
-#: seconds that such an execution may take at most before its model is no longer executed by the loop: some
-#: models' costs depend on their inputs, and meanwhile no deadline, cancellation or arrival is noticed
-_DECEIVED = 0.02
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
@@ -65,6 +56,7 @@ class Loop:
         make_device: Callable[[], Device],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._settings = settings
         self._scheduler = scheduler
         self._clock = clock
         self._started = clock()
@@ -76,20 +68,21 @@ class Loop:
         self._inbox = Inbox()
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
+        self._executor = Executor(self._inbox, self._executed, clock)
         self._registry = Registry(
-            settings, scheduler, self._inbox, self._transport, self._feed, self._free, make_device
+            settings,
+            scheduler,
+            self._inbox,
+            self._transport,
+            self._feed,
+            self._executor.forget,
+            make_device,
+            lambda: self._decide_by(self._settings),
         )
-        self._device_worker = Worker("device")
-        self._staging = Staging()
         #: requests that are not answered yet, by global id
         self._pending: dict[int, Part] = {}
         self._arrived: list[ev.Request] = []
         self._answering: set[Connection] = set()
-        #: a job too short to be worth a thread, and, when it has run, the message that it ended in
-        self._short: Job | None = None
-        self._ended: Callable[[], None] | None = None
-        #: models that once took far longer on the loop than predicted, by key: never again on the loop
-        self._deceptive: set[str] = set()
 
     # --- the loop -----------------------------------------------------------------------------------------
 
@@ -102,17 +95,18 @@ class Loop:
         """Wait until something happens, and do all that follows from it."""
         wakeup = self._scheduler.next_wakeup()
         timeout = None if wakeup is None else max(0.0, wakeup - self._clock())
-        self._transport.poll(0.0 if self._ended is not None else timeout)
+        self._transport.poll(0.0 if self._executor.has_ended else timeout)
         self._flush_arrivals()
-        if self._ended is not None:
-            # After the arrivals: what came while this one executed may share the next execution.
-            ended, self._ended = self._ended, None
-            ended()
-        elif wakeup is not None and self._clock() >= wakeup:
+        # After the arrivals: what came while this one executed may share the next execution.
+        told = self._executor.tell()
+        if not told and wakeup is not None and self._clock() >= wakeup:
             self._feed(ev.Tick())
         self._answer()
-        if self._short is not None:
-            self._execute_short()
+        job = self._executor.run_short()
+        if job is not None and len(self._pending) == len(job.requests):
+            # Nobody waits for the next execution: the answers need not wait for a look at the sockets.
+            self._executor.tell()
+            self._answer()
         self._publish()
 
     def stop(self) -> None:
@@ -121,19 +115,6 @@ class Loop:
 
     def _stop(self) -> None:
         self._serving = False
-
-    def _execute_short(self) -> None:
-        job, self._short = self._short, None
-        assert job is not None
-        started = self._clock()
-        self._ended = self._run_job(job)
-        if self._clock() - started > _DECEIVED:
-            self._deceptive.add(job.model.key)
-        if len(self._pending) == len(job.requests):
-            # Nobody waits for the next execution: the answers need not wait for a look at the sockets.
-            ended, self._ended = self._ended, None
-            ended()
-            self._answer()
 
     def _drain(self) -> None:
         for message in self._inbox.drain():
@@ -179,6 +160,8 @@ class Loop:
                 self._registry.register(connection, unpack_json(frame))
             case Kind.STATUS:
                 connection.send_document(Kind.STATUS_REPLY, self.status())
+            case Kind.CONFIGURE:
+                connection.send(pack_json(Kind.CONFIGURED, self._configure(unpack_json(frame))))
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
 
@@ -236,6 +219,26 @@ class Loop:
             },
         }
 
+    # --- how to decide ------------------------------------------------------------------------------------
+
+    def _configure(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Change the scheduler's section; returns what holds now, or what is wrong with it."""
+        try:
+            settings = change_scheduler(self._settings, changes)
+        except SettingsError as error:
+            return {"error": str(error)[:4000]}
+        self._decide_by(settings)
+        return {**self._settings.scheduler.model_dump(mode="json"), "depth": self._scheduler.settings.depth}
+
+    def _decide_by(self, settings: Settings) -> None:
+        """Called once more when there is a device: some of it depends on what that is."""
+        device = self._registry.device
+        wanted = scheduler_settings(settings, asynchronous=device is not None and device.asynchronous)
+        if wanted != self._scheduler.settings:
+            self._flush_arrivals()
+            self._feed(ev.SettingsChanged(wanted))
+        self._settings = settings
+
     # --- the scheduler's events and instructions ----------------------------------------------------------
 
     def _flush_arrivals(self) -> None:
@@ -254,7 +257,7 @@ class Loop:
                 case ev.LoadWeights(key, epoch):
                     self._registry.load(key, epoch)
                 case ev.EvictWeights(key):
-                    self._free(self._registry.get(key))
+                    self._registry.evict(key)
                 case _:
                     assert_never(instruction)
 
@@ -273,52 +276,31 @@ class Loop:
         self._answering.add(connection)
 
     def _execute(self, instruction: ev.Execute) -> None:
-        model = self._registry.get(instruction.model)
+        device = self._registry.device
+        assert device is not None
         job = Job(
             instruction.dispatch,
-            model,
+            self._registry.get(instruction.model),
             instruction.variant,
             instruction.size,
             instruction.rows,
             instruction.requests,
             tuple([self._pending[id] for id in instruction.requests]),
         )
-        # While a model is built, its warm-up may hold the device for long: then only the thread may wait.
-        short = (
-            instruction.seconds <= _SHORT and model.key not in self._deceptive and not self._registry.builds
+        self._executor.start(
+            job,
+            device,
+            seconds=instruction.seconds,
+            depth=self._scheduler.settings.depth,
+            # While a model is built, its warm-up may hold the device for long.
+            contended=self._registry.builds > 0,
         )
-        # And with several at a time the thread may be gathering into the same buffers.
-        if short and self._scheduler.settings.depth == 1:
-            self._short = job
-        else:
-            self._device_worker.put(lambda: self._inbox.post(self._run_job(job)))
-
-    def _run_job(self, job: Job) -> Callable[[], None]:
-        """Execute, on whichever thread; returns what the loop is to do about it."""
-        device = self._registry.device
-        assert device is not None
-        seconds, error = 0.0, None
-        try:
-            seconds = execute(job, device, self._staging)
-        except Exception as caught:
-            log.exception("%s: execution failed", job.model.key)
-            error = f"{type(caught).__name__}: {caught}"
-        return lambda: self._executed(job, seconds, error)
 
     def _executed(self, job: Job, seconds: float, error: str | None) -> None:
         # Arrivals of this same moment first: the next execution should take them along.
         self._flush_arrivals()
         self._feed(ev.ExecutionFinished(job.dispatch, seconds, error), job, seconds)
         self._registry.let_go(job.model.key)
-
-    def _free(self, model: Model) -> None:
-        """Give a model's weights back; on the device's thread, after what it executes now."""
-        weights, model.weights = model.weights, None
-        self._staging.forget(model.key)
-        self._deceptive.discard(model.key)
-        device = self._registry.device
-        if weights is not None and device is not None:
-            self._device_worker.put(lambda: device.free(weights))
 
 
 def _global_id(connection: Connection, id: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rsrv.runtime.device import Array, Device, Executable, Weights
+from rsrv.runtime.device import Array, Device, Executable, Weights, run
 from rsrv.runtime.scheduler.events import Program
 from rsrv.settings import Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
@@ -73,8 +73,8 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
     costs = {}
     for (variant, size), executable in executables.items():
         inputs = zeros(interface.variants[variant].inputs, size)
-        device.run(executable, weights, inputs)
-        costs[variant, size] = min(device.run(executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
+        run(device, executable, weights, inputs)
+        costs[variant, size] = min(run(device, executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
     _smooth(costs)
     of_model = settings.for_model(name)
     program = Program(
@@ -84,6 +84,8 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=sum(w.nbytes for w in bundle.weights),
+        weight=of_model.weight,
+        max_delay=of_model.max_delay_us / 1e6,
     )
     log.info(
         "%s: ready in %.2f s (compiling %.2f s), %d bytes of weights, costs %s",

@@ -35,9 +35,10 @@ class _Entry:
 
 
 class Registry:
-    """`feed` gives the scheduler an event and carries out what it says; `forget` drops what is kept per model.
+    """`feed` gives the scheduler an event and carries out what it says; `forget` drops what is kept per model's key.
 
     `make_device` runs on the build thread: importing jax takes seconds in which stubs may already connect.
+    `ready` is called when there is a device.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class Registry:
         inbox: Inbox,
         transport: Transport,
         feed: Callable[[ev.Event], None],
-        forget: Callable[[Model], None],
+        forget: Callable[[str], None],
         make_device: Callable[[], Device],
+        ready: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
@@ -56,14 +58,18 @@ class Registry:
         self._transport = transport
         self._feed = feed
         self._forget = forget
-        self._worker = Worker("build")
+        self._ready = ready
+        self._builder = Worker("build")
+        # Their own thread: a compilation would hold back a load for seconds. And one for both ways, so that
+        # memory is given back before the load that needs it starts.
+        self._mover = Worker("weights")
         self._entries: dict[str, _Entry] = {}
         self._device_error = ""
         #: models being built now
         self.builds = 0
         #: None until it is made
         self.device: Device | None = None
-        self._worker.put(lambda: self._make_device(make_device))
+        self._builder.put(lambda: self._make_device(make_device))
 
     def find(self, key: str | None) -> Model | None:
         """The model, if it is built."""
@@ -113,7 +119,7 @@ class Registry:
                 result = f"{type(error).__name__}: {error}"
             self._inbox.post(lambda: self._identified(connection, name, result))
 
-        self._worker.put(read)
+        self._builder.put(read)
 
     def leave(self, connection: Connection) -> None:
         """A connection ended; a model that nobody wants any more is unloaded."""
@@ -134,8 +140,7 @@ class Registry:
         if entry is None or not entry.leaving or self._scheduler.holds(key):
             return
         del self._entries[key]
-        assert entry.model is not None
-        self._forget(entry.model)
+        self._forget(key)
         for action in entry.afterwards:
             action()
 
@@ -153,7 +158,7 @@ class Registry:
         if entry is None:
             entry = self._entries[key] = _Entry(name)
             self.builds += 1
-            self._worker.put(lambda: self._build(key, name, bundle))
+            self._builder.put(lambda: self._build(key, name, bundle))
         self._transport.guard(connection, self._join, connection, key, entry)
 
     def _join(self, connection: Connection, key: str, entry: _Entry) -> None:
@@ -175,6 +180,8 @@ class Registry:
 
         def ready() -> None:
             self.device, self._device_error = device, error
+            if device is not None:
+                self._ready()
 
         self._inbox.post(ready)
 
@@ -209,10 +216,10 @@ class Registry:
             return
         if not waiting:
             del self._entries[key]
-            self._forget(result)
+            self._free(result)
             return
         entry.model = result
-        self._feed(ev.ModelAdded(result.program))
+        self._feed(ev.ModelAdded(result.program, resident=True))
         for connection in waiting:
             self._transport.guard(connection, self._welcome, connection, result)
 
@@ -231,14 +238,11 @@ class Registry:
     # --- weights ------------------------------------------------------------------------------------------
 
     def load(self, key: str, epoch: int) -> None:
-        """Bring a model's weights to the device; the build left them there, so the first load is done already."""
+        """Bring a model's weights to the device again, from where they are kept on the host."""
         model = self.get(key)
         device = self.device
         assert device is not None
-        if model.weights is not None:
-            there = ev.WeightsLoaded(key, epoch, 0.0)
-            self._inbox.post(lambda: self._loaded(there, model, model.weights))
-            return
+        assert model.weights is None, "the scheduler loads absent weights only"
 
         def load() -> None:
             started = time.monotonic()
@@ -252,7 +256,17 @@ class Registry:
             done = ev.WeightsLoaded(key, epoch, time.monotonic() - started)
             self._inbox.post(lambda: self._loaded(done, model, weights))
 
-        self._worker.put(load)
+        self._mover.put(load)
+
+    def evict(self, key: str) -> None:
+        """Give the memory of a model's weights back; nothing executes on them any more."""
+        self._free(self.get(key))
+
+    def _free(self, model: Model) -> None:
+        weights, model.weights = model.weights, None
+        device = self.device
+        if weights is not None and device is not None:
+            self._mover.put(lambda: device.free(weights))
 
     def _loaded(self, event: ev.WeightsLoaded | ev.LoadFailed, model: Model, weights: Weights | None) -> None:
         model.weights = weights

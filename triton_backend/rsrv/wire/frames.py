@@ -30,12 +30,14 @@ class Kind(IntEnum):
     SUBMIT = 5
     CANCEL = 6
     STATUS = 7
+    CONFIGURE = 8
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17
     REJECTED = 18
     DONE = 19
     STATUS_REPLY = 20
+    CONFIGURED = 21
 
 
 class Status(IntEnum):

@@ -1,12 +1,16 @@
-"""Asking a runtime how it is: for tools and tests, from any process of the same user."""
+"""Asking a runtime how it is, and telling it how to decide: for tools and tests, from any process of the same user."""
 
 import os
 from typing import Any
 
-from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header
+from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
 from rsrv.wire.memory import read_document
 from rsrv.wire.paths import SOCKET, runtime_directory
 from rsrv.wire.socket import Receiver, connect, send
+
+
+class Refused(Exception):
+    """The runtime does not take these settings; the message names the key and what to do."""
 
 
 def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
@@ -15,6 +19,24 @@ def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[
     Reads RSRV_RUNTIME_DIR, which must be what it is for the server. Raises OSError when there is no runtime or it
     is silent for `timeout` seconds, Closed when it ends meanwhile, ProtocolError when it is not ours.
     """
+    return _ask(server_pid, gpu, timeout, pack_json(Kind.STATUS, {}), Kind.STATUS_REPLY)
+
+
+def configure(
+    server_pid: int, changes: dict[str, Any], gpu: str = "0", timeout: float = 10.0
+) -> dict[str, Any]:
+    """Change keys of the scheduler's section while it runs; the whole section as it holds now. {} only asks.
+
+    Raises Refused, then nothing has changed; and what `read_status` raises.
+    """
+    section = _ask(server_pid, gpu, timeout, pack_json(Kind.CONFIGURE, changes), Kind.CONFIGURED)
+    if "error" in section:
+        raise Refused(section["error"])
+    return section
+
+
+def _ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> dict[str, Any]:
+    """The JSON object of the answer: in a descriptor if there is one, else in the frame."""
     with connect(runtime_directory(server_pid, gpu) / SOCKET) as sock:
         sock.settimeout(timeout)
         receiver = Receiver(sock)
@@ -22,12 +44,12 @@ def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[
         frame, fds = receiver.receive()
         _close(fds)
         check_hello(frame)
-        send(sock, pack_json(Kind.STATUS, {}))
+        send(sock, question)
         frame, fds = receiver.receive()
         try:
-            if read_header(frame)[0] is not Kind.STATUS_REPLY or len(fds) != 1:
-                raise ProtocolError("the runtime does not answer STATUS with its status")
-            return read_document(fds[0])
+            if read_header(frame)[0] is not answer:
+                raise ProtocolError(f"the runtime does not answer with {answer.name}")
+            return read_document(fds[0]) if fds else unpack_json(frame)
         finally:
             _close(fds)
 

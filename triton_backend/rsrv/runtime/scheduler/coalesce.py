@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from rsrv.runtime.scheduler.errors import CallerError
 
@@ -24,6 +25,7 @@ def plan_batch(
     *,
     max_rows: int | None = None,
     coalesce: bool = True,
+    limit: float = inf,
 ) -> Batch:
     """Choose the execution that costs least per served row.
 
@@ -37,6 +39,8 @@ def plan_batch(
     front one always. Requests without rows ride along; if nothing else waits they get the smallest size.
     Without `coalesce` the front request runs alone, at the smallest size that holds it.
 
+    Sizes that take longer than `limit` seconds are left out, unless all that hold the front request do.
+
     One pass over as many requests as the largest size holds, whatever the number that wait.
 
     Args:
@@ -44,6 +48,7 @@ def plan_batch(
         sizes: compiled sizes, ascending.
         seconds: expected cost of one execution of each.
         max_rows: most useful rows in one execution; None: as many as the size.
+        limit: seconds after which somebody's deadline would pass.
 
     Raises:
         CallerError: nothing waits, or no size holds the front request.
@@ -64,8 +69,11 @@ def plan_batch(
             rows += following
             count += 1
             following = next(rest, None)
-        # Cross-multiplied, because rows may be 0: no rows at any cost are worse than some rows.
-        if best is not None:
+        if best is not None and (cost > limit) != (best.seconds > limit):
+            if cost > limit:
+                continue
+        elif best is not None:
+            # Cross-multiplied, because rows may be 0: no rows at any cost are worse than some rows.
             difference = cost * best.rows - best.seconds * rows
             if difference > 0.0 or (difference == 0.0 and rows <= best.rows):
                 continue

@@ -72,6 +72,17 @@ class VariantCosts:
                 seconds[other] -= self._relax * excess
         self.best = self._cheapest(None)
 
+    def doubt(self) -> None:
+        """A request was turned away because of these estimates, so nothing may be measured again.
+
+        Those above their seeds sink a little, until a request is tried and the measurement decides.
+        """
+        for index, seed in enumerate(self._seeds):
+            excess = self.seconds[index] - seed
+            if excess > 0.0:
+                self.seconds[index] -= self._relax * excess
+        self.best = self._cheapest(None)
+
     def one(self, rows: int) -> float:
         """Seconds of the cheapest single execution that holds `rows` rows; inf if none does."""
         return min(

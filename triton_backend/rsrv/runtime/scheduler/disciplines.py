@@ -1,20 +1,23 @@
-"""Which model goes next, among those that have work and whose weights are resident.
+"""Which model goes next, among those that have work and whose weights are on the device.
 
 A discipline keeps its own index of the candidates. The scheduler tells it about each change, once per
 model and event, and asks for a choice each time the device can take work. So a decision costs what the
 index costs (a heap: O(log n)), and models without work cost nothing.
 
-A new discipline is one class in a file of its own and one line in `DISCIPLINES`.
+In every discipline the level of a request comes first: committed sub-calls of running metas (level 0),
+then by priority. What differs is the order within a level, and `fair` lets a priority only use up a
+model's own share.
+
+A new discipline is one class and one line in `DISCIPLINES`.
 """
 
 from collections.abc import Callable, Mapping
-from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Protocol
 
+from rsrv.runtime.scheduler.fair import Fair
+from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import Place
-
-#: below this many the heap is never cleaned.
-_SMALL = 64
 
 
 class Candidate(Protocol):
@@ -35,64 +38,106 @@ class Candidate(Protocol):
     def turn_seconds(self) -> float:
         """Expected cost of its next execution."""
 
+    @property
+    def claim_seconds(self) -> float:
+        """Device time that it may claim back, at most, for having waited for its weights."""
+
 
 class Discipline(Protocol):
-    """The order in which models get the device.
+    """The order in which models get the device."""
 
-    A committed request (level 0 of its `Place`) goes before all others in every discipline.
-    """
+    @property
+    def sheds(self) -> bool:
+        """Whether a request whose deadline cannot be met any more ends at once, and batches heed deadlines."""
 
-    def update(self, candidate: Candidate, now: float) -> None:
+    def place(self, level: int, deadline: float | None, sequence: int) -> Place:
+        """Where a request stands; its model's requests of one variant execute in this order."""
+
+    def advance(self, now: float) -> None:
+        """It is `now`; told before anything else that happens then."""
+
+    def update(self, candidate: Candidate) -> None:
         """A model became a candidate, or the work or the cost of one changed."""
 
+    def wait(self, candidate: Candidate) -> None:
+        """A model has work, but cannot execute for now. It keeps its place."""
+
     def remove(self, name: str) -> None:
-        """A model is no candidate (any more)."""
+        """A model has no work (any more)."""
 
-    def charge(self, name: str, seconds: float, now: float) -> None:
-        """An execution of a loaded model took `seconds` of device time."""
+    def forget(self, name: str) -> None:
+        """A model without work is gone for good."""
 
-    def choose(self, now: float) -> str | None:
+    def start(self, name: str, expected: float) -> None:
+        """An execution of the candidate starts, and is expected to take that many seconds."""
+
+    def end(self, name: str, expected: float, seconds: float) -> None:
+        """An execution ended, after `seconds`."""
+
+    def rank(self, candidate: Candidate) -> Rank:
+        """Orders models with work, whether they wait or could execute; smaller is sooner."""
+
+    def choose(self) -> str | None:
         """The candidate that goes next; None if there is none. Asking changes no later answer."""
 
 
 class Fifo:
-    """Global order of arrival: the model whose first request is the oldest, committed ones before all.
+    """Global order of arrival: the model whose first request is the oldest.
 
     Arrivals are numbered, so there are no ties.
     """
 
-    __slots__ = ("_heap", "_places")
+    __slots__ = ("_ranking",)
+
+    sheds = False
 
     def __init__(self) -> None:
-        #: every candidate's current place. What the heap says beyond that is stale.
-        self._places: dict[str, Place] = {}
-        self._heap: list[tuple[Place, str]] = []
+        self._ranking = Ranking()
 
-    def update(self, candidate: Candidate, now: float) -> None:
-        name, place = candidate.name, candidate.place
-        if place is None:
-            self.remove(name)
-        elif self._places.get(name) != place:
-            self._places[name] = place
-            heappush(self._heap, (place, name))
-            if len(self._heap) > _SMALL + 2 * len(self._places):
-                self._heap = [(place, name) for name, place in self._places.items()]
-                heapify(self._heap)
+    def place(self, level: int, deadline: float | None, sequence: int) -> Place:
+        return (level, 0.0, sequence)
+
+    def update(self, candidate: Candidate) -> None:
+        self._ranking.set(candidate.name, candidate.place)
+
+    def wait(self, candidate: Candidate) -> None:
+        self._ranking.discard(candidate.name)
 
     def remove(self, name: str) -> None:
-        self._places.pop(name, None)
+        self._ranking.discard(name)
 
-    def charge(self, name: str, seconds: float, now: float) -> None:
-        """Nothing: device time used does not matter to arrival order."""
+    def forget(self, name: str) -> None:
+        self._ranking.discard(name)
 
-    def choose(self, now: float) -> str | None:
-        heap, places = self._heap, self._places
-        while heap:
-            place, name = heap[0]
-            if places.get(name) == place:
-                return name
-            heappop(heap)
-        return None
+    def advance(self, now: float) -> None:
+        """Nothing: neither time nor device time matter to the order of requests."""
+
+    def start(self, name: str, expected: float) -> None:
+        """Nothing."""
+
+    def end(self, name: str, expected: float, seconds: float) -> None:
+        """Nothing."""
+
+    def rank(self, candidate: Candidate) -> Rank:
+        return candidate.place
+
+    def choose(self) -> str | None:
+        return self._ranking.first()
 
 
-DISCIPLINES: Mapping[str, Callable[[], Discipline]] = {"fifo": Fifo}
+class Edf(Fifo):
+    """Earliest deadline first: the model with the soonest deadline anywhere in its queue.
+
+    Within a model too the soonest deadline goes first; equal deadlines, and requests without one, go in
+    order of arrival.
+    """
+
+    __slots__ = ()
+
+    sheds = True
+
+    def place(self, level: int, deadline: float | None, sequence: int) -> Place:
+        return (level, inf if deadline is None else deadline, sequence)
+
+
+DISCIPLINES: Mapping[str, Callable[[], Discipline]] = {"fair": Fair, "fifo": Fifo, "edf": Edf}

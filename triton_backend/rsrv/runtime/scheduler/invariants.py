@@ -8,12 +8,13 @@ Of requests:
     5. no queue is deeper than its model allows.
 
 Of executions:
-    6. at most `depth` are in flight, each on resident weights, its useful rows within its size;
-    7. the device is never short of work while a resident model has some.
+    6. each is on resident weights, its useful rows within its size;
+    7. the device never has nothing to do while a resident model has work that need not be held back.
 
 Of models:
-    8. the weights' bytes are the sum over models that are resident or loading;
-    9. work that waits has its weights resident or on their way;
+    8. the weights' bytes are the sum over models that are resident or loading, within the budget;
+    9. work that waits has its weights resident, on their way, or in line for the link, which is in use
+       unless nobody can give way;
     10. a model drains only as long as something of it is on the device or on its way;
     11. the sums of expected seconds are those of the models.
 """
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from rsrv.runtime.scheduler.errors import InvariantError
 from rsrv.runtime.scheduler.model import ModelState
+from rsrv.runtime.scheduler.waiting import level_of
 from rsrv.runtime.scheduler.weights import Residency
 
 if TYPE_CHECKING:
@@ -60,11 +62,15 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
     _require(state.queued <= state.program.max_queue_depth, "the queue is deeper than allowed (5)", state)
     for lane in state.lanes.values():
-        entries = list(lane.entries())
+        entries = lane.entries
         _require(
             lane.rows == sum(entry.rows for entry in entries), "a lane's rows are not its sum (3)", state
         )
-        places = [(not entry.request.committed, entry.sequence) for entry in entries]
+        place = scheduler._discipline.place
+        for entry in entries:
+            own = place(level_of(entry.request), entry.request.deadline, entry.place[2])
+            _require(entry.place == own, "a request is not where the discipline places it (3)", state)
+        places = [entry.place for entry in entries]
         _require(places == sorted(places), "a lane is out of order (3)", state)
         for entry in entries:
             _require(entry.lane is lane, "a request is in a lane that is not its own (1)", state)
@@ -74,15 +80,17 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
         _require(not waiting, "requests wait for a removed model", state)
         busy = state.executions > 0 or residency is Residency.LOADING
         _require(busy, "a removed model stays for nothing (10)", state)
-    elif waiting:
-        _require(residency is not Residency.ABSENT, "work waits for weights that nobody loads (9)", state)
+    else:
+        cold = waiting > 0 and residency is Residency.ABSENT
+        known = state.name in scheduler._loads.cold
+        _require(known == cold, "work that waits for weights is not known to the loads (9)", state)
     if state.executions:
         _require(residency is Residency.RESIDENT, "it executes without weights (6)", state)
 
 
 def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
-    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries()]
-    executing = [request for running in scheduler._running.values() for request in running.execute.requests]
+    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
+    executing = [request for running in scheduler._running for request in running.execute.requests]
     ids = [entry.request.id for entry in queued] + executing
     _require(len(ids) == len(set(ids)), "a request is in two places (1)")
     _require(
@@ -110,8 +118,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 
 def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
-    running = list(scheduler._running.values())
-    _require(len(running) <= scheduler.settings.depth, f"{len(running)} executions in flight (6)")
+    running = list(scheduler._running)
     for one in running:
         execute = one.execute
         costs = one.model.lanes[execute.variant].costs
@@ -124,19 +131,30 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(state.executions == len(own), "its executions are not those in flight", state)
         requests = sum(len(one.execute.requests) for one in own)
         _require(state.executing == requests, "its executing requests are not those in flight", state)
-    if len(running) < scheduler.settings.depth:
+    if not running:
         for state in states:
-            _require(not state.ready, "it could execute, and the device is short of work (7)", state)
+            ripe = state.ready and state.ripe <= scheduler._now
+            _require(not ripe, "it could execute, and the device has nothing to do (7)", state)
 
 
 def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
     held = sum(state.holding.bytes for state in states if state.holding.residency is not Residency.ABSENT)
     _require(scheduler._weights.bytes == held, f"{scheduler._weights.bytes} bytes counted, {held} held (8)")
+    budget = scheduler.settings.weight_budget_bytes
+    _require(budget is None or held <= budget, f"{held} bytes held of {budget} (8)")
+    loading = [state for state in states if state.holding.residency is Residency.LOADING]
+    _require(len(loading) <= 1, "more than one load is under way (9)")
+    _require(
+        scheduler._weights.loading is (loading[0].holding if loading else None),
+        "the load under way is another one (9)",
+    )
+    planned = scheduler._loads.plan(scheduler._models, scheduler._discipline, scheduler._now)
+    _require(planned is None, "the link is free, and there is something to load (9)")
     _require(not scheduler._queues.touched, "an event left work undone")
     for state in states:
-        before = (state.front, state.place, state.backlog_seconds, state.turn_seconds)
+        before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)
         state.recount()
-        after = (state.front, state.place, state.backlog_seconds, state.turn_seconds)
+        after = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)
         _require(before == after, f"its derived values were {before}, are {after} (11)", state)
     backlog = sum(state.backlog_seconds for state in states)
     turns = sum(state.turn_seconds for state in states)

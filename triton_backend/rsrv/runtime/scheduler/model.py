@@ -1,13 +1,13 @@
 """The scheduler's record of one model."""
 
-from math import isfinite
+from math import inf, isfinite
 
 from rsrv.runtime.scheduler.costs import VariantCosts
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Execute, Program
 from rsrv.runtime.scheduler.snapshot import Counts, ModelSnapshot
 from rsrv.runtime.scheduler.story import Story
-from rsrv.runtime.scheduler.waiting import Lane, Place
+from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Lane, Place
 from rsrv.runtime.scheduler.weights import Holding, Residency
 
 
@@ -28,6 +28,8 @@ def check_program(program: Program) -> None:
         raise CallerError(f"model {name!r}: weight_bytes must not be negative, not {program.weight_bytes}")
     if not (isfinite(program.weight) and program.weight > 0.0):
         raise CallerError(f"model {name!r}: weight must be above 0, not {program.weight}")
+    if not 0.0 <= program.max_delay < inf:
+        raise CallerError(f"model {name!r}: max_delay must not be negative, not {program.max_delay}")
 
 
 class ModelState:
@@ -38,6 +40,7 @@ class ModelState:
 
     __slots__ = (
         "backlog_seconds",
+        "claim_seconds",
         "counts",
         "device_seconds",
         "dispatches",
@@ -52,8 +55,10 @@ class ModelState:
         "place",
         "program",
         "queued",
+        "ripe",
         "sizes",
         "story",
+        "too_large",
         "turn_seconds",
         "useful_rows",
         "weight",
@@ -72,13 +77,19 @@ class ModelState:
         self.executions = 0
         self.holding = Holding(program.model, program.weight_bytes)
         self.draining = False
-        # The next four are derived from the lanes and costs by `recount`.
+        #: whether the device could not hold its weights even alone.
+        self.too_large = False
+        #: device time that it may claim back after waiting for its weights; see `Candidate`.
+        self.claim_seconds = 0.0
+        # The next five are derived from the lanes and costs by `recount`.
         #: the lane whose front request is first in the order of service, and where that stands.
         self.front: Lane | None = None
         self.place: Place | None = None
         #: expected device time of what waits, and of the next execution.
         self.backlog_seconds = 0.0
         self.turn_seconds = 0.0
+        #: until when it is held back, so that more requests can share its next execution.
+        self.ripe = -inf
         self.counts = Counts()
         self.dispatches = 0
         self.useful_rows = 0
@@ -89,7 +100,7 @@ class ModelState:
 
     @property
     def ready(self) -> bool:
-        """Whether it has work that the device could take now."""
+        """Whether it has work that the device could take now, or as soon as it is ripe."""
         return self.place is not None and self.holding.residency is Residency.RESIDENT
 
     def recount(self) -> None:
@@ -97,6 +108,7 @@ class ModelState:
         if not self.queued:
             self.front = self.place = None
             self.backlog_seconds = self.turn_seconds = 0.0
+            self.ripe = -inf
             return
         front: Lane | None = None
         first: Place | None = None
@@ -111,6 +123,17 @@ class ModelState:
         self.front, self.place, self.backlog_seconds = front, first, backlog
         # The next execution is one of the size that is cheapest when full, unless less than that waits.
         self.turn_seconds = 0.0 if front is None else min(backlog, front.costs.seconds[front.costs.best])
+        if self.program.max_delay and front is not None:
+            self.ripe = self._ripe(front)
+
+    def _ripe(self, front: Lane) -> float:
+        """When the front request has waited for others long enough: -inf if there is nothing to wait for."""
+        entry, costs = front.entries[0], front.costs
+        if entry.place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
+            return -inf
+        ripe = entry.arrived + self.program.max_delay
+        deadline = entry.request.deadline
+        return ripe if deadline is None else min(ripe, deadline - self.turn_seconds)
 
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""
@@ -152,6 +175,7 @@ class ModelState:
             },
             weight_bytes=self.holding.bytes,
             loads=self.holding.loads,
+            evictions=self.holding.evictions,
             load_seconds=self.holding.load_seconds,
             backlog_seconds=self.backlog_seconds,
         )

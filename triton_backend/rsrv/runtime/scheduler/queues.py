@@ -9,19 +9,32 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from rsrv.runtime.scheduler.deadlines import Deadlines
+from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Finish, Instruction, Outcome, Reason, Request
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.snapshot import Counts
-from rsrv.runtime.scheduler.waiting import Entry, Lane
+from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane, level_of
 
 
 class Queues:
     """The lanes of all models, taken together."""
 
-    __slots__ = ("_models", "arrived", "deadlines", "departed", "live", "queued", "touched")
+    __slots__ = (
+        "_models",
+        "arrived",
+        "deadlines",
+        "departed",
+        "discipline",
+        "live",
+        "queued",
+        "starts",
+        "touched",
+    )
 
-    def __init__(self, models: Mapping[str, ModelState]) -> None:
+    def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
+        #: says in which order requests wait.
+        self.discipline = discipline
         #: the scheduler's loaded models: read here, written there.
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
@@ -31,6 +44,8 @@ class Queues:
         #: requests that ever arrived; the latest one's sequence number.
         self.arrived = 0
         self.deadlines = Deadlines()
+        #: when requests must start at the latest; only if the discipline sheds.
+        self.starts = Deadlines()
         #: models of which something changed since the scheduler settled (a dictionary for its order).
         self.touched: dict[ModelState, None] = {}
         #: requests that ended without a model, or with one that is gone.
@@ -43,21 +58,23 @@ class Queues:
             CallerError: an id is in flight already or given twice, or a number of rows is negative.
         """
         ids = {request.id for request in requests}
-        if len(ids) != len(requests) or not ids.isdisjoint(self.live):
+        if len(ids) != len(requests) or not self.live.keys().isdisjoint(ids):
             counts = Counter(request.id for request in requests)
             twice = [request for request, count in counts.items() if count > 1 or request in self.live]
             raise CallerError(f"ids that are in flight already, or twice in one event: {twice}")
         for request in requests:
             if request.rows < 0:
                 raise CallerError(f"request {request.id} has {request.rows} rows")
+            if request.priority < 0:
+                raise CallerError(f"request {request.id} has priority {request.priority}; 1 is the highest")
 
     def arrive(
         self, requests: Sequence[Request], now: float, out: list[Instruction]
     ) -> dict[ModelState, list[int]]:
         """Queue or end each request, by the first of these that is true:
 
-        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline
-        passed, (5) queue full; else it waits.
+        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, or weights that the
+        device cannot hold, (4) deadline passed, (5) queue full; else it waits.
 
         Returns:
             Those of (5), by model: they have to be ended by `refuse_full`, when it is known when to retry.
@@ -65,6 +82,7 @@ class Queues:
         # Requests that are due give up their places first.
         self.expire(now, out)
         models, live, deadlines, sequence = self._models, self.live, self.deadlines, self.arrived
+        place, sheds = self.discipline.place, self.discipline.sheds
         self.arrived += len(requests)
         queued: dict[ModelState, list[int]] = {}
         full: dict[ModelState, list[int]] = {}
@@ -82,6 +100,9 @@ class Queues:
             if request.rows > lane.costs.capacities[-1]:  # (3)
                 _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
                 continue
+            if model.too_large:
+                _refuse(model, (request.id,), Reason.TOO_LARGE, None, now, out)
+                continue
             deadline = request.deadline
             if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
                 model.counts.expired += 1
@@ -91,11 +112,14 @@ class Queues:
             if model.queued >= model.program.max_queue_depth:  # (5)
                 full.setdefault(model, []).append(request.id)
                 continue
-            live[request.id] = entry = Entry(request, sequence, lane)
+            level = level_of(request)
+            live[request.id] = entry = Entry(request, place(level, deadline, sequence), lane, now)
             lane.push(entry)
             model.queued += 1
             if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
+                if sheds and level != COMMITTED_LEVEL:
+                    self.starts.push(entry, -inf)
             ids = queued.get(model)
             if ids is None:
                 queued[model] = ids = []
@@ -105,6 +129,7 @@ class Queues:
             self.touched[model] = None
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
+        self.starts.clean(self.queued)
         return full
 
     def refuse_full(
@@ -135,6 +160,30 @@ class Queues:
             model.counts.expired += 1
             model.story.add(now, "expired", (entry.request.id,))
             out.append(Finish(entry.request.id, Outcome.EXPIRED))
+
+    def shed(self, entry: Entry, lane: Lane, now: float, out: list[Instruction]) -> None:
+        """End one that waits and whose deadline cannot be met any more."""
+        model = self._withdraw(entry, lane)
+        lane.costs.doubt()
+        model.counts.shed += 1
+        model.story.add(now, "shed", (entry.request.id,))
+        out.append(Finish(entry.request.id, Outcome.SHED))
+
+    def obey(self, discipline: Discipline) -> None:
+        """Order all that wait by another discipline."""
+        self.discipline = discipline
+        self.starts.clear()
+        for model in self._models.values():
+            self.touched[model] = None
+            for lane in model.lanes.values():
+                for entry in lane.entries:
+                    request = entry.request
+                    level = level_of(request)
+                    entry.place = discipline.place(level, request.deadline, entry.place[2])
+                    dated = request.deadline is not None and request.deadline < inf
+                    if discipline.sheds and dated and level != COMMITTED_LEVEL:
+                        self.starts.push(entry, -inf)
+                lane.reorder()
 
     def unload(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """End all of a removed model that wait."""
@@ -169,8 +218,8 @@ class Queues:
 
     def _withdraw_all(self, model: ModelState) -> list[int]:
         """Their ids, in order of arrival."""
-        waiting = [(entry, lane) for lane in model.lanes.values() for entry in lane.entries()]
-        waiting.sort(key=lambda item: item[0].sequence)
+        waiting = [(entry, lane) for lane in model.lanes.values() for entry in lane.entries]
+        waiting.sort(key=lambda item: item[0].place[2])
         for entry, lane in waiting:
             self._withdraw(entry, lane)
         return [entry.request.id for entry, _ in waiting]

@@ -8,22 +8,24 @@ Each event is handled in four steps:
 
 1. check: an event that breaks the contract raises `CallerError` and changes nothing;
 2. take it in: requests are queued or refused, executions and loads end;
-3. expire: queued requests whose deadline is `now` or earlier end;
-4. give work: absent weights that somebody waits for are loaded; while fewer than `depth` executions are
-   in flight, the discipline chooses among the resident models with work, and `plan_batch` among its
-   waiting requests.
+3. expire: queued requests whose deadline is `now` or earlier end; if the discipline sheds, so do those
+   that could not be answered in time any more even if they were next;
+4. give work: while fewer than `depth` executions are in flight, the discipline chooses among the
+   resident models with work, and `plan_batch` among its waiting requests; then, while no load is under
+   way, `Loads` chooses among those whose weights are absent.
 
 So a request that is expired or cancelled never reaches the device, and a model whose weights are on
 their way delays nobody else.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from math import inf
 from typing import assert_never
 
 from rsrv.runtime.scheduler import invariants
 from rsrv.runtime.scheduler.coalesce import plan_batch
 from rsrv.runtime.scheduler.costs import variant_costs
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from rsrv.runtime.scheduler.disciplines import DISCIPLINES, Discipline
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
 from rsrv.runtime.scheduler.events import (
     Event,
@@ -41,42 +43,46 @@ from rsrv.runtime.scheduler.events import (
     Tick,
     WeightsLoaded,
 )
+from rsrv.runtime.scheduler.inflight import InFlight
+from rsrv.runtime.scheduler.loads import Loads
 from rsrv.runtime.scheduler.model import ModelState, check_program
 from rsrv.runtime.scheduler.queues import Queues
+from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.snapshot import Counts, Snapshot
+from rsrv.runtime.scheduler.waiting import Entry, Lane
 from rsrv.runtime.scheduler.weights import Residency, Weights
 
 _ANSWERED = Outcome.ANSWERED
 
-
-@dataclass(slots=True)
-class _Running:
-    """An execution in flight."""
-
-    execute: Execute
-    model: ModelState
-    started: float
+#: seconds by which a deadline may seem to be missed: sums of times are rounded.
+_SLACK = 1e-6
 
 
 class Scheduler:
     """Decides for one device. Not safe for threads: one loop owns it."""
 
-    def __init__(self, settings: SchedulerSettings | None = None) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings | None = None,
+        *,
+        disciplines: Mapping[str, Callable[[], Discipline]] = DISCIPLINES,
+    ) -> None:
         self.settings = settings or SchedulerSettings()
-        _check_settings(self.settings)
-        self._now = float("-inf")
+        self._disciplines = disciplines
+        self._now = -inf
+        self._check_settings(self.settings)
         #: loaded models. A removed one moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
-        self._queues = Queues(self._models)
-        self._discipline = DISCIPLINES[self.settings.discipline]()
-        self._weights = Weights()
-        #: dispatch -> execution in flight, in order of start; at most `depth`.
-        self._running: dict[int, _Running] = {}
-        self._dispatches = 0
-        #: when the latest execution ended.
-        self._freed = float("-inf")
+        self._discipline = disciplines[self.settings.discipline]()
+        self._queues = Queues(self._models, self._discipline)
+        self._weights = Weights(self.settings.weight_budget_bytes, self.settings.h2d_bytes_per_s)
+        self._loads = Loads(self._weights, self.settings.residency_factor)
+        #: models that are held back for more requests, by when that ends.
+        self._unripe = Ranking()
+        #: at most `depth` executions.
+        self._running = InFlight()
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
         self._backlog = 0.0
         self._round = 0.0
@@ -90,6 +96,7 @@ class Scheduler:
             CallerError: the event contradicts earlier ones, or time runs backwards. Nothing has changed.
         """
         self._check(event, now)
+        self._discipline.advance(now)
         out: list[Instruction] = []
         match event:
             case RequestsArrived():
@@ -113,8 +120,13 @@ class Scheduler:
             case _:
                 assert_never(event)
         self._queues.expire(now, out)
-        self._settle(now, out)
+        self._ripen(now)
+        self._settle(now)
+        if self._discipline.sheds:
+            self._shed(now, out)
         self._dispatch(now, out)
+        if self._loads.cold:
+            self._load(event, now, out)
         self._now = now
         return out
 
@@ -127,7 +139,8 @@ class Scheduler:
             case ExecutionFinished():
                 if event.dispatch not in self._running:
                     raise CallerError(
-                        f"dispatch {event.dispatch} is not in flight: {list(self._running)} are"
+                        f"dispatch {event.dispatch} is not in flight:"
+                        f" {[running.execute.dispatch for running in self._running]} are"
                     )
             case ModelAdded():
                 check_program(event.program)
@@ -137,7 +150,7 @@ class Scheduler:
                 if name in self._draining:
                     raise CallerError(f"model {name!r} is draining: add it again after its EvictWeights")
             case SettingsChanged():
-                _check_settings(event.settings)
+                self._check_settings(event.settings)
             case ModelRemoved():
                 if event.model not in self._models:
                     raise CallerError(f"there is no model {event.model!r} to remove")
@@ -152,13 +165,15 @@ class Scheduler:
         full = self._queues.arrive(event.requests, now, out)
         if full:
             # One round of the device: what runs, then one batch of each model with work.
-            self._settle(now, out)
-            self._queues.refuse_full(full, self._running_seconds(now) + self._round, now, out)
+            self._settle(now)
+            self._queues.refuse_full(full, self._running.seconds(now) + self._round, now, out)
 
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Give the device work until it has enough or nobody has any."""
         while len(self._running) < self.settings.depth:
-            name = self._discipline.choose(now)
+            if self._running and self._running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + _SLACK:
+                return
+            name = self._discipline.choose()
             if name is None:
                 return
             model = self._models[name]
@@ -174,10 +189,10 @@ class Scheduler:
                 lane.costs.seconds,
                 max_rows=program.max_batch_rows,
                 coalesce=program.coalesce,
+                limit=self._patience(lane, now),
             )
-            self._dispatches += 1
             execute = Execute(
-                self._dispatches,
+                self._running.started + 1,
                 name,
                 lane.variant,
                 batch.size,
@@ -185,17 +200,21 @@ class Scheduler:
                 self._queues.take(model, lane, batch.count),
                 batch.seconds,
             )
-            self._running[execute.dispatch] = _Running(execute, model, now)
+            self._running.start(execute, model, now)
             model.started(execute)
+            self._discipline.start(name, batch.seconds)
             model.story.add(now, "execute", execute)
             out.append(execute)
-            self._settle(now, out)
+            self._settle(now)
+            if self._discipline.sheds:
+                # What just became certain to be late ends now, not when the device is free again.
+                self._shed(now, out)
 
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
-        running = self._running.pop(event.dispatch)
-        self._freed = now
+        running = self._running.end(event.dispatch, now)
         model, execute = running.model, running.execute
         model.ended(execute, event.seconds)
+        model.holding.used = now
         self._queues.forget(execute.requests)
         if event.error is None:
             model.lanes[execute.variant].costs.learn(execute.size, event.seconds)
@@ -207,10 +226,10 @@ class Scheduler:
             model.counts.failed += len(execute.requests)
             model.story.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in execute.requests])
+        self._discipline.end(model.name, execute.seconds, event.seconds)
         if model.draining:
             self._drain(model, now, out)
         else:
-            self._discipline.charge(model.name, event.seconds, now)
             self._queues.touched[model] = None
 
     # --- models and weights ------------------------------------------------------------------------------
@@ -228,22 +247,38 @@ class Scheduler:
         model = ModelState(program, costs, settings.story_length)
         self._models[model.name] = model
         model.story.add(now, "added", f"sizes={sorted(program.costs)}")
+        budget = self._weights.budget
+        model.too_large = budget is not None and program.weight_bytes > budget
         if event.resident:
-            self._weights.adopt(model.holding)
-        else:
-            self._load(model, now, out)
+            self._weights.adopt(model.holding, now)
+            for victim in self._loads.overdue(self._models):
+                self._evict(victim, now, out)
 
     def _change(self, settings: SchedulerSettings, now: float) -> None:
+        """Decide by other settings. A new discipline knows nothing of what models had before."""
+        changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._discipline = DISCIPLINES[settings.discipline]()
+        self._loads.change(settings.residency_factor)
+        if changed:
+            self._discipline = self._disciplines[settings.discipline]()
+            self._discipline.advance(now)
+            self._queues.obey(self._discipline)
         self._queues.touched.update(dict.fromkeys(self._models.values()))
+
+    def _check_settings(self, settings: SchedulerSettings) -> None:
+        if settings.discipline not in self._disciplines:
+            raise CallerError(
+                f"discipline must be one of {sorted(self._disciplines)}, not {settings.discipline!r}"
+            )
+        if self._now > -inf and settings.weight_budget_bytes != self.settings.weight_budget_bytes:
+            raise CallerError("weight_budget_bytes cannot change while the scheduler runs")
 
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
         model.story.add(now, "removed", "")
         self._queues.unload(model, now, out)
-        self._settle(now, out)
-        self._discipline.remove(name)
+        self._settle(now)
+        self._discipline.forget(name)
         del self._models[name]
         model.draining = True
         self._draining[name] = model
@@ -265,7 +300,7 @@ class Scheduler:
         model = self._loading(event.model, event.epoch)
         if model is None:
             return
-        self._weights.loaded(model.holding, event.seconds)
+        self._weights.loaded(model.holding, event.seconds, now)
         model.story.add(now, "weights loaded", event)
         if model.draining:
             self._drain(model, now, out)
@@ -291,45 +326,133 @@ class Scheduler:
             return None
         return model
 
-    def _load(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        load = self._weights.load(model.holding)
+    def _load(self, event: Event, now: float, out: list[Instruction]) -> None:
+        """Start the load that the discipline wants next, if the link is free and room can be made."""
+        if not isinstance(event, RequestsArrived):
+            # Arrivals make nobody evictable, and are the most frequent event.
+            self._loads.retry()
+        planned = self._loads.plan(self._models, self._discipline, now)
+        if planned is None:
+            return
+        model, victims = planned
+        for victim in victims:
+            self._evict(victim, now, out)
+        load = self._weights.load(model.holding, now)
         model.story.add(now, "load weights", load)
         out.append(load)
+        self._queues.touched[model] = None
+        self._settle(now)
 
-    def _settle(self, now: float, out: list[Instruction]) -> None:
-        """Bring the sums, the loads and the discipline up to date with the models that changed."""
+    def _evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        evict = self._weights.evict(model.holding)
+        model.story.add(now, "evict weights", evict)
+        model.holding.evictions += 1
+        out.append(evict)
+        self._queues.touched[model] = None
+
+    # --- what follows from changes ------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Bring the sums, the discipline and the loads up to date with the models that changed."""
         for model in self._queues.touched:
             self._backlog -= model.backlog_seconds
             self._round -= model.turn_seconds
             model.recount()
             self._backlog += model.backlog_seconds
             self._round += model.turn_seconds
-            if model.queued and model.holding.residency is Residency.ABSENT:
-                self._load(model, now, out)
-            if model.ready:
-                self._discipline.update(model, now)
-            else:
-                self._discipline.remove(model.name)
+            self._enlist(model, now)
         self._queues.touched.clear()
         if not self._queues.queued:
             # Rounding errors of the sums do not outlive a pause.
             self._backlog = self._round = 0.0
 
+    def _enlist(self, model: ModelState, now: float) -> None:
+        """Tell the discipline and the loads what a model waits for now."""
+        name, discipline, cold = model.name, self._discipline, self._loads.cold
+        self._unripe.discard(name)
+        if model.place is None:
+            discipline.remove(name)
+            cold.discard(name)
+            return
+        match model.holding.residency:
+            case Residency.RESIDENT if model.ripe <= now:
+                model.claim_seconds = self._loads.claim_seconds(model)
+                discipline.update(model)
+            case Residency.RESIDENT:
+                discipline.wait(model)
+                self._unripe.set(name, model.ripe)
+            case Residency.LOADING:
+                discipline.wait(model)
+                cold.discard(name)
+            case Residency.ABSENT:
+                discipline.wait(model)
+                cold.set(name, discipline.rank(model))
+                self._loads.retry()
+
+    def _ripen(self, now: float) -> None:
+        """Models that were held back for long enough may execute."""
+        while (name := self._unripe.first()) is not None and self._unripe.rank(name) <= now:
+            self._unripe.discard(name)
+            self._queues.touched[self._models[name]] = None
+
+    # --- deadlines that cannot be met ------------------------------------------------------------------------
+
+    def _shed(self, now: float, out: list[Instruction]) -> None:
+        """End requests that would be late even if they were the next to execute, alone and unpadded.
+
+        now + max(what the device has to do, what is left of the load) + cheapest execution > deadline
+        """
+        free = now + self._running.seconds(now)
+        later: list[tuple[Entry, float]] = []
+        for entry, lane in self._queues.starts.due(free - _SLACK):
+            model = self._models[entry.request.model]
+            deadline = entry.request.deadline
+            if deadline is None:
+                continue
+            latest = deadline - lane.costs.request(entry.rows, coalesce=model.program.coalesce)
+            ready = max(free, now + self._weights.expected_wait(model.holding, now))
+            if ready > latest + _SLACK:
+                self._queues.shed(entry, lane, now, out)
+            else:
+                later.append((entry, latest))
+        for entry, latest in later:
+            self._queues.starts.push(entry, latest)
+        self._settle(now)
+
+    def _patience(self, lane: Lane, now: float) -> float:
+        """Seconds that an execution of the front request may take."""
+        deadline = lane.entries[0].request.deadline
+        return inf if deadline is None or not self._discipline.sheds else deadline - now
+
     # --- questions: none changes what is decided later -----------------------------------------------------
 
     def next_wakeup(self) -> float | None:
-        """When a `Tick` is due: the soonest deadline of a queued request; None without one."""
-        return self._queues.deadlines.next()
+        """When a `Tick` is due; None if nothing happens by time alone.
+
+        The soonest of: a queued request's deadline, or when it becomes certain to be missed; the end of
+        holding a model back for more requests; the time to give the device its next execution.
+        """
+        times = [self._queues.deadlines.next()]
+        if self._discipline.sheds:
+            start = self._queues.starts.next()
+            times.append(None if start is None else start + 2 * _SLACK)
+        unripe = self._unripe.first()
+        if unripe is not None:
+            times.append(self._unripe.rank(unripe))
+        if 0 < len(self._running) < self.settings.depth and self._discipline.choose() is not None:
+            ahead = self._running.seconds(self._now) - self.settings.launch_ahead_ms / 1e3
+            times.append(self._now + max(0.0, ahead))
+        return min((time for time in times if time is not None), default=None)
 
     def backlog_seconds(self, now: float) -> float:
         """Expected device time until everything that waits or runs now is done; costs O(depth).
 
-            sum over running of expected seconds - elapsed of the oldest of them (at most its own)
+            `InFlight.seconds`
             + sum over lanes of `Lane.seconds`
 
         Loads of weights are not in it: they run beside executions, and nobody has measured the first.
         """
-        return self._running_seconds(now) + max(0.0, self._backlog)
+        return self._running.seconds(now) + max(0.0, self._backlog)
 
     def cost(self, model: str, variant: int, rows: int) -> float:
         """Expected device time of one request of `rows` rows that shares its execution with nobody.
@@ -382,18 +505,3 @@ class Scheduler:
             InvariantError: one is broken.
         """
         invariants.check(self)
-
-    def _running_seconds(self, now: float) -> float:
-        """Expected device time left of what runs. One execution at a time has the device, oldest first."""
-        total = 0.0
-        done = 0.0
-        for running in self._running.values():
-            if total == 0.0:
-                done = min(running.execute.seconds, max(0.0, now - max(running.started, self._freed)))
-            total += running.execute.seconds
-        return total - done
-
-
-def _check_settings(settings: SchedulerSettings) -> None:
-    if settings.discipline not in DISCIPLINES:
-        raise CallerError(f"discipline must be one of {sorted(DISCIPLINES)}, not {settings.discipline!r}")

@@ -9,7 +9,7 @@ class SchedulerSettings:
     """How to decide. Names and units are those of the configuration's sections."""
 
     #: which model goes next; a key of `DISCIPLINES`.
-    discipline: str = "fifo"
+    discipline: str = "fair"
     #: executions given to the device at once. The device runs them one after the other.
     depth: int = 1
     #: with a depth above 1: the next execution is given to the device this long before the last one that it

@@ -86,6 +86,8 @@ class ModelSnapshot:
     #: completed loads of the weights, and how long the latest took.
     loads: int
     load_seconds: float
+    #: times that the weights gave way to others.
+    evictions: int
     #: expected device time of what waits.
     backlog_seconds: float
 

@@ -1,17 +1,23 @@
-"""Whose weights are on the device: the one place that starts a load or an eviction.
+"""Whose weights are on the device, whose come next, and who gives way: the one place that loads or evicts.
 
 Every load has an epoch of its own, rising over all models and loads, so a completion names exactly one
-load and a late one hurts nobody.
-
-For now the weights of every model are loaded when it is added and stay until it is removed. A byte
-budget belongs into `Weights.load`: before it starts a load that does not fit it asks a pure policy which
-residents go (idle, unpinned, nothing queued), evicts those first, or leaves the model ABSENT in a line.
+load and a late one hurts nobody. One load is under way at a time: the link to the device is one, and who
+comes next is decided as late as possible.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights
+from rsrv.runtime.scheduler.ranking import Rank
+
+#: share of the latest load in the learned rate of loads.
+_ALPHA = 0.2
+
+_rank = attrgetter("rank")
 
 
 class Residency(Enum):
@@ -25,7 +31,17 @@ class Residency(Enum):
 class Holding:
     """The weights of one model."""
 
-    __slots__ = ("bytes", "epoch", "load_seconds", "loads", "model", "residency")
+    __slots__ = (
+        "bytes",
+        "epoch",
+        "evictions",
+        "load_seconds",
+        "loads",
+        "model",
+        "residency",
+        "since",
+        "used",
+    )
 
     def __init__(self, model: str, size: int) -> None:
         self.model = model
@@ -33,34 +49,69 @@ class Holding:
         self.residency = Residency.ABSENT
         #: of the current or latest load; 0 before the first.
         self.epoch = 0
-        #: completed loads.
+        #: completed loads, and evictions other than the one at the model's end.
         self.loads = 0
+        self.evictions = 0
         #: how long the latest completed load took; 0.0 before the first.
         self.load_seconds = 0.0
+        #: when the current residency, or the load under way, began.
+        self.since = 0.0
+        #: when an execution on it ended last, or when it came.
+        self.used = 0.0
 
 
 class Weights:
     """The weights of all models."""
 
-    __slots__ = ("_epoch", "bytes")
+    __slots__ = ("_epoch", "_rate", "budget", "bytes", "loading")
 
-    def __init__(self) -> None:
+    def __init__(self, budget: int | None, bytes_per_s: float | None) -> None:
         self._epoch = 0
+        #: expected bytes per second of a load; None: at once.
+        self._rate = bytes_per_s
+        #: device bytes that weights may take; None: no limit.
+        self.budget = budget
         #: device bytes of all weights that are resident or on their way.
         self.bytes = 0
+        #: whose load is under way.
+        self.loading: Holding | None = None
 
-    def adopt(self, holding: Holding) -> None:
+    def missing(self, size: int) -> int:
+        """Bytes that must be freed before `size` more fit; <= 0: none."""
+        return 0 if self.budget is None else self.bytes + size - self.budget
+
+    def expected_seconds(self, holding: Holding) -> float:
+        """How long a load of it takes: as the latest one, or by its bytes at the learned rate."""
+        if holding.loads:
+            return holding.load_seconds
+        return 0.0 if self._rate is None else holding.bytes / self._rate
+
+    def expected_wait(self, holding: Holding, now: float) -> float:
+        """Seconds until it can be resident at the earliest."""
+        match holding.residency:
+            case Residency.RESIDENT:
+                return 0.0
+            case Residency.LOADING:
+                return max(0.0, holding.since + self.expected_seconds(holding) - now)
+            case Residency.ABSENT:
+                ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
+                return ahead + self.expected_seconds(holding)
+
+    def adopt(self, holding: Holding, now: float) -> None:
         """Weights that are on the device already."""
         self._epoch += 1
         holding.epoch = self._epoch
         holding.residency = Residency.RESIDENT
+        holding.since = holding.used = now
         self.bytes += holding.bytes
 
-    def load(self, holding: Holding) -> LoadWeights:
-        """Start the load of absent weights."""
+    def load(self, holding: Holding, now: float) -> LoadWeights:
+        """Start the load of absent weights, while none is under way."""
         self._epoch += 1
         holding.epoch = self._epoch
         holding.residency = Residency.LOADING
+        holding.since = now
+        self.loading = holding
         self.bytes += holding.bytes
         return LoadWeights(holding.model, holding.epoch)
 
@@ -75,14 +126,20 @@ class Weights:
                 f"a load of model {model!r} ended with epoch {epoch}; the latest is {self._epoch}"
             )
 
-    def loaded(self, holding: Holding, seconds: float) -> None:
+    def loaded(self, holding: Holding, seconds: float, now: float) -> None:
         """The load under way ended well."""
+        self.loading = None
         holding.residency = Residency.RESIDENT
         holding.loads += 1
         holding.load_seconds = seconds
+        holding.since = holding.used = now
+        if seconds > 0.0 and holding.bytes:
+            rate = holding.bytes / seconds
+            self._rate = rate if self._rate is None else self._rate + _ALPHA * (rate - self._rate)
 
     def failed(self, holding: Holding) -> None:
         """The load under way ended without weights."""
+        self.loading = None
         holding.residency = Residency.ABSENT
         self.bytes -= holding.bytes
 
@@ -91,3 +148,44 @@ class Weights:
         holding.residency = Residency.ABSENT
         self.bytes -= holding.bytes
         return EvictWeights(holding.model, holding.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Weights that may be evicted."""
+
+    model: str
+    bytes: int
+    #: when they were last of use.
+    used: float
+    #: the discipline's rank of the model's work; None if nobody waits for it.
+    rank: Rank | None = None
+
+
+def make_room(missing: int, residents: Iterable[Resident]) -> list[str] | None:
+    """Who gives way for `missing` bytes: all of them together, in this order, or nobody (None).
+
+    First those for which nobody waits, the least recently used before others: nobody knows when they are
+    needed next. Then those with waiting work, the last in the discipline's order before others: they are
+    needed latest. Nobody goes whose bytes the others make unnecessary.
+    """
+    if missing <= 0:
+        return []
+    every = list(residents)
+    idle = sorted((one for one in every if one.rank is None), key=lambda one: (one.used, one.model))
+    working = [one for one in every if one.rank is not None]
+    working.sort(key=_rank, reverse=True)
+    chosen: list[Resident] = []
+    for one in (*idle, *working):
+        if missing <= 0:
+            break
+        if one.bytes:
+            chosen.append(one)
+            missing -= one.bytes
+    if missing > 0:
+        return None
+    for one in reversed(chosen):
+        if one.bytes <= -missing:
+            chosen.remove(one)
+            missing += one.bytes
+    return [one.model for one in chosen]

@@ -1,0 +1,57 @@
+"""The scheduler's settings change while the runtime serves, or stay what they are and say why."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.settings import SchedulerSection
+from rsrv.wire.status import Refused, configure
+from tests.fakes import FakeRequest
+from tests.unit.runtime.conftest import Runtime
+from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+
+
+def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) -> None:
+    """The answer is the whole section; what was not named stays, through later changes too."""
+    engine = make_engine(runtime, doubling)  # the device is there
+    before = configure(os.getpid(), {})
+    assert before == {**SchedulerSection().model_dump(), "depth": 1}
+
+    first = configure(os.getpid(), {"depth": 3, "discipline": "fifo"})
+    second = configure(os.getpid(), {"launch_ahead_ms": 0.5, "cost_ema_alpha": 1, "residency_factor": 0})
+
+    assert first == {**before, "depth": 3}
+    assert second == {**first, "launch_ahead_ms": 0.5, "cost_ema_alpha": 1.0, "residency_factor": 0.0}
+    assert configure(os.getpid(), {"depth": None})["depth"] == 1
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    assert answer.error is None
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dept": 3}, "scheduler.dept: unknown key; did you mean 'depth'?"),
+        ({"depth": "many"}, "scheduler.depth: Input should be a valid integer"),
+        ({"depth": 2, "launch_ahead_ms": -1}, "scheduler.launch_ahead_ms: "),
+        ({"residency_factor": float("inf")}, "scheduler.residency_factor: "),
+        ({"launch_ahead_ms": float("nan")}, "scheduler.launch_ahead_ms: "),
+        ({"discipline": "lifo"}, "scheduler.discipline: "),
+        ({"depth": [0] * 10_000}, "scheduler.depth: "),
+        ({f"depth{i}": 0 for i in range(6_000)}, "scheduler.depth0: unknown key"),
+        ({"max_queue_depth": 3}, "scheduler.max_queue_depth: cannot be changed while the runtime runs"),
+    ],
+)
+def test_what_rsrv_yaml_would_not_take_is_refused(
+    runtime: Runtime, changes: dict[str, Any], message: str
+) -> None:
+    """In the same words; then nothing has changed, not even what was right."""
+    before = configure(os.getpid(), {})
+
+    with pytest.raises(Refused) as caught:
+        configure(os.getpid(), changes)
+
+    assert message in str(caught.value)
+    assert configure(os.getpid(), {}) == before

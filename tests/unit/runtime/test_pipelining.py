@@ -1,0 +1,328 @@
+"""Executions launched ahead: the device has the next one when one ends, and nothing mixes by that."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from itertools import permutations
+from pathlib import Path
+from typing import cast
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsrv.runtime.connection import Connection
+from rsrv.runtime.device import Array, Device, JaxDevice
+from rsrv.runtime.execution import Job, Part
+from rsrv.runtime.executor import Executor
+from rsrv.runtime.models import Model, build, identify
+from rsrv.runtime.workers import Inbox
+from rsrv.settings import Settings, load_settings
+from rsrv.stub.engine import Engine
+from rsrv.wire.status import configure, read_status
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows, until
+
+
+def in_depth(depth: int) -> Settings:
+    """Nothing waits inside execute(), and every launch is made as soon as the depth allows."""
+    return load_settings(f"scheduler: {{depth: {depth}, launch_ahead_ms: 1000}}\nstub: {{in_place_ms: 0}}")
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    """Of depth 2, on an asynchronous device."""
+    return start_runtime(in_depth(2), asynchronous=True)
+
+
+@pytest.fixture
+def engine(runtime: Runtime, doubling: Path) -> Iterator[Engine]:
+    engine = make_engine(runtime, doubling)
+    forget_the_warm_up(runtime)
+    yield engine
+    runtime.device.gate.set()
+    engine.close()
+
+
+def forget_the_warm_up(runtime: Runtime) -> None:
+    while not runtime.device.launched.empty():
+        runtime.device.launched.get()
+    runtime.device.executed.clear()
+
+
+def launch(runtime: Runtime, engine: Engine, *requests: FakeRequest) -> None:
+    """Send requests as one batch, and wait until the device has it."""
+    assert engine.execute(list(requests)) is None
+    runtime.device.launched.get(timeout=10)
+
+
+def answer(request: FakeRequest) -> FakeResponse:
+    return request.answers.get(timeout=10)
+
+
+def correct(request: FakeRequest) -> bool:
+    x = request.inputs()[0].as_numpy()
+    return np.array_equal(answer(request).arrays["y"], 2 * x + 1)
+
+
+def test_the_next_execution_is_launched_before_the_last_one_is_read(runtime: Runtime, engine: Engine) -> None:
+    """The first one's outputs are not there before the second one is launched: else this would never end."""
+    runtime.device.gate.clear()
+    first, second = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1, 10)})
+    launch(runtime, engine, first)
+
+    launch(runtime, engine, second)
+
+    assert runtime.device.executed == []
+    runtime.device.gate.set()
+    assert correct(first)
+    assert correct(second)
+
+
+def test_no_more_is_launched_than_the_depth_allows(runtime: Runtime, engine: Engine) -> None:
+    """What arrives behind two launched executions shares the third."""
+    runtime.device.gate.clear()
+    launched = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
+    for request in launched:
+        launch(runtime, engine, request)
+    waiting = [FakeRequest({"x": rows(1, i)}) for i in range(4)]
+    for request in waiting:
+        assert engine.execute([request]) is None
+    assert runtime.device.launched.empty()
+
+    runtime.device.gate.set()
+
+    assert all(correct(request) for request in (*launched, *waiting))
+    assert runtime.device.executed[:2] == [1, 1]
+
+
+def test_a_batch_is_not_assembled_where_a_launched_one_may_still_be_read(
+    runtime: Runtime, engine: Engine
+) -> None:
+    """Two batches of one model and size: the device reads the first one's inputs after the second is launched."""
+    runtime.device.gate.clear()
+    first = [FakeRequest({"x": rows(1, i)}) for i in range(3)]
+    second = [FakeRequest({"x": rows(1, 100 + i)}) for i in range(3)]
+    launch(runtime, engine, *first)
+    launch(runtime, engine, *second)
+
+    runtime.device.gate.set()
+
+    assert all(correct(request) for request in (*first, *second))
+    assert runtime.device.executed == [4, 4]
+
+
+def test_a_failure_leaves_the_execution_behind_it_right(runtime: Runtime, engine: Engine) -> None:
+    """An asynchronous device says so when its outputs are read; the next one is launched by then."""
+    runtime.device.gate.clear()
+    first = [FakeRequest({"x": rows(1, i)}) for i in range(3)]
+    second = [FakeRequest({"x": rows(1, 100 + i)}) for i in range(3)]
+    runtime.device.fail = "out of order"
+    launch(runtime, engine, *first)
+    runtime.device.fail = None
+    launch(runtime, engine, *second)
+
+    runtime.device.gate.set()
+
+    assert all(refused(answer(request), FakeError.INTERNAL, "failed to execute") for request in first)
+    assert all(correct(request) for request in second)
+
+
+def test_a_launch_that_fails_leaves_the_others_right(start_runtime: StartRuntime, doubling: Path) -> None:
+    """A synchronous device fails in the launch itself, here with a depth of 2; the next request is served."""
+    runtime = start_runtime(in_depth(2))
+    engine = make_engine(runtime, doubling)
+    forget_the_warm_up(runtime)
+    failing, fine = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1, 10)})
+    runtime.device.fail = "refused"
+    launch(runtime, engine, failing)
+    assert refused(answer(failing), FakeError.INTERNAL, "failed to execute")
+    runtime.device.fail = None
+
+    launch(runtime, engine, fine)
+
+    assert correct(fine)
+    engine.close()
+
+
+def test_what_is_launched_is_answered_although_its_client_left(runtime: Runtime, engine: Engine) -> None:
+    """A launch cannot be taken back; who waits behind it and leaves is told at once."""
+    runtime.device.gate.clear()
+    launched = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
+    for request in launched:
+        launch(runtime, engine, request)
+    waiting = FakeRequest({"x": rows(1)})
+    assert engine.execute([waiting]) is None
+
+    launched[1].cancelled = waiting.cancelled = True
+
+    assert refused(answer(waiting), FakeError.CANCELLED, "cancelled")
+    runtime.device.gate.set()
+    assert all(correct(request) for request in launched)
+    assert runtime.device.executed == [1, 1]
+
+
+def test_a_model_that_leaves_while_launched_keeps_its_weights_until_the_end(
+    runtime: Runtime, engine: Engine
+) -> None:
+    """Its stub goes with two executions launched; they execute on what they need, and then it is freed."""
+    runtime.device.gate.clear()
+    for i in range(2):
+        launch(runtime, engine, FakeRequest({"x": rows(1, i)}))
+
+    engine.close()
+    until(lambda: read_status(os.getpid())["connections"] == 1)  # the one that asks
+    assert runtime.device.resident == 1
+    runtime.device.gate.set()
+
+    until(lambda: runtime.device.resident == 0)
+    assert runtime.device.executed == [1, 1]
+    assert read_status(os.getpid())["models"] == {}
+
+
+def test_a_runtime_that_stops_with_executions_launched_answers_nothing_wrong(
+    runtime: Runtime, engine: Engine
+) -> None:
+    """The stub tells its clients that the runtime is gone; the device's late outputs disturb nobody."""
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1, i)}) for i in range(2)]
+    for request in requests:
+        launch(runtime, engine, request)
+
+    runtime.stop()
+    runtime.device.gate.set()
+
+    assert all(refused(answer(r), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]") for r in requests)
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "depth"), [(True, 2), (False, 1)], ids=["beside the CPU", "on the CPU"]
+)
+def test_the_depth_is_the_devices_if_nobody_sets_it(
+    start_runtime: StartRuntime, doubling: Path, asynchronous: bool, depth: int
+) -> None:
+    """It is known when the device is there, which is after the scheduler has started."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}"), asynchronous=asynchronous)
+    engine = make_engine(runtime, doubling)
+
+    assert configure(os.getpid(), {})["depth"] == depth
+    engine.close()
+
+
+def test_the_depth_may_change_while_executions_are_launched(runtime: Runtime, engine: Engine) -> None:
+    """From 2 to 1: what is launched ends, and from then on the next one waits for the last one's end. And back."""
+    requests = [FakeRequest({"x": rows(1 + i % 3, i)}) for i in range(120)]
+    for i, request in enumerate(requests):
+        if i % 10 == 0:
+            assert configure(os.getpid(), {"depth": 1 + i // 10 % 3})["depth"] == 1 + i // 10 % 3
+        assert engine.execute([request]) is None
+
+    assert all(correct(request) for request in requests)
+
+
+_SERVE = """
+import sys
+from tests.unit.runtime.test_pipelining import serve_on_jax
+serve_on_jax(*sys.argv[1:])
+"""
+
+
+def test_jax_computes_the_same_at_any_depth(tmp_path: Path) -> None:
+    """200 random batches on an asynchronous CPU, launched one and two at a time; the arithmetic is exact.
+
+    And the seconds of three executions launched together add up to no more than went by, in whichever order
+    they are read.
+    """
+    rng = np.random.default_rng(1)
+    export_bundle(
+        lambda params, x: {"y": x @ params["a"] @ params["b"]},
+        {name: jnp.asarray(rng.integers(-2, 3, (96, 96)), jnp.float32) for name in "ab"},
+        {"x": np.zeros((1, 96), np.float32)},
+        batch_sizes=[1, 4, 16],
+        out_dir=tmp_path / "squares",
+    )
+    # jax decides once per process whether its CPU is asynchronous.
+    done = subprocess.run(
+        [sys.executable, "-c", _SERVE, str(tmp_path / "squares")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [200, 200, True]
+
+
+def serve_on_jax(path: str) -> None:
+    """In a process of its own: print how many of 200 batches are answered right, and whether seconds add up."""
+    device = JaxDevice("cpu", asynchronous_cpu=True)
+    assert device.asynchronous
+    model = build(identify(path), device, load_settings(), "squares")
+    a, b = model.host_weights
+    right = [right_answers(model, device, a @ b, depth) for depth in (1, 2)]
+    print(json.dumps([*right, all(seconds_add_up(model, device, order) for order in permutations(range(3)))]))
+
+
+def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
+    assert model.weights is not None
+    started = time.perf_counter()
+    x = np.ones((16, 96), np.float32)
+    launched = [device.launch(model.executables[0, 16], model.weights, [x]) for _ in range(3)]
+    seconds = [device.read(launched[index])[1] for index in order]
+    return min(seconds) >= 0 and 0 < sum(seconds) <= time.perf_counter() - started
+
+
+def right_answers(model: Model, device: Device, product: Array, depth: int) -> int:
+    rng = np.random.default_rng(2)
+    inbox, ended = Inbox(), list[tuple[int, str | None]]()
+    executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)))
+    jobs = []
+    for dispatch in range(200):
+        size = int(rng.choice([1, 4, 16]))
+        job = lay_out(model, dispatch, size, rng)
+        jobs.append(job)
+        while dispatch - len(ended) >= depth:
+            take_ends(inbox)
+        executor.start(job, device, seconds=1.0, depth=depth, contended=False)
+    while len(ended) < len(jobs):
+        take_ends(inbox)
+    assert ended == [(job.dispatch, None) for job in jobs]
+    (variant,) = model.interface.variants
+    return sum(
+        all(
+            np.array_equal(
+                part.view(variant.outputs.tensors[0], 0, outputs=True),
+                part.view(variant.inputs.tensors[0], 0, outputs=False) @ product,
+            )
+            for part in job.parts
+        )
+        for job in jobs
+    )
+
+
+def lay_out(model: Model, dispatch: int, size: int, rng: np.random.Generator) -> Job:
+    """A job of one request per row, at most `size`, with random inputs."""
+    (variant,) = model.interface.variants
+    count = int(rng.integers(1, size + 1))
+    stride = 2 * variant.inputs.places(1)[1]
+    segment = np.zeros(count * stride, np.uint8)
+    nobody = cast(Connection, None)
+    parts = tuple(Part(nobody, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count))
+    for part in parts:
+        view = part.view(variant.inputs.tensors[0], 0, outputs=False)
+        view[...] = rng.integers(-4, 5, view.shape)
+    return Job(dispatch, model, 0, size, count, tuple(range(count)), parts)
+
+
+def take_ends(inbox: Inbox) -> None:
+    select.select([inbox.fd], [], [], 30)
+    for message in inbox.drain():
+        message()

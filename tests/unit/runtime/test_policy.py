@@ -1,0 +1,57 @@
+"""From rsrv.yaml to what the scheduler is told."""
+
+from pathlib import Path
+
+import pytest
+
+from rsrv.runtime.models import build, identify
+from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.settings import load_settings
+from tests.fakes import FakeDevice
+
+
+def test_the_defaults_are_the_schedulers_own() -> None:
+    """Two places state them; they must not drift apart."""
+    assert scheduler_settings(load_settings()) == SchedulerSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "asynchronous", "depth"),
+    [("", False, 1), ("", True, 2), ("scheduler: {depth: 1}", True, 1), ("scheduler: {depth: 3}", False, 3)],
+)
+def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: bool, depth: int) -> None:
+    """A device beside the CPU needs a second execution to stay busy; a CPU is busy with one."""
+    assert scheduler_settings(load_settings(text), asynchronous=asynchronous).depth == depth
+
+
+def test_every_key_arrives() -> None:
+    """From both sections that the scheduler decides by."""
+    settings = load_settings(
+        """
+        scheduler: {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, cost_ema_alpha: 0.5}
+        runtime: {weight_budget_bytes: 1000}
+        """
+    )
+
+    assert scheduler_settings(settings, h2d_bytes_per_s=1e9) == SchedulerSettings(
+        depth=4,
+        launch_ahead_ms=1.5,
+        residency_factor=2.0,
+        cost_ema_alpha=0.5,
+        weight_budget_bytes=1000,
+        h2d_bytes_per_s=1e9,
+    )
+
+
+def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
+    """The delay in seconds; other models keep the defaults."""
+    settings = load_settings("models: {doubling: {weight: 2.5, max_delay_us: 500}}")
+    device = FakeDevice(lambda inputs, weights: [inputs[0]])
+    bundle = identify(str(doubling))
+
+    own = build(bundle, device, settings, "doubling").program
+    others = build(bundle, device, settings, "other").program
+
+    assert (own.weight, own.max_delay) == (2.5, 0.0005)
+    assert (others.weight, others.max_delay) == (1.0, 0.0)

@@ -1,0 +1,267 @@
+"""Fair shares of device time: what they are, how exact, and how long anybody waits.
+
+Saturated models always have requests waiting. Executions take exactly what they cost, unless said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler.events import (
+    Event,
+    Execute,
+    ExecutionFinished,
+    ModelAdded,
+    Program,
+    Request,
+    RequestsArrived,
+)
+from rsrv.runtime.scheduler.scheduler import Scheduler
+
+CHEAP, DEAR = 0.0005, 0.080
+
+
+@dataclass
+class Fleet:
+    """Models with one size each on one device, some of them saturated; time is that of the device."""
+
+    costs: list[float]
+    weights: list[float]
+    now: float = 0.0
+    #: model -> device time that it got.
+    got: dict[str, float] = field(default_factory=dict)
+    #: model -> since when it has work and was not served.
+    waiting: dict[str, float] = field(default_factory=dict)
+    #: (model, waited) for each execution.
+    waits: list[tuple[str, float]] = field(default_factory=list)
+    saturated: set[str] = field(default_factory=set)
+    _queued: set[str] = field(default_factory=set)
+    _ids: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler()
+        self._running: Execute | None = None
+        self.cost: dict[str, float] = {}
+        self.weight: dict[str, float] = {}
+        for number, (cost, weight) in enumerate(zip(self.costs, self.weights, strict=True)):
+            name = f"m{number}"
+            self.cost[name], self.weight[name], self.got[name] = cost, weight, 0.0
+            program = Program(name, {(0, 1): cost}, coalesce=True, max_queue_depth=1000, weight=weight)
+            self._send(ModelAdded(program, resident=True))
+
+    def saturate(self, *names: str) -> None:
+        """From now on these always have work."""
+        self.saturated |= set(names)
+        self.request(*names)
+
+    def request(self, *names: str) -> None:
+        requests = []
+        for name in names:
+            self._ids += 1
+            requests.append(Request(self._ids, name, 0, 1))
+            self.waiting.setdefault(name, self.now)
+            self._queued.add(name)
+        self._send(RequestsArrived(tuple(requests)))
+
+    def step(self, slower: float = 1.0) -> str | None:
+        """Let the running execution end; whose it was."""
+        running = self._running
+        if running is None:
+            return None
+        self._running = None
+        seconds = self.cost[running.model] * slower
+        self.now += seconds
+        self.got[running.model] += seconds
+        self._send(ExecutionFinished(running.dispatch, seconds))
+        return running.model
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until and self.step() is not None:
+            pass
+
+    def _send(self, event: Event) -> None:
+        for instruction in self.scheduler.handle(event, self.now):
+            if isinstance(instruction, Execute):
+                self._running = instruction
+                name = instruction.model
+                self._queued.discard(name)
+                self.waits.append((name, self.now - self.waiting.pop(name)))
+                if name in self.saturated:
+                    self.waiting[name] = self.now
+        if self._running is not None and self._running.model in self.saturated:
+            name = self._running.model
+            if name not in self._queued:
+                self.request(name)
+
+
+def jain(values: list[float]) -> float:
+    return sum(values) ** 2 / (len(values) * sum(value * value for value in values))
+
+
+def test_cheap_and_dear_models_get_equal_time() -> None:
+    """0.5 ms against 80 ms, same weight: half of the device each, so 160 executions against one."""
+    fleet = Fleet([CHEAP, DEAR], [1.0, 1.0])
+    fleet.saturate("m0", "m1")
+    fleet.run(20.0)
+
+    assert fleet.got["m0"] == pytest.approx(fleet.got["m1"], rel=0.01)
+
+
+def test_shares_follow_weights() -> None:
+    """Weights 1, 2 and 5: one, two and five eighths of the device, whatever an execution costs."""
+    fleet = Fleet([DEAR, 0.003, CHEAP], [1.0, 2.0, 5.0])
+    fleet.saturate("m0", "m1", "m2")
+    fleet.run(100.0)
+
+    assert [fleet.got[f"m{n}"] / fleet.now for n in range(3)] == pytest.approx([0.125, 0.25, 0.625], rel=0.01)
+
+
+@pytest.mark.parametrize("active", [2, 10, 60])
+def test_idle_models_take_no_share(active: int) -> None:
+    """500 models are loaded, a few have work: those share all of the device, cheap and dear alike."""
+    fleet = Fleet([(CHEAP, 0.004, DEAR)[n % 3] for n in range(500)], [1.0] * 500)
+    names = [f"m{n}" for n in range(0, active * 7, 7)]
+    fleet.saturate(*names)
+    fleet.run(active * DEAR * 40)
+    got = [fleet.got[name] for name in names]
+
+    assert sum(got) == pytest.approx(fleet.now)
+    assert jain(got) >= 0.999
+    assert max(got) / min(got) <= 1.05
+
+
+def test_nobody_saves_credit() -> None:
+    """A model that was idle for long shares equally from when it comes; it takes over nothing."""
+    fleet = Fleet([0.01, 0.01], [1.0, 1.0])
+    fleet.saturate("m0")
+    fleet.run(10.0)
+    before = dict(fleet.got)
+    fleet.saturate("m1")
+    fleet.run(1.0)
+
+    assert fleet.got["m0"] - before["m0"] == pytest.approx(0.5, abs=0.011)
+
+
+def test_time_taken_while_nobody_else_wanted_it_is_not_held_against_a_model() -> None:
+    """A model that had the device for itself is not locked out when others come."""
+    fleet = Fleet([0.01, 0.01], [1.0, 1.0])
+    fleet.saturate("m0")
+    fleet.run(10.0)
+    fleet.saturate("m1")
+    fleet.waits.clear()
+    fleet.run(1.0)
+
+    assert max(waited for _, waited in fleet.waits) <= 0.021
+
+
+def test_pausing_does_not_wipe_out_a_debt() -> None:
+    """A dear model that sends its next request just after the last one ended gets its share and no more."""
+    fleet = Fleet([DEAR, CHEAP], [1.0, 1.0])
+    fleet.saturate("m1")
+    fleet.request("m0")
+    while fleet.now < 20.0:
+        if fleet.step() == "m0":
+            fleet.request("m0")
+
+    assert fleet.got["m0"] / fleet.now == pytest.approx(0.5, abs=0.01)
+
+
+def test_models_over_their_share_are_not_ordered_by_cost() -> None:
+    """Among 40 idle models two compete: the dear one does not win because it is dear (or cheap because cheap)."""
+    fleet = Fleet([0.0009, 0.09] + [0.01] * 40, [1.0] * 42)
+    fleet.saturate("m0", "m1")
+    fleet.run(30.0)
+
+    assert fleet.got["m0"] / fleet.now == pytest.approx(0.5, abs=0.01)
+
+
+def test_wrong_estimates_do_not_bend_shares() -> None:
+    """What counts is what an execution took: a model that takes thrice its cost gets no more time for it."""
+    fleet = Fleet([0.01, 0.01], [1.0, 1.0])
+    fleet.saturate("m0", "m1")
+    name = fleet._running.model if fleet._running else None
+    while fleet.now < 20.0:
+        fleet.step(3.0 if name == "m0" else 1.0)
+        name = fleet._running.model if fleet._running else None
+
+    assert fleet.got["m0"] / fleet.now == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_cheap_model_waits_for_one_execution_not_for_a_round() -> None:
+    """Beside 50 saturated models of 80 ms, a request of 0.5 ms starts after about one of them, not after 50."""
+    fleet = Fleet([CHEAP] + [DEAR] * 50, [1.0] * 51)
+    fleet.saturate(*(f"m{n}" for n in range(1, 51)))
+    for _ in range(200):
+        fleet.step()
+    fleet.request("m0")
+    fleet.waits.clear()
+    fleet.run(5.0)
+
+    # c / s + C of the module's bound
+    assert dict(fleet.waits)["m0"] <= CHEAP * 51 + DEAR
+
+
+costs = st.sampled_from([CHEAP, 0.002, 0.01, 0.03, DEAR])
+weights = st.sampled_from([0.2, 1.0, 1.0, 3.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
+def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
+    """Nobody with work waits longer than 2 c / s + C, with its cost c, its share s and anybody's cost C."""
+    fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
+    fleet.saturate(*fleet.cost)
+    for _ in range(400):
+        fleet.step()
+    total, largest = sum(fleet.weight.values()), max(fleet.costs)
+
+    for name, waited in (*fleet.waits, *((name, fleet.now - since) for name, since in fleet.waiting.items())):
+        share = fleet.weight[name] / total
+        assert waited <= 2 * fleet.cost[name] / share + largest + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8),
+    arrivals=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5)), min_size=40, max_size=200),
+)
+def test_wait_is_bounded_when_models_come_and_go(
+    models: list[tuple[float, float]], arrivals: list[tuple[int, int]]
+) -> None:
+    """The same when models have work at times only; shares are those among all models."""
+    fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
+    for number, count in arrivals:
+        name = f"m{number % len(models)}"
+        fleet.request(name)
+        for _ in range(count):
+            fleet.step()
+    total, largest = sum(fleet.weight.values()), max(fleet.costs)
+
+    for name, waited in fleet.waits:
+        assert waited <= 2 * fleet.cost[name] * total / fleet.weight[name] + largest + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
+def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]]) -> None:
+    """Over any stretch of time, what two models got per weight differs by at most one execution of each."""
+    fleet = Fleet([cost for cost, _ in models], [weight for _, weight in models])
+    fleet.saturate(*fleet.cost)
+    least: dict[tuple[str, str], float] = {}
+    most: dict[tuple[str, str], float] = {}
+    for _ in range(400):
+        fleet.step()
+        for a in fleet.cost:
+            for b in fleet.cost:
+                gap = fleet.got[a] / fleet.weight[a] - fleet.got[b] / fleet.weight[b]
+                least[a, b] = min(least.get((a, b), 0.0), gap)
+                most[a, b] = max(most.get((a, b), 0.0), gap)
+
+    for (a, b), high in most.items():
+        bound = fleet.cost[a] / fleet.weight[a] + fleet.cost[b] / fleet.weight[b]
+        assert high - least[a, b] <= 2 * bound + 1e-9

@@ -1,0 +1,116 @@
+"""The executor: carries out `Execute` instructions, on the loop or on threads of its own.
+
+With a depth of 1, an execution that is shorter than handing it over would be is the loop's own, and any
+other has one thread to itself from its inputs to its outputs. With a larger depth there are two threads:
+one gathers and launches the next execution while the device is busy with the one before, whose outputs the
+other one reads and scatters while the device is busy with the next.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from rsrv.runtime.device import Device
+from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
+from rsrv.runtime.workers import Inbox, Worker
+
+log = logging.getLogger("rsrv.executor")
+
+#: seconds of expected execution below which the loop executes by itself: handing over to a thread and back
+#: costs about 0.1 ms, and reading sockets that much later does no harm
+_SHORT = 0.0005
+#: seconds that such an execution may take at most before its model is no longer executed by the loop: some
+#: models' costs depend on their inputs, and meanwhile no deadline, cancellation or arrival is noticed
+_DECEIVED = 0.02
+
+
+class Executor:
+    """`executed(job, seconds, error)` is called on the loop, once per job, in the order of the launches."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        executed: Callable[[Job, float, str | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inbox = inbox
+        self._executed = executed
+        self._clock = clock
+        self._launcher = Worker("launch")
+        self._reader = Worker("read")
+        self._staging = Staging()
+        #: a job that is the loop's own, and, when it has run, the message that it ended in
+        self._short: tuple[Job, Device] | None = None
+        self._ended: Callable[[], None] | None = None
+        #: models that once took far longer on the loop than predicted, by key: never again on the loop
+        self._deceptive: set[str] = set()
+
+    def start(self, job: Job, device: Device, *, seconds: float, depth: int, contended: bool) -> None:
+        """`seconds`: expected; `contended`: somebody else uses the device, so that the loop must not wait for it."""
+        if depth > 1:
+            self._launcher.put(lambda: self._launch(job, device))
+        elif seconds <= _SHORT and not contended and job.model.key not in self._deceptive:
+            self._short = job, device
+        else:
+            self._launcher.put(lambda: self._inbox.post(self._execute(job, device)))
+
+    def forget(self, model: str) -> None:
+        """A model is gone, and nothing of it executes."""
+        self._staging.forget(model)
+        self._deceptive.discard(model)
+
+    # --- on the loop --------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to tell."""
+        return self._ended is not None
+
+    def run_short(self) -> Job | None:
+        """Execute the loop's own job, if there is one; how it ended is for `tell`."""
+        if self._short is None:
+            return None
+        (job, device), self._short = self._short, None
+        started = self._clock()
+        self._ended = self._execute(job, device)
+        if self._clock() - started > _DECEIVED:
+            self._deceptive.add(job.model.key)
+        return job
+
+    def tell(self) -> bool:
+        """Call `executed` for the loop's own job, if it has run; whether it had."""
+        if self._ended is None:
+            return False
+        ended, self._ended = self._ended, None
+        ended()
+        return True
+
+    # --- on whichever thread ------------------------------------------------------------------------------
+
+    def _execute(self, job: Job, device: Device) -> Callable[[], None]:
+        """From the inputs to the outputs; returns what the loop is to do about it."""
+        return self._end(job, device, self._begin(job, device))
+
+    def _launch(self, job: Job, device: Device) -> None:
+        """On the launching thread: the reading one does the rest, even of failures, so that jobs end in order."""
+        flight = self._begin(job, device)
+        self._reader.put(lambda: self._inbox.post(self._end(job, device, flight)))
+
+    def _begin(self, job: Job, device: Device) -> Flight | str:
+        try:
+            return launch(job, device, self._staging)
+        except Exception as error:
+            log.exception("%s: launching failed", job.model.key)
+            return f"{type(error).__name__}: {error}"
+
+    def _end(self, job: Job, device: Device, flight: Flight | str) -> Callable[[], None]:
+        seconds, error = 0.0, None
+        if isinstance(flight, str):
+            error = flight
+        else:
+            try:
+                seconds = finish(flight, device, self._staging)
+            except Exception as caught:
+                log.exception("%s: execution failed", job.model.key)
+                error = f"{type(caught).__name__}: {caught}"
+        return lambda: self._executed(job, seconds, error)

@@ -1,0 +1,281 @@
+"""Weighted fair shares of device time: earliest eligible virtual deadline first (EEVDF).
+
+Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First", 1995; Linux schedules processes by it.
+Every model i with work and weight w_i has a virtual start v_i, which rises by s / w_i for each s seconds
+of device time that it takes. The virtual clock V is the weighted mean of the starts of all of them:
+
+    V = sum(w_i * v_i) / sum(w_i)         so that sum(w_i * (V - v_i)) = 0
+
+w_i * (V - v_i), the lag, is the device time that model i is owed (below zero: that it owes). A model is
+*eligible* while it owes nothing: v_i <= V; somebody always is. Its virtual deadline is v_i + c_i / w_i,
+where c_i is the expected cost of its next execution. The eligible model with the earliest deadline goes.
+A start rises when an execution starts, the clock while it runs.
+
+What follows, with c a model's and C anybody's largest execution, and s = w_i / sum(w) of the models with
+work (the tests hold it to this):
+
+- a model that starts to wait executes after at most c / s + C, and again after at most 2 c / s + C. So
+  cheap models wait for short, whatever the dear ones cost, and no model is locked out;
+- while two models have work, what they got differs from their weights by at most about one execution of
+  each, over any time. Nothing is averaged, so there is nothing to tune;
+- a model's cost decides when it goes, never how much it gets: those over their share are not eligible,
+  cheap or dear.
+
+A model that runs out of work while it owes device time stays in the mean until V has passed its start:
+otherwise it could drop the debt by pausing. One that is owed something forgoes it: idle models save no
+credit. When nobody has work all debts end, for nobody waits for them.
+
+Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
+for the model then is not eligible; so low priorities wait for at most one execution of each other model.
+Only committed requests of metas go before eligibility, and are charged like all others.
+"""
+
+from typing import TYPE_CHECKING
+
+from rsrv.runtime.scheduler.ranking import Rank, Ranking
+from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Place
+
+if TYPE_CHECKING:
+    from rsrv.runtime.scheduler.disciplines import Candidate
+
+
+class _Account:
+    """What one model has had."""
+
+    __slots__ = ("asked", "present", "start", "weight")
+
+    def __init__(self, start: float, weight: float) -> None:
+        self.start = start
+        self.weight = weight
+        #: whether it counts in the mean: it has work, or executes, or owes device time.
+        self.present = False
+        #: its start when it began to wait for its weights; None if it does not.
+        self.asked: float | None = None
+
+
+class Fair:
+    """Each model with work gets device time in proportion to its weight."""
+
+    __slots__ = (
+        "_accounts",
+        "_clock",
+        "_due",
+        "_early",
+        "_eligible",
+        "_executing",
+        "_now",
+        "_owing",
+        "_weight",
+    )
+
+    sheds = False
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+        #: sum of the weights of all that are present.
+        self._weight = 0.0
+        self._now = 0.0
+        #: device time that is charged and not yet in the clock, because it has not passed.
+        self._due = 0.0
+        #: the expected seconds of each execution in flight, by model.
+        self._executing: dict[str, list[float]] = {}
+        self._accounts: dict[str, _Account] = {}
+        #: candidates that may go, by (level, virtual deadline, place).
+        self._eligible = Ranking()
+        #: candidates that owe device time, by (virtual start, rank once they are eligible).
+        self._early = Ranking()
+        #: models without work that owe device time, by virtual start.
+        self._owing = Ranking()
+
+    def place(self, level: int, deadline: float | None, sequence: int) -> Place:
+        return (level, 0.0, sequence)
+
+    # --- changes -------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        passed = min(now - self._now, self._due)
+        self._now = now
+        if passed > 0.0:
+            self._due -= passed
+            self._turn(passed)
+
+    def update(self, candidate: "Candidate") -> None:
+        name = candidate.name
+        account = self._account(candidate)
+        if account.present:
+            self._owing.discard(name)
+        else:
+            start = account.start
+            if account.asked is not None:
+                # What it missed while its weights were elsewhere, within bounds.
+                start = max(account.asked, self._clock - candidate.claim_seconds / account.weight)
+            elif start < self._clock:
+                start = self._clock
+            self._enter(account, start)
+        account.asked = None
+        rank = self.rank(candidate)
+        if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
+            self._early.discard(name)
+            self._eligible.set(name, rank)
+        else:
+            self._eligible.discard(name)
+            self._early.set(name, (account.start, rank))
+
+    def wait(self, candidate: "Candidate") -> None:
+        name = candidate.name
+        account = self._account(candidate)
+        if account.asked is None:
+            self._owing.discard(name)
+            if account.present:
+                account.asked = account.start
+                self._leave(account)
+            else:
+                account.asked = max(account.start, self._clock)
+        self._eligible.discard(name)
+        self._early.discard(name)
+
+    def remove(self, name: str) -> None:
+        account = self._accounts.get(name)
+        if account is None:
+            return
+        account.asked = None
+        self._eligible.discard(name)
+        self._early.discard(name)
+        self._part(name, account)
+
+    def forget(self, name: str) -> None:
+        account = self._accounts.pop(name, None)
+        self._executing.pop(name, None)
+        if account is not None:
+            self._owing.discard(name)
+            self._eligible.discard(name)
+            self._early.discard(name)
+            if account.present:
+                self._leave(account)
+
+    def start(self, name: str, expected: float) -> None:
+        account = self._accounts[name]
+        account.start += expected / account.weight
+        self._due += expected
+        self._executing.setdefault(name, []).append(expected)
+
+    def end(self, name: str, expected: float, seconds: float) -> None:
+        own = self._executing.get(name)
+        if own is None:
+            return  # it was forgotten meanwhile, or started before this discipline did
+        own.remove(expected)
+        if not own:
+            del self._executing[name]
+        self._due += seconds - expected
+        ahead = sum(sum(others) for others in self._executing.values())
+        if self._due > ahead:
+            # It took longer than expected.
+            self._turn(self._due - ahead)
+            self._due = ahead
+        account = self._accounts[name]
+        account.start += (seconds - expected) / account.weight
+        if account.asked is None and name not in self._eligible and name not in self._early:
+            self._part(name, account)
+
+    # --- questions -----------------------------------------------------------------------------------------
+
+    def rank(self, candidate: "Candidate") -> Rank:
+        """(level, virtual deadline, place)."""
+        place = candidate.place
+        account = self._accounts.get(candidate.name)
+        if account is None:
+            start = self._clock
+        elif account.asked is not None:
+            start = account.asked
+        else:
+            start = account.start
+        assert place is not None
+        return (place[0], start + candidate.turn_seconds / candidate.weight, place)
+
+    def choose(self) -> str | None:
+        self._promote()
+        name = self._eligible.first()
+        if name is not None:
+            return name
+        name = self._early.first()
+        if name is None:
+            self._rest()
+        # With a name: the clock lags behind what executes still, or was rounded. Who owes least goes.
+        return name
+
+    # --- the virtual clock ---------------------------------------------------------------------------------
+
+    def _account(self, candidate: "Candidate") -> _Account:
+        account = self._accounts.get(candidate.name)
+        if account is None:
+            account = self._accounts[candidate.name] = _Account(self._clock, candidate.weight)
+        elif account.weight != candidate.weight:
+            if account.present:
+                self._leave(account)
+                self._owing.discard(candidate.name)
+            account.weight = candidate.weight
+        return account
+
+    def _enter(self, account: _Account, start: float) -> None:
+        """Count it in the mean."""
+        account.start = start
+        account.present = True
+        self._weight += account.weight
+        self._clock += (start - self._clock) * account.weight / self._weight
+
+    def _leave(self, account: _Account) -> None:
+        """Count it no more; the others share what it was owed, or owed them."""
+        account.present = False
+        self._weight -= account.weight
+        if self._weight > 1e-9 * account.weight:
+            self._clock += (self._clock - account.start) * account.weight / self._weight
+        else:
+            self._weight = 0.0
+
+    def _part(self, name: str, account: _Account) -> None:
+        """It has no work: it stays as long as it executes or owes."""
+        if name in self._executing:
+            return
+        if account.start > self._clock:
+            if not account.present:
+                self._enter(account, account.start)
+            self._owing.set(name, account.start)
+        elif account.present:
+            self._owing.discard(name)
+            self._leave(account)
+
+    def _turn(self, seconds: float) -> None:
+        """That much device time passed: the clock rises, and debts that it passes are paid."""
+        while seconds > 0.0 and self._weight > 0.0:
+            name = self._owing.first()
+            if name is not None:
+                account = self._accounts[name]
+                step = (account.start - self._clock) * self._weight
+                if step <= seconds:
+                    seconds -= max(0.0, step)
+                    self._clock = max(self._clock, account.start)
+                    self._owing.discard(name)
+                    self._leave(account)
+                    continue
+            self._clock += seconds / self._weight
+            return
+
+    def _promote(self) -> None:
+        """Make those eligible whose start the clock has reached."""
+        while (name := self._early.first()) is not None:
+            start, rank = self._early.rank(name)
+            if start > self._clock:
+                return
+            self._early.discard(name)
+            self._eligible.set(name, rank)
+
+    def _rest(self) -> None:
+        """Nobody can execute: unless somebody does, whoever comes next starts without debts."""
+        if self._executing:
+            return
+        for name in self._owing:
+            account = self._accounts[name]
+            account.present = False
+            self._clock = max(self._clock, account.start)
+        self._owing.clear()
+        self._weight = self._due = 0.0

@@ -1,0 +1,69 @@
+"""Names in order of a rank that changes: the index behind every choice among models."""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+#: anything that compares with the ranks of the same index, smaller is first.
+Rank = Any
+
+#: below this many the heap is never cleaned.
+_SMALL = 64
+
+
+class Ranking:
+    """A heap in which a changed rank is pushed again, and what it was before is dropped when it surfaces.
+
+    Setting costs O(log n), everything else O(1) amortised; memory stays in proportion to the names. Equal
+    ranks go by name.
+    """
+
+    __slots__ = ("_heap", "_ranks")
+
+    def __init__(self) -> None:
+        #: every name's current rank. What the heap says beyond that is stale.
+        self._ranks: dict[str, Rank] = {}
+        self._heap: list[tuple[Rank, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._ranks
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, in no order."""
+        return iter(self._ranks)
+
+    def rank(self, name: str) -> Rank:
+        """Its current rank. Raises KeyError for a name that has none."""
+        return self._ranks[name]
+
+    def set(self, name: str, rank: Rank) -> None:
+        """Add a name, or give it another rank."""
+        if self._ranks.get(name) == rank:
+            return
+        self._ranks[name] = rank
+        heappush(self._heap, (rank, name))
+        if len(self._heap) > _SMALL + 2 * len(self._ranks):
+            self._heap = [(rank, name) for name, rank in self._ranks.items()]
+            heapify(self._heap)
+
+    def discard(self, name: str) -> None:
+        """Forget a name, if it is known."""
+        self._ranks.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._ranks.clear()
+        self._heap.clear()
+
+    def first(self) -> str | None:
+        """The name of the smallest rank; None if there is none."""
+        heap, ranks = self._heap, self._ranks
+        while heap:
+            rank, name = heap[0]
+            if ranks.get(name) == rank:
+                return name
+            heappop(heap)
+        return None

@@ -6,7 +6,6 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -36,8 +35,8 @@ def read_yaml(text: str, of: str) -> dict[str, Any]:
     return {str(key): value for key, value in raw.items()}
 
 
-def explain(error: ErrorDetails, root: type[BaseModel], raw: object) -> str:
-    """One line about one error that validating `raw` as `root` gave: `key: problem`.
+def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str:
+    """One line about one of the `errors()` that validating `raw` as `root` gave: `key: problem`.
 
     The key is what the file says. Parts of pydantic's path that are not in the file, because a validator
     put a list around a single entry or a mapping around a list, are left out.

@@ -4,6 +4,7 @@ The runtime and the generator read this; the stubs never do (they learn what the
 """
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,7 +164,8 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     except ValidationError as error:
         # A few will do: explaining takes time, and whoever asks holds up a runtime.
         errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()[:10]]
-        raise SettingsError("\n".join(_explain(e) for e in errors)) from None
+        lines = (explain(e, Settings, {"scheduler": dict(changes)}) for e in errors)
+        raise SettingsError("\n".join(lines)) from None
     return settings.model_copy(update={"scheduler": section})
 
 

@@ -30,6 +30,9 @@ class Scenario:
     programs: Mapping[str, Program]
     #: model -> relative standard deviation of its real executions from their cost.
     jitter: Mapping[str, float]
+    #: of the link; None: loads take no time.
+    h2d_bytes_per_s: float | None
+    #: whether models start with their weights on the device, as far as the budget goes.
     warm: bool
     requests: Sequence[Request]
     recorded: Sequence[Sequence[Request]]
@@ -92,15 +95,21 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         for name in dict.fromkeys(one.model for one in requests if one.model not in programs):
             problems.append(f"arrivals.trace: {trace.path}: {_no_model(name, programs)}")
     names = _Names(groups, programs, problems)
-    budgets = file.device.model_dump(exclude={"warm"})
-    section = file.settings.model_dump(exclude={"max_queue_depth"})
+    section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
+    # The simulated device gets its next execution at the very moment one ends: more than one hides nothing.
+    section |= {"discipline": discipline, "depth": file.settings.depth or 1}
     return Scenario(
         discipline=discipline,
         seed=file.seed,
         duration=file.duration,
-        settings=SchedulerSettings(**section | budgets | {"discipline": discipline}),
+        settings=SchedulerSettings(
+            **section,
+            weight_budget_bytes=file.device.weight_budget_bytes,
+            h2d_bytes_per_s=file.device.h2d_bytes_per_s,
+        ),
         programs=programs,
         jitter={name: file.models[group].cost_jitter for group, names in groups.items() for name in names},
+        h2d_bytes_per_s=file.device.h2d_bytes_per_s,
         warm=file.device.warm,
         requests=arrivals.requests,
         recorded=recorded,

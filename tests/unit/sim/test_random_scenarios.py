@@ -14,6 +14,7 @@ from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import Outcome
 from rsrv.sim.decisions import decision_lines
 from rsrv.sim.metrics import summarize
+from rsrv.sim.naive import NAIVE
 from rsrv.sim.scenario import parse_scenario
 from rsrv.sim.simulate import simulate
 
@@ -37,7 +38,7 @@ _common: dict[str, st.SearchStrategy[Any]] = {
 }
 _scenario = st.fixed_dictionaries(
     {
-        "discipline": st.sampled_from(sorted(DISCIPLINES)),
+        "discipline": st.sampled_from(sorted({**DISCIPLINES, **NAIVE})),
         "seed": st.integers(0, 3),
         "duration": st.just(0.2),
         "device": st.fixed_dictionaries(

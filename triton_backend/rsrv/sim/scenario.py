@@ -11,6 +11,7 @@ from rsrv.explain import YamlError, explain, nearest, read_yaml
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.sim.naive import NAIVE
 from rsrv.sim.schema import Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf
 
 
@@ -74,7 +75,7 @@ def parse_scenario(text: str, source: str = "scenario", folder: Path = Path()) -
 
 
 def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
-    known = [*DISCIPLINES]
+    known = [*DISCIPLINES, *NAIVE]
     discipline = file.discipline or file.settings.discipline
     if discipline not in known:
         problems.append(f"discipline: there is no {discipline!r}{nearest(discipline, known)}")

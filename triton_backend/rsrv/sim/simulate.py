@@ -12,6 +12,7 @@ from itertools import count
 from math import ceil, inf
 from random import Random
 
+from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import (
     Event,
     EvictWeights,
@@ -29,6 +30,7 @@ from rsrv.runtime.scheduler.events import (
 )
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.sim.arrivals import Arrival, instant, open_arrivals
+from rsrv.sim.naive import NAIVE
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.schema import Closed
 
@@ -113,7 +115,7 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.record = Record(scenario, [], [], [], [], [])
-        self.scheduler = Scheduler(scenario.settings)
+        self.scheduler = Scheduler(scenario.settings, disciplines={**DISCIPLINES, **NAIVE})
         self.now = 0.0
         #: what is going to happen: (when, kind, sequence, what).
         self.heap: list[tuple[float, int, int, _Client | Event]] = []

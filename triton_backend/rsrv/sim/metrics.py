@@ -106,6 +106,7 @@ def summarize(record: Record) -> dict[str, Any]:
         models[load.model].loads += 1
     for model, _ in record.evictions:
         models[model].evictions += 1
+    load_seconds = sum(load.ended - load.started for load in record.loads)
     index, counted, seconds = _fairness(record, models, makespan)
     by_model = {
         name: {
@@ -140,7 +141,8 @@ def summarize(record: Record) -> dict[str, Any]:
         "padding_ratio": _ratio(total.padded_rows, total.padded_rows + total.useful_rows),
         "loads": len(record.loads),
         "evictions": len(record.evictions),
-        "load_seconds": sum(load.ended - load.started for load in record.loads),
+        "load_seconds": load_seconds,
+        "link_utilisation": _ratio(load_seconds, makespan),
     }
     echo = {"discipline": scenario.discipline, "seed": scenario.seed, "duration": scenario.duration}
     rounded: dict[str, Any] = _rounded({**echo, "total": totals, "models": by_model})

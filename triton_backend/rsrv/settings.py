@@ -27,7 +27,9 @@ class SchedulerSection(_Section):
     """Which model runs next, and how long requests may queue."""
 
     discipline: Literal["fair", "fifo", "edf"] = Field(
-        "fifo", description="Order in which models get the device."
+        "fair",
+        description="Which model gets the device. fair: device time in proportion to the models' weights; "
+        "fifo: the oldest request's; edf: the soonest deadline's, and requests that cannot make theirs end at once.",
     )
     depth: int | None = Field(
         None,

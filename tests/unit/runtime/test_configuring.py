@@ -19,10 +19,10 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
     before = configure(os.getpid(), {})
     assert before == {**SchedulerSection().model_dump(), "depth": 1}
 
-    first = configure(os.getpid(), {"depth": 3, "discipline": "fifo"})
+    first = configure(os.getpid(), {"depth": 3, "discipline": "edf"})
     second = configure(os.getpid(), {"launch_ahead_ms": 0.5, "cost_ema_alpha": 1, "residency_factor": 0})
 
-    assert first == {**before, "depth": 3}
+    assert first == {**before, "depth": 3, "discipline": "edf"}
     assert second == {**first, "launch_ahead_ms": 0.5, "cost_ema_alpha": 1.0, "residency_factor": 0.0}
     assert configure(os.getpid(), {"depth": None})["depth"] == 1
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}))

@@ -34,13 +34,12 @@ def test_every_key_arrives() -> None:
         """
     )
 
-    assert scheduler_settings(settings, h2d_bytes_per_s=1e9) == SchedulerSettings(
+    assert scheduler_settings(settings) == SchedulerSettings(
         depth=4,
         launch_ahead_ms=1.5,
         residency_factor=2.0,
         cost_ema_alpha=0.5,
         weight_budget_bytes=1000,
-        h2d_bytes_per_s=1e9,
     )
 
 

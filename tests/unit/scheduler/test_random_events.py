@@ -47,6 +47,7 @@ programs = st.builds(
     max_queue_depth=st.sampled_from([1, 3, 40]),
     max_batch_rows=st.none() | st.sampled_from([1, 5, 64]),
     weight_bytes=st.integers(0, 5),
+    load_seconds=st.sampled_from([0.0, 0.003]),
     weight=st.sampled_from([0.1, 1.0, 7.0]),
     max_delay=st.sampled_from([0.0, 0.0, 0.002]),
 )
@@ -80,18 +81,14 @@ class RandomEvents(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         discipline=disciplines,
         budget=st.none() | st.integers(0, 8),
-        rate=st.none() | st.just(1000.0),
         ahead=st.sampled_from([0.0, 2.0]),
     )
-    def start(
-        self, depth: int, discipline: str, budget: int | None, rate: float | None, ahead: float
-    ) -> None:
+    def start(self, depth: int, discipline: str, budget: int | None, ahead: float) -> None:
         self.driver = Driver(
             SchedulerSettings(
                 depth=depth,
                 discipline=discipline,
                 weight_budget_bytes=budget,
-                h2d_bytes_per_s=rate,
                 launch_ahead_ms=ahead,
             )
         )
@@ -234,7 +231,6 @@ def test_a_million_random_events() -> None:
             depth=1 + seed % 3,
             discipline=sorted(DISCIPLINES)[seed // 3 % 3],
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
-            h2d_bytes_per_s=5000.0,
         )
         driver = Driver(settings, validate_every=20)
         chance = Random(seed)

@@ -61,6 +61,14 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
     Raises BundleError, DeviceError and whatever the compiler raises.
     """
     started = time.perf_counter()
+    weight_bytes = sum(w.nbytes for w in bundle.weights)
+    budget = settings.runtime.weight_budget_bytes
+    if budget is not None and weight_bytes > budget:
+        raise BundleError(
+            [
+                f"its {weight_bytes} bytes of weights are more than runtime.weight_budget_bytes ({budget}) allows"
+            ]
+        )
     signatures = check_signatures(bundle)
     interface = describe(bundle, signatures)
     executables = {}
@@ -69,7 +77,9 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(signatures), *key)
     compiled = time.perf_counter() - started
     host_weights = load_weights(bundle)
+    uploading = time.perf_counter()
     weights = device.upload(host_weights)
+    load_seconds = time.perf_counter() - uploading
     costs = {}
     for (variant, size), executable in executables.items():
         inputs = zeros(interface.variants[variant].inputs, size)
@@ -83,7 +93,8 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
         coalesce=coalesces(bundle),
         max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,
         max_batch_rows=of_model.max_batch_size,
-        weight_bytes=sum(w.nbytes for w in bundle.weights),
+        weight_bytes=weight_bytes,
+        load_seconds=load_seconds,
         weight=of_model.weight,
         max_delay=of_model.max_delay_us / 1e6,
     )

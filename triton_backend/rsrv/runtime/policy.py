@@ -4,9 +4,7 @@ from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.settings import Settings
 
 
-def scheduler_settings(
-    settings: Settings, *, asynchronous: bool = False, h2d_bytes_per_s: float | None = None
-) -> SchedulerSettings:
+def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> SchedulerSettings:
     """`asynchronous`: of the device. A second execution launched ahead keeps such a device busy; others gain nothing."""
     section = settings.scheduler
     return SchedulerSettings(
@@ -15,6 +13,5 @@ def scheduler_settings(
         launch_ahead_ms=section.launch_ahead_ms,
         residency_factor=section.residency_factor,
         weight_budget_bytes=settings.runtime.weight_budget_bytes,
-        h2d_bytes_per_s=h2d_bytes_per_s,
         cost_ema_alpha=section.cost_ema_alpha,
     )

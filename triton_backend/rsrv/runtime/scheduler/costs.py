@@ -28,7 +28,7 @@ class VariantCosts:
     `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
     """
 
-    __slots__ = ("_alpha", "_outlier_factor", "_relax", "_seeds", "best", "capacities", "seconds", "sizes")
+    __slots__ = ("_outlier_factor", "_relax", "_seeds", "alpha", "best", "capacities", "seconds", "sizes")
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class VariantCosts:
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
         #: estimates, parallel to `sizes`; finite and > 0.
         self.seconds = list(self._seeds)
-        self._alpha = alpha
+        self.alpha = alpha
         self._outlier_factor = outlier_factor
         self._relax = relax
         #: index of the size that costs least per row when it is full (ties: the larger one).
@@ -63,7 +63,7 @@ class VariantCosts:
         seconds, seeds = self.seconds, self._seeds
         measured = self.sizes.index(size)
         old = seconds[measured]
-        new = old + self._alpha * (min(sample, self._outlier_factor * old) - old)
+        new = old + self.alpha * (min(sample, self._outlier_factor * old) - old)
         seconds[measured] = new
         ratio = new / seeds[measured]
         for other, seed in enumerate(seeds):

@@ -33,6 +33,8 @@ class Program:
     #: most useful rows in one execution; None: the largest compiled size.
     max_batch_rows: int | None = None
     weight_bytes: int = 0
+    #: expected duration of a load of its weights, until one was measured.
+    load_seconds: float = 0.0
     #: share of device time relative to other models, > 0 (used by `fair`).
     weight: float = 1.0
     #: seconds that a request may be held back for others to share its execution; 0: never wait for more.

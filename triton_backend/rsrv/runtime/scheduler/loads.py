@@ -47,7 +47,7 @@ class Loads:
 
     def claim_seconds(self, model: ModelState) -> float:
         """Device time that a model may claim back for having waited: see `Candidate`."""
-        return self._factor * self.weights.expected_seconds(model.holding)
+        return self._factor * model.holding.load_seconds
 
     def plan(
         self, models: dict[str, ModelState], discipline: Discipline, now: float
@@ -99,7 +99,7 @@ class Loads:
         if not discipline.sheds or cold.front is None:
             return False
         deadline = cold.front.entries[0].request.deadline
-        load = self.weights.expected_seconds(cold.holding)
+        load = cold.holding.load_seconds
         return deadline is not None and deadline - cold.turn_seconds - load < self._held_until(held)
 
 

@@ -26,6 +26,8 @@ def check_program(program: Program) -> None:
         raise CallerError(f"model {name!r}: max_batch_rows must be at least 1, not {program.max_batch_rows}")
     if program.weight_bytes < 0:
         raise CallerError(f"model {name!r}: weight_bytes must not be negative, not {program.weight_bytes}")
+    if not 0.0 <= program.load_seconds < inf:
+        raise CallerError(f"model {name!r}: load_seconds must not be negative, not {program.load_seconds}")
     if not (isfinite(program.weight) and program.weight > 0.0):
         raise CallerError(f"model {name!r}: weight must be above 0, not {program.weight}")
     if not 0.0 <= program.max_delay < inf:
@@ -75,7 +77,7 @@ class ModelState:
         #: requests and executions in flight.
         self.executing = 0
         self.executions = 0
-        self.holding = Holding(program.model, program.weight_bytes)
+        self.holding = Holding(program.model, program.weight_bytes, program.load_seconds)
         self.draining = False
         #: whether the device could not hold its weights even alone.
         self.too_large = False

@@ -77,7 +77,7 @@ class Scheduler:
         self._draining: dict[str, ModelState] = {}
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
-        self._weights = Weights(self.settings.weight_budget_bytes, self.settings.h2d_bytes_per_s)
+        self._weights = Weights(self.settings.weight_budget_bytes)
         self._loads = Loads(self._weights, self.settings.residency_factor)
         #: models that are held back for more requests, by when that ends.
         self._unripe = Ranking()
@@ -259,6 +259,9 @@ class Scheduler:
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
         self._loads.change(settings.residency_factor)
+        for model in self._models.values():
+            for lane in model.lanes.values():
+                lane.costs.alpha = settings.cost_ema_alpha
         if changed:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)

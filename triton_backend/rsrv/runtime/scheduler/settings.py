@@ -20,8 +20,6 @@ class SchedulerSettings:
     residency_factor: float = 4.0
     #: device bytes that weights may take; None: no limit.
     weight_budget_bytes: int | None = None
-    #: rate at which weights are expected to load before any load was measured; None: at once.
-    h2d_bytes_per_s: float | None = None
     #: share of a new sample in the learned cost, in (0, 1]; see `costs`.
     cost_ema_alpha: float = 0.2
     #: a sample counts at most this many times the estimate, > 1; see `costs`.
@@ -35,9 +33,8 @@ class SchedulerSettings:
         self._require("depth", self.depth >= 1, "at least 1")
         self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
         self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
-        budget, rate = self.weight_budget_bytes, self.h2d_bytes_per_s
+        budget = self.weight_budget_bytes
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
-        self._require("h2d_bytes_per_s", rate is None or rate > 0.0, "None or above 0")
         self._require("cost_ema_alpha", 0.0 < self.cost_ema_alpha <= 1.0, "in (0, 1]")
         self._require("cost_outlier_factor", self.cost_outlier_factor > 1.0, "above 1")
         self._require("cost_relax", 0.0 <= self.cost_relax <= 1.0, "in [0, 1]")

@@ -83,7 +83,7 @@ class ModelSnapshot:
     #: (variant, size) -> expected seconds of one execution, as learned.
     costs: Mapping[tuple[int, int], float]
     weight_bytes: int
-    #: completed loads of the weights, and how long the latest took.
+    #: completed loads of the weights, and how long the next one is expected to take.
     loads: int
     load_seconds: float
     #: times that the weights gave way to others.

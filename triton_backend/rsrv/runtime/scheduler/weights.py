@@ -14,9 +14,6 @@ from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights
 from rsrv.runtime.scheduler.ranking import Rank
 
-#: share of the latest load in the learned rate of loads.
-_ALPHA = 0.2
-
 _rank = attrgetter("rank")
 
 
@@ -43,7 +40,7 @@ class Holding:
         "used",
     )
 
-    def __init__(self, model: str, size: int) -> None:
+    def __init__(self, model: str, size: int, load_seconds: float) -> None:
         self.model = model
         self.bytes = size
         self.residency = Residency.ABSENT
@@ -52,8 +49,8 @@ class Holding:
         #: completed loads, and evictions other than the one at the model's end.
         self.loads = 0
         self.evictions = 0
-        #: how long the latest completed load took; 0.0 before the first.
-        self.load_seconds = 0.0
+        #: how long a load takes: as the latest one, or as the program says.
+        self.load_seconds = load_seconds
         #: when the current residency, or the load under way, began.
         self.since = 0.0
         #: when an execution on it ended last, or when it came.
@@ -63,12 +60,10 @@ class Holding:
 class Weights:
     """The weights of all models."""
 
-    __slots__ = ("_epoch", "_rate", "budget", "bytes", "loading")
+    __slots__ = ("_epoch", "budget", "bytes", "loading")
 
-    def __init__(self, budget: int | None, bytes_per_s: float | None) -> None:
+    def __init__(self, budget: int | None) -> None:
         self._epoch = 0
-        #: expected bytes per second of a load; None: at once.
-        self._rate = bytes_per_s
         #: device bytes that weights may take; None: no limit.
         self.budget = budget
         #: device bytes of all weights that are resident or on their way.
@@ -80,22 +75,16 @@ class Weights:
         """Bytes that must be freed before `size` more fit; <= 0: none."""
         return 0 if self.budget is None else self.bytes + size - self.budget
 
-    def expected_seconds(self, holding: Holding) -> float:
-        """How long a load of it takes: as the latest one, or by its bytes at the learned rate."""
-        if holding.loads:
-            return holding.load_seconds
-        return 0.0 if self._rate is None else holding.bytes / self._rate
-
     def expected_wait(self, holding: Holding, now: float) -> float:
         """Seconds until it can be resident at the earliest."""
         match holding.residency:
             case Residency.RESIDENT:
                 return 0.0
             case Residency.LOADING:
-                return max(0.0, holding.since + self.expected_seconds(holding) - now)
+                return max(0.0, holding.since + holding.load_seconds - now)
             case Residency.ABSENT:
                 ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
-                return ahead + self.expected_seconds(holding)
+                return ahead + holding.load_seconds
 
     def adopt(self, holding: Holding, now: float) -> None:
         """Weights that are on the device already."""
@@ -133,9 +122,6 @@ class Weights:
         holding.loads += 1
         holding.load_seconds = seconds
         holding.since = holding.used = now
-        if seconds > 0.0 and holding.bytes:
-            rate = holding.bytes / seconds
-            self._rate = rate if self._rate is None else self._rate + _ALPHA * (rate - self._rate)
 
     def failed(self, holding: Holding) -> None:
         """The load under way ended without weights."""

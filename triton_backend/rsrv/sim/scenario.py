@@ -31,8 +31,6 @@ class Scenario:
     programs: Mapping[str, Program]
     #: model -> relative standard deviation of its real executions from their cost.
     jitter: Mapping[str, float]
-    #: of the link; None: loads take no time.
-    h2d_bytes_per_s: float | None
     #: whether models start with their weights on the device, as far as the budget goes.
     warm: bool
     requests: Sequence[Request]
@@ -83,9 +81,7 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         problems.append(f"duration: missing: say for how many seconds requests of arrivals.{source} arrive")
     groups = _groups(file.models, problems)
     programs = {
-        name: _program(name, file.models[group], file.settings.max_queue_depth)
-        for group, names in groups.items()
-        for name in names
+        name: _program(name, file.models[group], file) for group, names in groups.items() for name in names
     }
     arrivals = file.arrivals
     recorded = [list(_read_trace(one, folder, problems)) for one in arrivals.trace]
@@ -103,14 +99,9 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         discipline=discipline,
         seed=file.seed,
         duration=file.duration,
-        settings=SchedulerSettings(
-            **section,
-            weight_budget_bytes=file.device.weight_budget_bytes,
-            h2d_bytes_per_s=file.device.h2d_bytes_per_s,
-        ),
+        settings=SchedulerSettings(**section, weight_budget_bytes=file.device.weight_budget_bytes),
         programs=programs,
         jitter={name: file.models[group].cost_jitter for group, names in groups.items() for name in names},
-        h2d_bytes_per_s=file.device.h2d_bytes_per_s,
         warm=file.device.warm,
         requests=arrivals.requests,
         recorded=recorded,
@@ -175,15 +166,17 @@ def _groups(models: Mapping[str, Model], problems: list[str]) -> dict[str, list[
     return groups
 
 
-def _program(name: str, model: Model, max_queue_depth: int) -> Program:
+def _program(name: str, model: Model, file: File) -> Program:
+    rate = file.device.h2d_bytes_per_s
     variants = model.variants or [model.cost or {}]
     return Program(
         model=name,
         costs={(index, size): cost for index, costs in enumerate(variants) for size, cost in costs.items()},
         coalesce=model.coalesce,
-        max_queue_depth=model.max_queue_depth or max_queue_depth,
+        max_queue_depth=model.max_queue_depth or file.settings.max_queue_depth,
         max_batch_rows=model.max_batch_size,
         weight_bytes=model.weight_bytes,
+        load_seconds=0.0 if rate is None else model.weight_bytes / rate,
         weight=model.weight,
         max_delay=model.max_delay_us / 1e6,
     )

@@ -255,8 +255,7 @@ class _Simulation:
         self._push(end, _FINISHED, ExecutionFinished(execute.dispatch, seconds))
 
     def _load(self, load: LoadWeights) -> None:
-        rate = self.scenario.h2d_bytes_per_s
-        seconds = 0.0 if rate is None else instant(self.scenario.programs[load.model].weight_bytes / rate)
+        seconds = instant(self.scenario.programs[load.model].load_seconds)
         start = max(self.now, self.link_free)
         self.link_free = end = instant(start + seconds)
         self.record.loads.append(Load(load.model, load.epoch, start, end))

@@ -48,7 +48,8 @@ def explain(error: Mapping[str, Any], root: type[BaseModel], raw: object) -> str
         return f"{key}: unknown key{nearest(str(path[-1]), _known(root, path[:-1]))}"
     if kind == "missing":
         return f"{key}: missing, and there is no default: give it"
-    message = error["msg"].removeprefix("Value error, ")
+    mapping = kind in ("dict_type", "model_type")
+    message = "must be a mapping" if mapping else error["msg"].removeprefix("Value error, ")
     found = repr(error["input"])
     return f"{key}: {message} (found {found if len(found) <= _LONGEST else found[:_LONGEST] + '...'})"
 

@@ -74,7 +74,8 @@ def problem(text: str, folder: Path = Path()) -> str:
             "arrivals.closed.models: there is",
         ),
         (GOOD + "arrivals: {trace: nowhere.csv}", "arrivals.trace: nowhere.csv: cannot be read"),
-        (GOOD + "arrivals: 3", "arrivals: "),
+        (GOOD + "arrivals: 3", "arrivals: must be a mapping (found 3)"),
+        (GOOD + "arrivals: {poisson: 3}", "arrivals.poisson: must be a mapping (found 3)"),
     ],
 )
 def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rsrv.runtime.scheduler.events import Outcome
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.sim.simulate import SimulationError
 from tests.unit.sim.helpers import decisions, metrics, run
 
 #: warm, so that nothing waits for weights.
@@ -265,3 +267,53 @@ def test_committed_requests_go_first(committed: bool) -> None:
     )
 
     assert (record.executions[0].execute.requests == (3,)) is committed
+
+
+def test_a_budget_evicts_who_was_used_longest_ago() -> None:
+    """Room for two of three; a model that fits nowhere is refused."""
+    text = """
+        discipline: fifo
+        device: {weight_budget_bytes: 200, h2d_bytes_per_s: 1000}
+        models:
+          m: {cost: {1: 0.001}, weight_bytes: 100, count: 3}
+          huge: {cost: {1: 0.001}, weight_bytes: 201}
+        arrivals:
+          - {t: 0, model: m-0}
+          - {t: 1, model: m-1}
+          - {t: 2, model: m-0}
+          - {t: 3, model: m-2}
+          - {t: 4, model: huge}
+        """
+
+    assert [line for line in decisions(text) if "EXECUTE" not in line] == [
+        "t=0.000000 LOAD m-0 epoch=1",
+        "t=1.000000 LOAD m-1 epoch=2",
+        "t=3.000000 EVICT m-1",
+        "t=3.000000 LOAD m-2 epoch=3",
+        "t=4.000000 REFUSE huge request=5 reason=too_large",
+    ]
+    models = metrics(text)["models"]
+    assert (models["m-1"]["evictions"], models["m-2"]["loads"], models["huge"]["refused"]) == (1, 1, 1)
+
+
+def test_edf_sheds_what_would_be_late() -> None:
+    """A deadline that cannot be met any more ends its request before the deadline."""
+    text = """
+        discipline: edf
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}}}
+        arrivals: [{t: 0, model: a}, {t: 0.001, model: a, deadline_s: 0.015}]
+        """
+
+    assert decisions(text)[1] == "t=0.001000 SHED a request=2"
+
+
+def test_requests_that_never_end_are_the_simulators_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that forgets a request, or lets time stand still, is a bug and no result."""
+    monkeypatch.setattr(Scheduler, "handle", lambda self, event, now: [])
+    with pytest.raises(SimulationError, match="1 requests never end"):
+        run(ONE + "arrivals: [{t: 0, model: a}]")
+
+    monkeypatch.setattr(Scheduler, "next_wakeup", lambda self: 0.5)
+    with pytest.raises(SimulationError, match=r"time stands still at t=0\.5"):
+        run(ONE + "arrivals: [{t: 0, model: a}]")

@@ -1,6 +1,7 @@
 """The command rsrv-sim: a scenario in, metrics, plots and decisions out."""
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 2 if the scenario or the command line is wrong or nothing can be written; 3 if the simulation is.
     """
     options = _parser().parse_args(argv)
+    collecting = gc.isenabled()
+    # Nothing of a simulation is garbage before its end, and a million requests are much to search in vain.
+    gc.disable()
+    try:
+        return _run(options)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         record = simulate(load_scenario(options.scenario))
         metrics = summarize(record)

@@ -71,6 +71,7 @@ class Model(Part):
     count: int | None = Field(
         None,
         ge=1,
+        le=100_000,
         description="This many such models, NAME-0, NAME-1, ...; in `models` of arrivals NAME means all of them.",
     )
 

@@ -13,6 +13,7 @@ from math import ceil, inf
 from random import Random
 
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from rsrv.runtime.scheduler.errors import CallerError, InvariantError
 from rsrv.runtime.scheduler.events import (
     Event,
     EvictWeights,
@@ -96,7 +97,10 @@ def simulate(scenario: Scenario) -> Record:
     Raises:
         SimulationError: the simulator or the scheduler is broken.
     """
-    return _Simulation(scenario).run()
+    try:
+        return _Simulation(scenario).run()
+    except (CallerError, InvariantError) as error:
+        raise SimulationError(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 The runtime and the generator read this; the stubs never do (they learn what they need at registration).
 """
 
-import difflib
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+
+from rsrv.explain import YamlError, explain, read_yaml
 
 
 class SettingsError(Exception):
@@ -144,15 +144,14 @@ class Settings(BaseSettings):
 def load_settings(text: str = "", source: str = "rsrv.yaml") -> Settings:
     """Settings from the file's text and the environment. Raises SettingsError."""
     try:
-        raw = YAML(typ="safe", pure=True).load(text) or {}
-    except YAMLError as error:
-        raise SettingsError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, Mapping):
-        raise SettingsError(f"{source}: must be a mapping of sections, not a {type(raw).__name__}")
+        raw = read_yaml(text, of="sections")
+    except YamlError as error:
+        raise SettingsError(f"{source}: {error}") from None
     try:
-        return Settings(**{str(key): value for key, value in raw.items()})
+        return Settings(**raw)
     except ValidationError as error:
-        raise SettingsError("\n".join(f"{source}: {_explain(e)}" for e in error.errors())) from None
+        lines = (f"{source}: {explain(one, Settings, raw)}" for one in error.errors())
+        raise SettingsError("\n".join(lines)) from None
 
 
 def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings:
@@ -167,7 +166,8 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     except ValidationError as error:
         # A few will do: explaining takes time, and whoever asks holds up a runtime.
         errors = [{**e, "loc": ("scheduler", *e["loc"])} for e in error.errors()[:10]]
-        raise SettingsError("\n".join(_explain(e) for e in errors)) from None
+        lines = (explain(e, Settings, {"scheduler": dict(changes)}) for e in errors)
+        raise SettingsError("\n".join(lines)) from None
     return settings.model_copy(update={"scheduler": section})
 
 
@@ -204,22 +204,3 @@ def _yaml(value: dict[str, Any], indent: str = "") -> str:
     yaml = YAML()
     yaml.dump(value, out)
     return "".join(f"{indent}{line}\n" for line in out.getvalue().splitlines())
-
-
-def _explain(error: Any) -> str:
-    path = [str(part) for part in error["loc"]]
-    key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], _known(path[:-1]), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(_known(path[:-1]))}"
-        return f"{key}: unknown key{hint}"
-    return f"{key}: {error['msg']} (found {error['input']!r})"
-
-
-def _known(path: list[str]) -> list[str]:
-    model: Any = Settings
-    for part in path:
-        model = ModelSection if model is Settings and part == "models" else model
-        if model is Settings:
-            model = Settings.model_fields[part].annotation
-    return list(model.model_fields)

@@ -1,0 +1,118 @@
+"""Traffic: at the rate that was asked for, reproducible, and independent of other sources."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from rsrv.sim.arrivals import Arrival, open_arrivals
+from rsrv.sim.scenario import parse_scenario
+
+MODELS = "models: {a: {cost: {1: 0.001}}, b: {cost: {1: 0.001}}, c: {cost: {1: 0.001}, count: 8}}\n"
+
+
+def arrivals(text: str, folder: Path = Path()) -> list[Arrival]:
+    return list(open_arrivals(parse_scenario(MODELS + dedent(text), folder=folder)))
+
+
+def test_poisson_keeps_rate_and_shares() -> None:
+    """4000 expected: within 4 standard deviations, as are the shares."""
+    sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 3, b: 1}}}")
+
+    assert abs(len(sent) - 4000) < 4 * 4000**0.5
+    assert abs(Counter(one.model for one in sent)["a"] - 3000) < 4 * 3000**0.5
+    assert all(0 < one.t <= 40 for one in sent)
+    assert [one.t for one in sent] == sorted(one.t for one in sent)
+
+
+def test_a_group_divides_its_share() -> None:
+    """Eight models of one entry have together what the entry was given."""
+    sent = arrivals("duration: 40\narrivals: {poisson: {rate: 100, models: {a: 1, c: 1}}}")
+
+    counts = Counter(one.model for one in sent)
+    assert abs(counts["a"] - 2000) < 4 * 2000**0.5
+    assert len(counts) == 9
+
+
+def test_start_and_stop_bound_a_source() -> None:
+    """With a stop of its own it needs no duration."""
+    sent = arrivals("arrivals: {poisson: {rate: 100, start: 2, stop: 3}}")
+
+    assert sent
+    assert all(2 < one.t <= 3 for one in sent)
+
+
+def test_zipf_falls_with_rank() -> None:
+    """With exponent 1 the first of two is twice as popular as the second."""
+    counts = Counter(
+        one.model for one in arrivals("duration: 30\narrivals: {zipf: {rate: 100, models: [b, a]}}")
+    )
+
+    assert abs(counts["b"] - 2000) < 4 * 2000**0.5
+    assert abs(counts["a"] - 1000) < 4 * 1000**0.5
+
+
+def test_zipf_may_be_shuffled() -> None:
+    """The most popular is not always the first one listed."""
+    text = "seed: {}\nduration: 3\narrivals: {{zipf: {{rate: 100, exponent: 3, models: [c], shuffle: true}}}}"
+
+    most = {
+        Counter(one.model for one in arrivals(text.format(seed))).most_common(1)[0][0] for seed in range(8)
+    }
+
+    assert len(most) > 1
+
+
+def test_bursts_come_at_regular_times() -> None:
+    """Each model gets `size` requests at each."""
+    sent = arrivals("duration: 1\narrivals: {bursts: {models: [a, b], every_s: 0.4, size: 2, start: 0.1}}")
+
+    assert [(one.t, one.model) for one in sent] == [
+        (t, model) for t in (0.1, 0.5, 0.9) for model in ("a", "a", "b", "b")
+    ]
+
+
+def test_jitter_delays_bursts() -> None:
+    """Each by less than the jitter, and in order still."""
+    sent = arrivals("duration: 10\narrivals: {bursts: {models: [a], every_s: 1, size: 1, jitter_s: 1.5}}")
+
+    times = [one.t for one in sent]
+    assert times == sorted(times)
+    assert any(abs(t - round(t)) > 0.01 for t in times)
+
+
+def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
+    """Empty cells mean the default; the path is relative to the scenario."""
+    (tmp_path / "traffic.csv").write_text(
+        "t,model,rows,deadline_s,priority\n0.2,b,,,\n0.1,a,3,0.5,1\n", encoding="utf-8"
+    )
+
+    sent = arrivals("arrivals: {trace: {path: traffic.csv, scale: 2}}", tmp_path)
+
+    assert sent == [Arrival(0.2, "a", 3, 0.5, 1), Arrival(0.4, "b", 1, None, 0)]
+    assert arrivals("arrivals: {trace: traffic.csv}", tmp_path)[0].t == 0.1
+
+
+def test_what_is_listed_after_the_duration_is_ignored() -> None:
+    """Requests at the duration itself still arrive."""
+    sent = arrivals("duration: 1\narrivals: [{t: 2, model: a}, {t: 1, model: a}, {t: 0, model: b}]")
+
+    assert [one.t for one in sent] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["zipf: {rate: 10}", "poisson: [{rate: 50, models: [a]}, {rate: 10}]", "bursts: {every_s: 1, size: 3}"],
+)
+def test_another_source_moves_no_request(more: str) -> None:
+    """Each source has a stream of random numbers of its own."""
+    alone = "poisson: {rate: 50, models: [a]}"
+    both = more if more.startswith("poisson") else f"{alone}, {more}"
+
+    def of(sources: str) -> list[float]:
+        return [one.t for one in arrivals(f"duration: 2\narrivals: {{{sources}}}")]
+
+    assert set(of(alone)) <= set(of(both))

@@ -1,0 +1,108 @@
+"""The command: files, streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rsrv.sim.cli import main
+
+GOOD = """
+discipline: fifo
+device: {warm: true}
+models: {a: {cost: {1: 0.001}}, b: {cost: {1: 0.002}}}
+arrivals: [{t: 0, model: a}, {t: 0, model: b}]
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(GOOD, encoding="utf-8")
+    return path
+
+
+def test_a_table_by_default(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And no files."""
+    assert main([str(scenario)]) == 0
+
+    out = capsys.readouterr().out
+    assert "2 requests in 0.003 s, 2 served" in out
+    assert [path.name for path in scenario.parent.iterdir()] == ["scenario.yaml"]
+
+
+def test_decisions_alone_on_stdout(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table goes to stderr."""
+    assert main([str(scenario), "--decisions"]) == 0
+
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
+        "t=0.000000 EXECUTE a size=1 rows=1 variant=0 requests=1",
+        "t=0.001000 EXECUTE b size=1 rows=1 variant=0 requests=1",
+    ]
+    assert "2 served" in captured.err
+
+
+def test_files_for_the_same_scenario_are_the_same(scenario: Path, tmp_path: Path) -> None:
+    """Byte for byte, pictures included."""
+    for out in ("one", "two"):
+        assert main([str(scenario), "--out", str(tmp_path / "deep" / out)]) == 0
+
+    one, two = (sorted((tmp_path / "deep" / out).iterdir()) for out in ("one", "two"))
+    assert [path.name for path in one] == ["latency.png", "metrics.json", "shares.png", "timeline.png"]
+    assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
+    assert json.loads(one[1].read_text())["total"]["served"] == 2
+
+
+def test_a_wrong_scenario_is_2(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of stderr says what is wrong; no traceback."""
+    scenario.write_text(GOOD.replace("model: b", "model: c"), encoding="utf-8")
+
+    assert main([str(scenario)]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"rsrv-sim: {scenario}: arrivals.1.model: there is no model 'c'")
+
+
+def test_no_scenario_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is not there, and a directory."""
+    assert main([str(tmp_path / "none.yaml")]) == 2
+    assert main([str(tmp_path)]) == 2
+
+    assert capsys.readouterr().err.count("cannot be read") == 2
+
+
+@pytest.mark.parametrize("window", ["1", "2:1", "a:b", "-1:1", "0:inf"])
+def test_a_wrong_window_is_2(window: str, scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As any wrong option."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(scenario), f"--window={window}"])
+
+    assert caught.value.code == 2
+    assert "give two rising times in seconds" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_2(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it is a file."""
+    assert main([str(scenario), "--out", str(scenario)]) == 2
+
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_are_metrics(
+    scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says how to get the pictures."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "rsrv.sim.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    assert main([str(scenario), "--out", str(tmp_path / "out")]) == 0
+
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.json"]
+    assert "pip install 'rsrv[sim]'" in capsys.readouterr().err

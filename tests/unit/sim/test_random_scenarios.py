@@ -1,0 +1,96 @@
+"""Whatever the scenario: every request ends once, and device and link do one thing at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+from ruamel.yaml.compat import StringIO
+
+from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.sim.decisions import decision_lines
+from rsrv.sim.metrics import summarize
+from rsrv.sim.naive import NAIVE
+from rsrv.sim.scenario import parse_scenario
+from rsrv.sim.simulate import simulate
+
+_seconds = st.integers(1, 40).map(lambda ms: ms / 1000)
+_model = st.fixed_dictionaries(
+    {"cost": st.dictionaries(st.sampled_from([1, 2, 8]), _seconds, min_size=1)},
+    optional={
+        "cost_jitter": st.just(0.3),
+        "weight_bytes": st.integers(0, 60),
+        "max_queue_depth": st.integers(1, 4),
+        "weight": st.sampled_from([0.5, 1.0, 4.0]),
+        "count": st.integers(1, 3),
+        "coalesce": st.booleans(),
+        "max_delay_us": st.sampled_from([0, 5000]),
+    },
+)
+_common: dict[str, st.SearchStrategy[Any]] = {
+    "rows": st.integers(0, 3),
+    "deadline_s": _seconds,
+    "priority": st.integers(0, 9),
+}
+_scenario = st.fixed_dictionaries(
+    {
+        "discipline": st.sampled_from(sorted({**DISCIPLINES, **NAIVE})),
+        "seed": st.integers(0, 3),
+        "duration": st.just(0.2),
+        "device": st.fixed_dictionaries(
+            {},
+            optional={
+                "warm": st.booleans(),
+                "h2d_bytes_per_s": st.sampled_from([1e3, 1e5]),
+                "weight_budget_bytes": st.integers(50, 200),
+            },
+        ),
+        "settings": st.fixed_dictionaries({"depth": st.integers(1, 2)}),
+        "models": st.dictionaries(st.sampled_from(["a", "b", "c"]), _model, min_size=1),
+        "arrivals": st.fixed_dictionaries(
+            {},
+            optional={
+                "poisson": st.fixed_dictionaries({"rate": st.sampled_from([50, 400])}, optional=_common),
+                "zipf": st.fixed_dictionaries(
+                    {"rate": st.just(100), "shuffle": st.booleans()}, optional=_common
+                ),
+                "bursts": st.fixed_dictionaries(
+                    {"every_s": _seconds, "size": st.integers(1, 6)}, optional=_common
+                ),
+                "closed": st.fixed_dictionaries(
+                    {"clients": st.integers(1, 3), "think_s": st.sampled_from([0.0, 0.01])}, optional=_common
+                ),
+            },
+        ),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_scenario)
+def test_random_scenarios(scenario: dict[str, Any]) -> None:
+    """From the file's text to metrics and decisions."""
+    text = StringIO()
+    YAML(typ="safe", pure=True).dump(scenario, text)
+
+    record = simulate(parse_scenario(text.getvalue()))
+
+    for sent in record.requests:
+        assert sent.outcome is not None
+        assert sent.arrived <= 0.2
+        assert (sent.started is not None) == (sent.outcome is Outcome.ANSWERED)
+        assert sent.arrived <= (sent.started or sent.arrived) <= sent.ended
+    executions = [(one.started, one.ended) for one in record.executions]
+    loads = [(one.started, one.ended) for one in record.loads]
+    for taken in (executions, loads):
+        assert all(one[1] <= other[0] for one, other in pairwise(taken))
+    served = sum(len(one.execute.requests) for one in record.executions)
+    total = summarize(record)["total"]
+    assert total["arrived"] == len(record.requests)
+    assert total["served"] == served
+    assert total["utilisation"] is None or 0.0 <= total["utilisation"] <= 1.0
+    assert len(list(decision_lines(record))) == len(record.decisions)

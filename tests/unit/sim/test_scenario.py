@@ -1,0 +1,134 @@
+"""What is wrong with a scenario is said by key, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from rsrv.sim.scenario import ScenarioError, load_scenario, parse_scenario
+
+GOOD = "models: {a: {cost: {1: 0.001}}}\n"
+SILENT = GOOD + "arrivals: []\n"
+
+
+def problem(text: str, folder: Path = Path()) -> str:
+    with pytest.raises(ScenarioError) as caught:
+        parse_scenario(dedent(text), "s.yaml", folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "s.yaml: not YAML"),
+        ("- 1", "s.yaml: must be a mapping of keys, not a list"),
+        ("", "s.yaml: models: missing"),
+        (GOOD, "s.yaml: arrivals: missing"),
+        (SILENT + "sead: 1", "s.yaml: sead: unknown key; did you mean 'seed'?"),
+        (SILENT + "zzz: 1", "zzz: unknown key; known are discipline, seed, duration"),
+        (SILENT + "duration: 0", "duration: Input should be greater than 0"),
+        (SILENT + "duration: .inf", "duration: Input should be a finite number"),
+        (SILENT + "discipline: fivo", "discipline: there is no 'fivo'; did you mean 'fifo'?"),
+        (SILENT + "device: {warmth: true}", "device.warmth: unknown key; did you mean 'warm'?"),
+        (SILENT + "device: {h2d_bytes_per_s: 0}", "device.h2d_bytes_per_s: Input should be greater than 0"),
+        (SILENT + "settings: {dept: 2}", "settings.dept: unknown key; did you mean 'depth'?"),
+        ("models: {}\narrivals: []", "models: "),
+        ("models: {a: {}}\narrivals: []", "models.a: give either cost or variants (found {})"),
+        ("models: {a: {cost: {}}}\narrivals: []", "models.a.cost: "),
+        ("models: {a: {cost: {1: 0}}}\narrivals: []", "models.a.cost.1: Input should be greater than 0"),
+        ("models: {a: {cost: {one: 1}}}\narrivals: []", "models.a.cost.one: Input should be a valid integer"),
+        (
+            "models: {a: {cost: {1: 1}, wait: 1}}\narrivals: []",
+            "models.a.wait: unknown key; did you mean 'weight'?",
+        ),
+        (
+            "models: {a: {cost: {1: 1}, count: 2}, a-1: {cost: {1: 1}}}\narrivals: []",
+            "models.a-1: 'a-1' is also one",
+        ),
+        (GOOD + "arrivals: [{t: 0, model: b}]", "arrivals.0.model: there is no model 'b' in `models`"),
+        (GOOD + "arrivals: [{t: 0, model: a, row: 2}]", "arrivals.0.row: unknown key; did you mean 'rows'?"),
+        (GOOD + "arrivals: [{model: a}]", "arrivals.0.t: missing"),
+        (GOOD + "arrivals: {poison: {rate: 1}}", "arrivals.poison: unknown key; did you mean 'poisson'?"),
+        (GOOD + "arrivals: {poisson: {rate: 1}}", "duration: missing: say for how many seconds"),
+        (GOOD + "arrivals: {closed: {clients: 1}}", "requests of arrivals.closed arrive"),
+        (GOOD + "arrivals: {poisson: {rate: -1}}", "s.yaml: arrivals.poisson.rate: Input should be greater"),
+        (GOOD + "arrivals: {poisson: {rat: 1}}", "arrivals.poisson.rat: unknown key; did you mean 'rate'?"),
+        (GOOD + "arrivals: {poisson: [{rate: 1}, {rate: -1}]}", "arrivals.poisson.1.rate: Input should be"),
+        (
+            GOOD + "duration: 1\narrivals: {poisson: {rate: 1, models: [b]}}",
+            "arrivals.poisson.models: there is no",
+        ),
+        (
+            GOOD + "duration: 1\narrivals: {poisson: {rate: 1, models: {a: 0}}}",
+            "at least one share must be above 0",
+        ),
+        (GOOD + "duration: 1\narrivals: {zipf: {rate: 1, models: [aa]}}", "in `models`; did you mean 'a'?"),
+        (
+            GOOD + "duration: 1\narrivals: {bursts: {every_s: 1, size: 1, models: [b]}}",
+            "arrivals.bursts.models: ",
+        ),
+        (
+            GOOD + "duration: 1\narrivals: {closed: {clients: 1, models: [b]}}",
+            "arrivals.closed.models: there is",
+        ),
+        (GOOD + "arrivals: {trace: nowhere.csv}", "arrivals.trace: nowhere.csv: cannot be read"),
+        (GOOD + "arrivals: 3", "arrivals: must be a mapping (found 3)"),
+        (GOOD + "arrivals: {poisson: 3}", "arrivals.poisson: must be a mapping (found 3)"),
+    ],
+)
+def test_a_wrong_scenario_is_refused_by_key(text: str, message: str) -> None:
+    """As it stands in the file."""
+    assert message in problem(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no t and no model"),
+        ("t,modle\n", "has no model"),
+        ("t,model,row\n", "unknown column 'row'; did you mean 'rows'?"),
+        ("t,model\n0,a\nsoon,a\n", "traffic.csv, line 3: t: Input should be a valid number"),
+        ("t,model\n0,b\n", "traffic.csv: there is no model 'b'"),
+        ("t,model\n,a\n", "line 2: t: missing"),
+    ],
+)
+def test_a_wrong_trace_is_refused_by_line(text: str, message: str, tmp_path: Path) -> None:
+    """With the file and what is known."""
+    (tmp_path / "traffic.csv").write_text(text, encoding="utf-8")
+
+    assert message in problem(GOOD + "arrivals: {trace: traffic.csv}", tmp_path)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    """One run of the command tells all that there is to repair."""
+    lines = problem(GOOD + "discipline: lifo\narrivals: {poisson: {rate: 1, models: [x, y]}}").splitlines()
+
+    assert len(lines) == 4
+    assert all(line.startswith("s.yaml: ") for line in lines)
+
+
+def test_a_scenario_that_is_not_there(tmp_path: Path) -> None:
+    """The message names the file."""
+    with pytest.raises(ScenarioError, match=r"none\.yaml: cannot be read"):
+        load_scenario(tmp_path / "none.yaml")
+
+
+def test_equal_models_are_numbered() -> None:
+    """A catalogue is one entry."""
+    scenario = parse_scenario("models: {m: {cost: {1: 1}, count: 3, weight_bytes: 7}}\narrivals: []")
+
+    assert list(scenario.programs) == ["m-0", "m-1", "m-2"]
+    assert scenario.programs["m-2"].weight_bytes == 7
+
+
+def test_settings_are_those_of_the_runtime() -> None:
+    """The section of rsrv.yaml, and the device's budgets."""
+    scenario = parse_scenario(
+        SILENT + "settings: {depth: 2, cost_ema_alpha: 0.5}\ndevice: {weight_budget_bytes: 9}"
+    )
+
+    settings = scenario.settings
+    assert (settings.depth, settings.cost_ema_alpha) == (2, 0.5)
+    assert settings.weight_budget_bytes == 9

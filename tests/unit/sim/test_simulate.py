@@ -1,0 +1,319 @@
+"""The device, the link and the clients around the scheduler, in scenarios computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.sim.simulate import SimulationError
+from tests.unit.sim.helpers import decisions, metrics, run
+
+#: warm, so that nothing waits for weights.
+ONE = """
+discipline: fifo
+device: {warm: true}
+models: {a: {cost: {1: 0.001, 32: 0.004}}}
+"""
+
+
+def test_31_singles_at_once_share_the_large_size() -> None:
+    """31 rows at 4 ms are cheaper than 31 executions of 1 ms; all arrive before the device is given work."""
+    text = ONE + "arrivals: [" + ", ".join(["{t: 0, model: a}"] * 31) + "]"
+
+    assert decisions(text) == ["t=0.000000 EXECUTE a size=32 rows=31 variant=0 requests=31"]
+    total = metrics(text)["total"]
+    assert (total["served"], total["makespan_s"], total["latency_p99_s"]) == (31, 0.004, 0.004)
+    assert (total["utilisation"], total["goodput"]) == (1.0, 7750.0)
+    assert (total["useful_rows"], total["padded_rows"], total["padding_ratio"]) == (31, 1, 0.03125)
+
+
+def test_two_models_take_turns_by_arrival() -> None:
+    """Under fifo the model of the oldest request goes next; waits follow from the costs."""
+    record = run(
+        """
+        discipline: fifo
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}}, b: {cost: {1: 0.002}}}
+        arrivals: [{t: 0, model: a}, {t: 0.001, model: b}, {t: 0.002, model: a}, {t: 0.003, model: b}]
+        """
+    )
+
+    times = [(one.execute.model, one.started, one.ended) for one in record.executions]
+    assert times == [("a", 0.0, 0.01), ("b", 0.01, 0.012), ("a", 0.012, 0.022), ("b", 0.022, 0.024)]
+    assert [sent.ended for sent in record.requests] == [0.01, 0.012, 0.022, 0.024]
+
+
+def test_a_deadline_that_passes_in_the_queue() -> None:
+    """The tick ends it at its deadline, while the device is still busy with another."""
+    text = """
+        discipline: fifo
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}}}
+        arrivals: [{t: 0, model: a}, {t: 0.001, model: a, deadline_s: 0.004}]
+        """
+
+    assert decisions(text)[1:] == ["t=0.005000 EXPIRE a request=2"]
+    total = metrics(text)["total"]
+    assert (total["served"], total["expired"], total["goodput_ratio"]) == (1, 1, 0.5)
+    assert total["makespan_s"] == 0.01
+
+
+def test_a_late_answer_is_served_but_not_good() -> None:
+    """It reached the device in time, and its deadline passed there."""
+    total = metrics(ONE + "arrivals: [{t: 0, model: a, deadline_s: 0.0005}]")["total"]
+
+    assert total["goodput"] == 0.0
+    assert total["served"] + total["shed"] == 1
+
+
+def test_a_full_queue_refuses() -> None:
+    """One executes, two wait, the fourth is one too many."""
+    text = """
+        discipline: fifo
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}, max_queue_depth: 2}}
+        arrivals: [{t: 0, model: a}, {t: 0.001, model: a}, {t: 0.001, model: a}, {t: 0.002, model: a}]
+        """
+
+    assert decisions(text)[1] == "t=0.002000 REFUSE a request=4 reason=queue_full"
+    assert metrics(text)["models"]["a"]["refused"] == 1
+
+
+def test_the_sections_queue_depth_is_the_models_default() -> None:
+    """As in rsrv.yaml."""
+    text = ONE + "settings: {max_queue_depth: 1}\narrivals: [{t: 0, model: a}, {t: 0, model: a}]"
+
+    assert metrics(text)["total"]["refused"] == 1
+
+
+def test_a_request_that_no_size_holds() -> None:
+    """The scheduler refuses it; the scenario is not at fault."""
+    assert decisions(ONE + "arrivals: [{t: 0.5, model: a, rows: 33}]") == [
+        "t=0.500000 REFUSE a request=1 reason=too_many_rows"
+    ]
+
+
+def test_closed_loop_clients_keep_the_device_busy() -> None:
+    """64 clients that send again at once saturate one model: every execution is full."""
+    total = metrics(ONE + "duration: 1\narrivals: {closed: {clients: 64}}")["total"]
+
+    assert (total["utilisation"], total["padding_ratio"]) == (1.0, 0.0)
+    # Two batches are in the system: one executes, one waits as long.
+    assert (total["wait_p50_s"], total["latency_p50_s"], total["goodput"]) == (0.004, 0.008, 8000.0)
+
+
+def test_a_closed_loop_client_thinks() -> None:
+    """1 ms of device, 9 ms of pause: one request in 10 ms, the last at the duration itself."""
+    record = run(ONE + "duration: 0.1\narrivals: {closed: {models: [a], clients: 1, think_s: 0.009}}")
+
+    assert [sent.arrived for sent in record.requests] == [round(0.01 * turn, 2) for turn in range(11)]
+
+
+def test_a_closed_loop_client_that_is_refused_comes_back() -> None:
+    """After the time that the refusal names; each attempt is a request of its own."""
+    record = run(
+        """
+        discipline: fifo
+        duration: 0.05
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}, max_queue_depth: 1}}
+        arrivals: {closed: {clients: 3}}
+        """
+    )
+
+    refused = [sent for sent in record.requests if sent.outcome is Outcome.REFUSED]
+    assert len(refused) >= 2
+    assert all(sent.ended == sent.arrived for sent in refused)
+    assert len(record.requests) < 40
+
+
+def test_a_closed_loop_client_whose_deadline_passes_sends_again() -> None:
+    """One has the device for 10 ms; the other's requests expire after 3 ms each, and the next follows at once."""
+    text = """
+        discipline: fifo
+        duration: 0.008
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}}}
+        arrivals: {requests: [{t: 0, model: a}], closed: {clients: 1, deadline_s: 0.003}}
+        """
+
+    ends = [(sent.arrived, sent.ended) for sent in run(text).requests if sent.outcome is Outcome.EXPIRED]
+    assert ends == [(0.0, 0.003), (0.003, 0.006), (0.006, 0.009)]
+
+
+def test_loads_take_bytes_over_rate_beside_executions() -> None:
+    """b's weights come while a executes; one link carries one load at a time."""
+    record = run(
+        """
+        discipline: fifo
+        device: {h2d_bytes_per_s: 1000}
+        models:
+          a: {cost: {1: 0.500}, weight_bytes: 100}
+          b: {cost: {1: 0.010}, weight_bytes: 200}
+        arrivals: [{t: 0, model: a}, {t: 0, model: b}]
+        """
+    )
+
+    assert [(load.model, load.started, load.ended) for load in record.loads] == [
+        ("a", 0.0, 0.1),
+        ("b", 0.1, 0.3),
+    ]
+    times = [(one.execute.model, one.started, one.ended) for one in record.executions]
+    assert times == [("a", 0.1, 0.6), ("b", 0.6, 0.61)]
+
+
+def test_a_warm_device_loads_nothing_that_fits() -> None:
+    """In listing order, as far as the budget goes."""
+    record = run(
+        """
+        device: {weight_budget_bytes: 250, warm: true}
+        models:
+          a: {cost: {1: 0.001}, weight_bytes: 100}
+          b: {cost: {1: 0.001}, weight_bytes: 100}
+        arrivals: [{t: 0, model: a}, {t: 0, model: b}]
+        """
+    )
+
+    assert (record.loads, record.evictions) == ([], [])
+
+
+def test_a_depth_of_two_executes_one_after_the_other() -> None:
+    """The second is given at once, and starts when the first ends."""
+    record = run(
+        """
+        discipline: fifo
+        device: {warm: true}
+        settings: {depth: 2}
+        models: {a: {cost: {1: 0.010}}}
+        arrivals: [{t: 0, model: a}, {t: 0, model: a}]
+        """
+    )
+
+    assert [(one.started, one.ended) for one in record.executions] == [(0.0, 0.01), (0.01, 0.02)]
+    assert [sent.started for sent in record.requests] == [0.0, 0.01]
+
+
+def test_arrivals_of_an_instant_come_before_the_end_of_an_execution() -> None:
+    """At t=4 ms the device is free and another request arrives: it shares the next execution."""
+    record = run(
+        """
+        discipline: fifo
+        device: {warm: true}
+        models: {a: {cost: {1: 0.004, 2: 0.005}}}
+        arrivals: [{t: 0, model: a}, {t: 0.001, model: a}, {t: 0.004, model: a}]
+        """
+    )
+
+    assert [one.execute.rows for one in record.executions] == [1, 2]
+
+
+def test_instants_are_equal_whatever_they_were_computed_from() -> None:
+    """0.1 + 0.2 is the same nanosecond as 0.3."""
+    record = run(
+        """
+        discipline: fifo
+        device: {warm: true}
+        models: {a: {cost: {1: 0.1}}, b: {cost: {1: 0.2, 2: 0.3}}}
+        arrivals: [{t: 0, model: a}, {t: 0.05, model: b}, {t: 0.06, model: a}, {t: 0.3, model: b}]
+        """
+    )
+
+    assert [(one.execute.model, one.started) for one in record.executions][1:3] == [("b", 0.1), ("a", 0.3)]
+    assert record.executions[1].ended == record.requests[3].arrived
+
+
+def test_the_real_cost_may_differ_from_the_given_one() -> None:
+    """The device's times scatter around the cost, and the scheduler is told the real ones."""
+    record = run(
+        """
+        discipline: fifo
+        duration: 2
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}, cost_jitter: 0.2}}
+        arrivals: {closed: {clients: 1}}
+        """
+    )
+
+    seconds = [one.ended - one.started for one in record.executions]
+    assert min(seconds) < 0.008 < sum(seconds) / len(seconds) < 0.012 < max(seconds)
+
+
+def test_variants_have_costs_of_their_own() -> None:
+    """Requests of different variants never share an execution."""
+    text = """
+        discipline: fifo
+        device: {warm: true}
+        models: {a: {variants: [{1: 0.001, 8: 0.002}, {1: 0.003, 8: 0.005}]}}
+        arrivals: [{t: 0, model: a}, {t: 0, model: a, variant: 1}, {t: 0, model: a, variant: 1}]
+        """
+
+    assert decisions(text) == [
+        "t=0.000000 EXECUTE a size=1 rows=1 variant=0 requests=1",
+        "t=0.001000 EXECUTE a size=8 rows=2 variant=1 requests=2",
+    ]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_committed_requests_go_first(committed: bool) -> None:
+    """The scenario's flags reach the scheduler."""
+    record = run(
+        f"""
+        discipline: fifo
+        device: {{warm: true}}
+        models: {{a: {{cost: {{1: 0.001}}}}}}
+        arrivals: [{{t: 0, model: a}}, {{t: 0, model: a}}, {{t: 0, model: a, committed: {committed}}}]
+        """
+    )
+
+    assert (record.executions[0].execute.requests == (3,)) is committed
+
+
+def test_a_budget_evicts_who_was_used_longest_ago() -> None:
+    """Room for two of three; a model that fits nowhere is refused."""
+    text = """
+        discipline: fifo
+        device: {weight_budget_bytes: 200, h2d_bytes_per_s: 1000}
+        models:
+          m: {cost: {1: 0.001}, weight_bytes: 100, count: 3}
+          huge: {cost: {1: 0.001}, weight_bytes: 201}
+        arrivals:
+          - {t: 0, model: m-0}
+          - {t: 1, model: m-1}
+          - {t: 2, model: m-0}
+          - {t: 3, model: m-2}
+          - {t: 4, model: huge}
+        """
+
+    assert [line for line in decisions(text) if "EXECUTE" not in line] == [
+        "t=0.000000 LOAD m-0 epoch=1",
+        "t=1.000000 LOAD m-1 epoch=2",
+        "t=3.000000 EVICT m-1",
+        "t=3.000000 LOAD m-2 epoch=3",
+        "t=4.000000 REFUSE huge request=5 reason=too_large",
+    ]
+    models = metrics(text)["models"]
+    assert (models["m-1"]["evictions"], models["m-2"]["loads"], models["huge"]["refused"]) == (1, 1, 1)
+
+
+def test_edf_sheds_what_would_be_late() -> None:
+    """A deadline that cannot be met any more ends its request before the deadline."""
+    text = """
+        discipline: edf
+        device: {warm: true}
+        models: {a: {cost: {1: 0.010}}}
+        arrivals: [{t: 0, model: a}, {t: 0.001, model: a, deadline_s: 0.015}]
+        """
+
+    assert decisions(text)[1] == "t=0.001000 SHED a request=2"
+
+
+def test_requests_that_never_end_are_the_simulators_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that forgets a request, or lets time stand still, is a bug and no result."""
+    monkeypatch.setattr(Scheduler, "handle", lambda self, event, now: [])
+    with pytest.raises(SimulationError, match="1 requests never end"):
+        run(ONE + "arrivals: [{t: 0, model: a}]")
+
+    monkeypatch.setattr(Scheduler, "next_wakeup", lambda self: 0.5)
+    with pytest.raises(SimulationError, match=r"time stands still at t=0\.5"):
+        run(ONE + "arrivals: [{t: 0, model: a}]")

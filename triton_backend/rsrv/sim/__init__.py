@@ -1,0 +1,1 @@
+"""rsrv-sim: the scheduler in virtual time, over given or generated traffic."""

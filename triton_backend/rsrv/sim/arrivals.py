@@ -1,0 +1,94 @@
+"""When which request arrives. Each source draws from a random stream of its own.
+
+So adding a source, or changing one, moves no request of another.
+"""
+
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import accumulate
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from rsrv.sim.scenario import Scenario
+from rsrv.sim.schema import Bursts, Poisson, Request, Zipf
+
+
+class Arrival(NamedTuple):
+    """A request that is about to arrive at `t`; times in seconds, `deadline_s` from then on."""
+
+    t: float
+    model: str
+    rows: int
+    deadline_s: float | None
+    priority: int
+    variant: int = 0
+    committed: bool = False
+
+
+def instant(seconds: float) -> float:
+    """The time in whole nanoseconds, so that equal instants are equal whatever they were computed from."""
+    return round(seconds, 9)
+
+
+def open_arrivals(scenario: Scenario) -> Iterator[Arrival]:
+    """All requests that come whatever happens to others, in order of time; ties in the order of the sources."""
+    end = inf if scenario.duration is None else scenario.duration
+    sources: list[Iterator[Arrival]] = [_listed(scenario.requests, end)]
+    sources += [_listed(trace, end) for trace in scenario.recorded]
+    for index, poisson in enumerate(scenario.poisson):
+        random = _stream(scenario, "poisson", index)
+        shares = poisson.models or {}
+        sources.append(_poisson(poisson, list(shares), list(shares.values()), random, end))
+    for index, zipf in enumerate(scenario.zipf):
+        random = _stream(scenario, "zipf", index)
+        models = list(zipf.models or ())
+        if zipf.shuffle:
+            random.shuffle(models)
+        weights = [rank**-zipf.exponent for rank in range(1, len(models) + 1)]
+        sources.append(_poisson(zipf, models, weights, random, end))
+    for index, bursts in enumerate(scenario.bursts):
+        sources.append(_bursts(bursts, _stream(scenario, "bursts", index), end))
+    return merge(*sources, key=lambda arrival: arrival.t)
+
+
+def _stream(scenario: Scenario, kind: str, index: int) -> Random:
+    return Random(f"{scenario.seed}/{kind}/{index}")
+
+
+def _listed(requests: Sequence[Request], end: float) -> Iterator[Arrival]:
+    for one in sorted(requests, key=lambda request: request.t):
+        t = instant(one.t)
+        if t <= end:
+            yield Arrival(t, one.model, one.rows, one.deadline_s, one.priority, one.variant, one.committed)
+
+
+def _poisson(
+    source: Poisson | Zipf, models: Sequence[str], weights: Sequence[float], random: Random, end: float
+) -> Iterator[Arrival]:
+    end = end if source.stop is None else min(end, source.stop)
+    cumulative = list(accumulate(weights))
+    last = len(models) - 1
+    t = source.start
+    while True:
+        t += random.expovariate(source.rate)
+        if t > end:
+            return
+        model = models[min(bisect(cumulative, random.random() * cumulative[-1]), last)]
+        yield Arrival(instant(t), model, source.rows, source.deadline_s, source.priority)
+
+
+def _bursts(source: Bursts, random: Random, end: float) -> Iterator[Arrival]:
+    end = end if source.stop is None else min(end, source.stop)
+    times: list[tuple[float, str]] = []
+    turn = 0
+    while (base := source.start + turn * source.every_s) <= end:
+        for model in source.models or ():
+            times.append((instant(base + source.jitter_s * random.random()), model))
+        turn += 1
+    # Bursts may overtake each other by their jitter. The sort is stable: ties stay in the order of the models.
+    times.sort(key=lambda burst: burst[0])
+    for t, model in times:
+        if t <= end:
+            yield from [Arrival(t, model, source.rows, source.deadline_s, source.priority)] * source.size

@@ -1,0 +1,34 @@
+"""What the scheduler decided, one stable line for each instruction that is no answer."""
+
+from collections.abc import Iterator
+
+from rsrv.runtime.scheduler.events import EvictWeights, Execute, Finish, Instruction, LoadWeights, Outcome
+from rsrv.sim.simulate import Record
+
+_VERBS = {
+    Outcome.SHED: "SHED",
+    Outcome.EXPIRED: "EXPIRE",
+    Outcome.REFUSED: "REFUSE",
+    Outcome.FAILED: "FAIL",
+    Outcome.CANCELLED: "CANCEL",
+}
+
+
+def decision_lines(record: Record) -> Iterator[str]:
+    """`t=<seconds> <INSTRUCTION> <model> ...`, in the order in which they were given."""
+    for t, instruction in record.decisions:
+        yield f"t={t:.6f} {_line(instruction, record)}"
+
+
+def _line(instruction: Instruction, record: Record) -> str:
+    match instruction:
+        case Execute(model=model, size=size, rows=rows, variant=variant, requests=requests):
+            return f"EXECUTE {model} size={size} rows={rows} variant={variant} requests={len(requests)}"
+        case LoadWeights(model=model, epoch=epoch):
+            return f"LOAD {model} epoch={epoch}"
+        case EvictWeights(model=model):
+            return f"EVICT {model}"
+        case Finish(request=request, outcome=outcome, reason=reason):
+            model = record.requests[request - 1].request.model
+            why = "" if reason is None else f" reason={reason.value}"
+            return f"{_VERBS[outcome]} {model} request={request}{why}"

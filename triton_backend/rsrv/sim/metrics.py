@@ -1,0 +1,215 @@
+"""What a simulation amounts to, as plain numbers.
+
+Times are seconds. A percentile is the nearest rank: the smallest value that at least that share of all
+values does not exceed, so it is one that occurred. None stands where there is no value. Floats are rounded
+to 9 decimals, so that equal simulations give equal files.
+
+**Jain's index** of x(1), ..., x(n), here device seconds / weight of each counted model, is
+
+    (sum x) ** 2 / (n * sum x ** 2)
+
+1 if all are equal, 1 / n if one has all (R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and
+Discrimination, DEC-TR-301, 1984). Device time says something about fairness only while everyone wants more
+of it than there is. So the counted models are those that had a request waiting or executing for at least a
+tenth of the makespan, and the device time is that within the moments at which all of them had one. If there
+are not two such models, or those moments are less than a twentieth of the makespan, the device is not
+contended, and the index is that of all models that had requests, over the whole run: a statement about the
+traffic, not about the scheduler. `jain_models` and `jain_seconds` say what was counted.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.sim.simulate import Record, Sent
+
+#: a model is contending if it had requests in the system for this share of the makespan.
+_CONTENDING = 0.1
+#: the device is contended if all contending models had some at once for this share of the makespan.
+_CONTENDED = 0.05
+
+#: outcome -> its name in the metrics.
+_NAMES = {
+    Outcome.ANSWERED: "served",
+    Outcome.SHED: "shed",
+    Outcome.EXPIRED: "expired",
+    Outcome.REFUSED: "refused",
+    Outcome.CANCELLED: "cancelled",
+    Outcome.FAILED: "failed",
+}
+
+Span = tuple[float, float]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over one model, or over all."""
+
+    ends: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(_NAMES, 0))
+    arrived: int = 0
+    in_time: int = 0
+    waits: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    device_seconds: float = 0.0
+    dispatches: int = 0
+    useful_rows: int = 0
+    padded_rows: int = 0
+    loads: int = 0
+    evictions: int = 0
+    #: when it had requests in the system: disjoint, ascending.
+    busy: list[Span] = field(default_factory=list)
+
+    def add(self, sent: Sent) -> None:
+        assert sent.outcome is not None
+        self.arrived += 1
+        self.ends[sent.outcome] += 1
+        if self.busy and sent.arrived <= self.busy[-1][1]:
+            self.busy[-1] = (self.busy[-1][0], max(self.busy[-1][1], sent.ended))
+        elif sent.ended > sent.arrived:
+            self.busy.append((sent.arrived, sent.ended))
+        if sent.outcome is Outcome.ANSWERED:
+            assert sent.started is not None
+            deadline = sent.request.deadline
+            self.in_time += deadline is None or sent.ended <= deadline
+            self.waits.append(sent.started - sent.arrived)
+            self.latencies.append(sent.ended - sent.arrived)
+
+    def times(self) -> dict[str, float | None]:
+        self.waits.sort()
+        self.latencies.sort()
+        return {
+            "wait_p50_s": percentile(self.waits, 0.5),
+            "wait_p99_s": percentile(self.waits, 0.99),
+            "latency_p50_s": percentile(self.latencies, 0.5),
+            "latency_p99_s": percentile(self.latencies, 0.99),
+        }
+
+
+def summarize(record: Record) -> dict[str, Any]:
+    """The metrics of a record: discipline, seed, duration, `total` and, by model, `models`."""
+    scenario = record.scenario
+    models = {name: _Tally() for name in scenario.programs}
+    total = _Tally()
+    for sent in record.requests:
+        models[sent.request.model].add(sent)
+        total.add(sent)
+    makespan = max((sent.ended for sent in record.requests), default=0.0)
+    for one in record.executions:
+        for tally in (models[one.execute.model], total):
+            tally.device_seconds += one.ended - one.started
+            tally.dispatches += 1
+            tally.useful_rows += one.execute.rows
+            tally.padded_rows += one.execute.size - one.execute.rows
+    for load in record.loads:
+        models[load.model].loads += 1
+    for model, _ in record.evictions:
+        models[model].evictions += 1
+    load_seconds = sum(load.ended - load.started for load in record.loads)
+    index, counted, seconds = _fairness(record, models, makespan)
+    by_model = {
+        name: {
+            **{label: tally.ends[outcome] for outcome, label in _NAMES.items()},
+            "arrived": tally.arrived,
+            "device_seconds": tally.device_seconds,
+            "share": _ratio(tally.device_seconds, total.device_seconds),
+            **tally.times(),
+            "dispatches": tally.dispatches,
+            "useful_rows": tally.useful_rows,
+            "padded_rows": tally.padded_rows,
+            "loads": tally.loads,
+            "evictions": tally.evictions,
+        }
+        for name, tally in models.items()
+    }
+    totals = {
+        **{label: total.ends[outcome] for outcome, label in _NAMES.items()},
+        "arrived": total.arrived,
+        "makespan_s": makespan,
+        "device_seconds": total.device_seconds,
+        "utilisation": _ratio(total.device_seconds, makespan),
+        "goodput": _ratio(total.in_time, makespan),
+        "goodput_ratio": _ratio(total.in_time, total.arrived),
+        "jain": index,
+        "jain_models": counted,
+        "jain_seconds": seconds,
+        **total.times(),
+        "dispatches": total.dispatches,
+        "useful_rows": total.useful_rows,
+        "padded_rows": total.padded_rows,
+        "padding_ratio": _ratio(total.padded_rows, total.padded_rows + total.useful_rows),
+        "loads": len(record.loads),
+        "evictions": len(record.evictions),
+        "load_seconds": load_seconds,
+        "link_utilisation": _ratio(load_seconds, makespan),
+    }
+    echo = {"discipline": scenario.discipline, "seed": scenario.seed, "duration": scenario.duration}
+    rounded: dict[str, Any] = _rounded({**echo, "total": totals, "models": by_model})
+    return rounded
+
+
+def percentile(ascending: Sequence[float], share: float) -> float | None:
+    """The nearest-rank percentile of sorted values; None if there are none."""
+    return ascending[max(1, ceil(share * len(ascending))) - 1] if ascending else None
+
+
+def jain(values: Sequence[float]) -> float | None:
+    """Jain's index; None of no values, or if all are 0."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else None
+
+
+def _fairness(
+    record: Record, models: Mapping[str, _Tally], makespan: float
+) -> tuple[float | None, int, float]:
+    """Jain's index, the number of models counted, and the seconds over which."""
+    seconds = {
+        name: 0.0 for name, tally in models.items() if _length(tally.busy) >= _CONTENDING * makespan > 0.0
+    }
+    spans = _common([models[name].busy for name in seconds])
+    if len(seconds) < 2 or _length(spans) < _CONTENDED * makespan:
+        seconds = {name: 0.0 for name, tally in models.items() if tally.arrived}
+        spans = [(0.0, makespan)]
+    at = 0
+    for one in record.executions:
+        # Executions are disjoint and ascending, as the spans are.
+        while at < len(spans) and spans[at][1] <= one.started:
+            at += 1
+        if one.execute.model in seconds:
+            here = at
+            while here < len(spans) and spans[here][0] < one.ended:
+                overlap = min(one.ended, spans[here][1]) - max(one.started, spans[here][0])
+                seconds[one.execute.model] += overlap
+                here += 1
+    values = [value / record.scenario.programs[name].weight for name, value in seconds.items()]
+    return jain(values), len(values), _length(spans)
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def _common(sets: Sequence[Sequence[Span]]) -> list[Span]:
+    """The times that lie in every one of these sets of disjoint spans."""
+    edges = [edge for spans in sets for start, end in spans for edge in ((start, 1), (end, -1))]
+    edges.sort()
+    common: list[Span] = []
+    inside = 0
+    since = 0.0
+    for t, step in edges:
+        if inside == len(sets) and t > since:
+            common.append((since, t))
+        inside += step
+        since = t
+    return common
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return round(value, 9) if isinstance(value, float) else value

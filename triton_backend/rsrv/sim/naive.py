@@ -1,0 +1,60 @@
+"""Disciplines that nobody should serve with: what the scheduler's own are compared with.
+
+Both take a model's requests in order of arrival, and know nothing of cost.
+"""
+
+from collections.abc import Callable, Mapping
+
+from rsrv.runtime.scheduler.disciplines import Candidate, Discipline, Fifo
+from rsrv.runtime.scheduler.ranking import Rank
+
+
+class StaticPriority(Fifo):
+    """The model of the greatest weight that has work, always; equal ones by arrival. The others starve."""
+
+    __slots__ = ()
+
+    def update(self, candidate: Candidate) -> None:
+        self._ranking.set(candidate.name, self.rank(candidate))
+
+    def rank(self, candidate: Candidate) -> Rank:
+        place = candidate.place
+        assert place is not None
+        return (-candidate.weight, place)
+
+
+class RoundRobin(Fifo):
+    """One execution of each model with work in turn, however long it takes.
+
+    The model whose latest execution started longest ago goes next; those that never had one go first.
+    """
+
+    __slots__ = ("_started", "_turns")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = 0
+        #: model -> number of its latest execution.
+        self._turns: dict[str, int] = {}
+
+    def update(self, candidate: Candidate) -> None:
+        self._ranking.set(candidate.name, self.rank(candidate))
+
+    def start(self, name: str, expected: float) -> None:
+        self._started += 1
+        self._turns[name] = self._started
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._turns.pop(name, None)
+
+    def rank(self, candidate: Candidate) -> Rank:
+        place = candidate.place
+        assert place is not None
+        return (self._turns.get(candidate.name, 0), place)
+
+
+NAIVE: Mapping[str, Callable[[], Discipline]] = {
+    "round_robin": RoundRobin,
+    "static_priority": StaticPriority,
+}

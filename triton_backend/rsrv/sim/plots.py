@@ -1,0 +1,217 @@
+"""Three pictures of a simulation: latency.png, shares.png and timeline.png.
+
+Figures are drawn without pyplot, so nothing is global and no display is needed. Colours are those of
+M. Okabe and K. Ito (Color Universal Design, 2008), which colour-blind people tell apart; a model has the same
+colour in all three.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.sim.simulate import Record
+
+_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_OTHERS = "#BBBBBB"
+#: on these, dark digits can be read.
+_LIGHT = ("#E69F00", "#56B4E9", "#F0E442", _OTHERS)
+_ALL = "#333333"
+#: windows of shares.png.
+_WINDOWS = 60
+#: executions that the timeline shows unless a window is given: as many as can be told apart.
+_BARS = 60
+#: most bars that are drawn at all; a window with more shows the first of them.
+_MOST_BARS = 20_000
+#: characters of a model's name in a legend.
+_NAME = 24
+
+
+def write_plots(record: Record, out: Path, window: tuple[float, float] | None = None) -> list[Path]:
+    """Writes the pictures into `out`; their paths. `window` is what timeline.png shows, in seconds."""
+    colours = _colours(record)
+    figures = {
+        "latency.png": _latency(record, colours),
+        "shares.png": _shares(record, colours),
+        "timeline.png": _timeline(record, colours, window),
+    }
+    paths = []
+    for name, figure in figures.items():
+        paths.append(out / name)
+        # Without the version of matplotlib in it: equal simulations give equal files.
+        figure.savefig(paths[-1], dpi=150, metadata={"Software": None})
+    return paths
+
+
+def _colours(record: Record) -> dict[str, str]:
+    """The models with a colour of their own, in listing order: those that took the most device time."""
+    seconds = dict.fromkeys(record.scenario.programs, 0.0)
+    for one in record.executions:
+        seconds[one.execute.model] += one.ended - one.started
+    most = sorted(seconds, key=lambda name: -seconds[name])[: len(_PALETTE)]
+    shown = [name for name in record.scenario.programs if name in set(most)]
+    return dict(zip(shown, _PALETTE, strict=False))
+
+
+def _figure(rows: int, title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(10, rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _latency(record: Record, colours: Mapping[str, str]) -> Figure:
+    figure, axes = _figure(5, f"Latency of answered requests ({record.scenario.discipline})")
+    by_model: dict[str, list[float]] = {name: [] for name in colours}
+    everyone: list[float] = []
+    for sent in record.requests:
+        if sent.outcome is Outcome.ANSWERED:
+            everyone.append(sent.ended - sent.arrived)
+            if sent.request.model in by_model:
+                by_model[sent.request.model].append(sent.ended - sent.arrived)
+    for name, latencies in by_model.items():
+        _cdf(axes, latencies, _short(name), colours[name], 1.6)
+    if len(record.scenario.programs) > 1:
+        _cdf(axes, everyone, f"all {len(record.scenario.programs)} models", _ALL, 2.4)
+    if everyone:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _legend(axes)
+    else:
+        _remark(axes, "no request was answered")
+    axes.set_ylim(0.0, 1.02)
+    axes.set_xlabel("latency in ms, from arrival to answer")
+    axes.set_ylabel("share of requests that took at most this")
+    axes.grid(visible=True, which="major", color="#E5E5E5")
+    axes.set_axisbelow(True)
+    return figure
+
+
+def _cdf(axes: Axes, latencies: Sequence[float], label: str, colour: str, width: float) -> None:
+    if not latencies:
+        return
+    values, counts = np.unique(1e3 * np.array(latencies), return_counts=True)
+    shares = np.cumsum(counts) / counts.sum()
+    # A step at each value, the first one from 0. Ten thousand steps are more than anybody sees.
+    keep = np.unique(np.linspace(0, len(values) - 1, 10_000).astype(int))
+    steps = np.concatenate([values[:1], values[keep]]), np.concatenate([[0.0], shares[keep]])
+    axes.plot(*steps, drawstyle="steps-post", label=label, color=colour, linewidth=width)
+
+
+def _shares(record: Record, colours: Mapping[str, str]) -> Figure:
+    figure, axes = _figure(5, f"Share of device time ({record.scenario.discipline})")
+    end = max((one.ended for one in record.executions), default=0.0)
+    if end:
+        edges = np.linspace(0.0, end, _WINDOWS + 1)
+        centres = (edges[:-1] + edges[1:]) / 2
+        labels = [*colours, None] if len(record.scenario.programs) > len(colours) else [*colours]
+        shares = [_busy(record, name, colours, edges) for name in labels]
+        names = [
+            f"{len(record.scenario.programs) - len(colours)} others" if n is None else _short(n)
+            for n in labels
+        ]
+        axes.stackplot(
+            # Windows as steps: drawn from edge to edge.
+            np.repeat(edges, 2)[1:-1],
+            [np.repeat(share, 2) for share in shares],
+            labels=names,
+            colors=[_OTHERS if name is None else colours[name] for name in labels],
+            linewidth=0,
+        )
+        axes.set_xlim(0.0, end)
+        axes.set_xlabel(f"time in s, in {len(centres)} windows of {end / _WINDOWS:.3g} s")
+        _legend(axes)
+    else:
+        _remark(axes, "nothing was executed")
+    axes.set_ylim(0.0, 1.0)
+    axes.set_ylabel("share of each window")
+    return figure
+
+
+def _busy(record: Record, name: str | None, colours: Mapping[str, str], edges: np.ndarray) -> np.ndarray:
+    """Share of each window in which the model (None: one without a colour) had the device."""
+    mine = [
+        (one.started, one.ended)
+        for one in record.executions
+        if one.execute.model == name or (name is None and one.execute.model not in colours)
+    ]
+    if not mine:
+        return np.zeros(len(edges) - 1)
+    # The device time up to t rises from each start to each end; between them it stands still.
+    times = np.array(mine).ravel()
+    used = np.concatenate([[0.0], np.cumsum(np.diff(times)[::2])])
+    until = np.column_stack([used[:-1], used[1:]]).ravel()
+    busy: np.ndarray = np.diff(np.interp(edges, times, until)) / np.diff(edges)
+    return busy
+
+
+def _timeline(record: Record, colours: Mapping[str, str], window: tuple[float, float] | None) -> Figure:
+    figure, axes = _figure(3, f"Device and link ({record.scenario.discipline})")
+    start, end = window or _first(record)
+    executions = [
+        (one.execute.model, one.started, one.ended, str(one.execute.rows)) for one in record.executions
+    ]
+    loads = [(load.model, load.started, load.ended, "") for load in record.loads]
+    shown: dict[str, str] = {}
+    for row, bars in ((1.0, executions), (0.0, loads)):
+        inside = [bar for bar in bars if bar[1] < end and bar[2] > start][:_MOST_BARS]
+        axes.broken_barh(
+            [(bar[1], bar[2] - bar[1]) for bar in inside],
+            (row - 0.36, 0.72),
+            facecolors=[colours.get(bar[0], _OTHERS) for bar in inside],
+            edgecolors="white",
+            linewidth=0.6 if len(inside) <= 2 * _BARS else 0.0,
+        )
+        for name, began, ended, rows in inside:
+            colour = colours.get(name, _OTHERS)
+            shown[name if name in colours else ""] = colour
+            left, right = max(began, start), min(ended, end)
+            # Rows of the execution, where there is room for the digits.
+            if (right - left) > 0.013 * len(rows) * (end - start):
+                axes.text(
+                    (left + right) / 2,
+                    row,
+                    rows,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=_ALL if colour in _LIGHT else "white",
+                )
+    axes.set_xlim(start, end)
+    axes.set_ylim(-0.6, 1.6)
+    axes.set_yticks([1.0, 0.0], ["executions", "loads"])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time in s; the number on an execution is its useful rows")
+    if shown:
+        order = [name for name in colours if name in shown] + ([""] if "" in shown else [])
+        handles = [Patch(color=shown[name], label=_short(name) or "others") for name in order]
+        _legend(axes, handles)
+    else:
+        _remark(axes, "nothing happened in this window")
+    return figure
+
+
+def _first(record: Record) -> tuple[float, float]:
+    """From the start until as much has happened as can be told apart."""
+    ends = sorted([one.ended for one in record.executions] + [load.ended for load in record.loads])
+    return (0.0, ends[min(len(ends), _BARS) - 1] or 1.0) if ends else (0.0, 1.0)
+
+
+def _legend(axes: Axes, handles: Sequence[Patch] | None = None) -> None:
+    given = {} if handles is None else {"handles": handles}
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, **given)
+
+
+def _remark(axes: Axes, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes, color=_ALL)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."

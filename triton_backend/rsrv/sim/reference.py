@@ -1,0 +1,53 @@
+"""The reference of scenario keys in docs/simulator.md, from the models that read them.
+
+`python -m rsrv.sim.reference` prints it; a test compares.
+"""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from rsrv.sim.schema import Arrivals, Bursts, Closed, Device, File, Model, Poisson, Request, Trace, Zipf
+
+#: what a table is about, and whose keys it lists.
+_TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("The file", File),
+    ("`device`", Device),
+    ("`models.NAME`", Model),
+    ("`arrivals`", Arrivals),
+    ("`arrivals.requests[]`", Request),
+    ("`arrivals.poisson`", Poisson),
+    ("`arrivals.zipf`", Zipf),
+    ("`arrivals.bursts`", Bursts),
+    ("`arrivals.closed`", Closed),
+    ("`arrivals.trace`", Trace),
+)
+
+
+def reference() -> str:
+    """Markdown: one table for each mapping of a scenario."""
+    return "\n".join(line for title, model in _TABLES for line in _table(title, model))
+
+
+def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
+    yield f"### {title}\n"
+    yield f"{' '.join((model.__doc__ or '').split())}\n"
+    yield "| key | default | meaning |"
+    yield "|---|---|---|"
+    for key, field in model.model_fields.items():
+        meaning = " ".join((field.description or "").replace("|", "\\|").split())
+        yield f"| `{key}` | {_default(field)} | {meaning} |"
+    yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is None or isinstance(field.default, BaseModel) or field.default == []:
+        return ""
+    return str(field.default).lower() if isinstance(field.default, bool) else f"{field.default:g}"
+
+
+if __name__ == "__main__":
+    print(reference())

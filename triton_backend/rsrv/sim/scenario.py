@@ -1,0 +1,211 @@
+"""A scenario: what the file says, checked as a whole and turned into what the simulation needs."""
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rsrv.explain import YamlError, explain, nearest, read_yaml
+from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from rsrv.runtime.scheduler.events import Program
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.sim.naive import NAIVE
+from rsrv.sim.schema import Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf
+
+
+class ScenarioError(Exception):
+    """The scenario cannot be run; each line of the message names the file, the key and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated. `models` of its sources name single models; `recorded` are all requests of traces."""
+
+    discipline: str
+    seed: int
+    #: seconds; None: until the last request that is listed.
+    duration: float | None
+    settings: SchedulerSettings
+    programs: Mapping[str, Program]
+    #: model -> relative standard deviation of its real executions from their cost.
+    jitter: Mapping[str, float]
+    #: whether models start with their weights on the device, as far as the budget goes.
+    warm: bool
+    requests: Sequence[Request]
+    recorded: Sequence[Sequence[Request]]
+    poisson: Sequence[Poisson]
+    zipf: Sequence[Zipf]
+    bursts: Sequence[Bursts]
+    closed: Sequence[Closed]
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Reads a scenario file and the traces it names.
+
+    Raises:
+        ScenarioError: a file cannot be read, or says what cannot be run.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path}: cannot be read: {error}") from None
+    return parse_scenario(text, str(path), path.parent)
+
+
+def parse_scenario(text: str, source: str = "scenario", folder: Path = Path()) -> Scenario:
+    """As `load_scenario`, from the file's text. `source` is its name in messages, `folder` where traces lie."""
+    try:
+        raw = read_yaml(text, of="keys")
+    except YamlError as error:
+        raise ScenarioError(f"{source}: {error}") from None
+    try:
+        file = File.model_validate(raw)
+    except ValidationError as error:
+        lines = (f"{source}: {explain(one, File, raw)}" for one in error.errors())
+        raise ScenarioError("\n".join(lines)) from None
+    problems: list[str] = []
+    scenario = _resolve(file, folder, problems)
+    if problems:
+        raise ScenarioError("\n".join(f"{source}: {problem}" for problem in problems))
+    return scenario
+
+
+def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
+    known = [*DISCIPLINES, *NAIVE]
+    discipline = file.discipline or file.settings.discipline
+    if discipline not in known:
+        problems.append(f"discipline: there is no {discipline!r}{nearest(discipline, known)}")
+    for source in file.arrivals.endless if file.duration is None else ():
+        problems.append(f"duration: missing: say for how many seconds requests of arrivals.{source} arrive")
+    groups = _groups(file.models, problems)
+    programs = {
+        name: _program(name, file.models[group], file) for group, names in groups.items() for name in names
+    }
+    arrivals = file.arrivals
+    recorded = [list(_read_trace(one, folder, problems)) for one in arrivals.trace]
+    for index, request in enumerate(arrivals.requests):
+        if request.model not in programs:
+            problems.append(f"arrivals.{index}.model: {_no_model(request.model, programs)}")
+    for trace, requests in zip(arrivals.trace, recorded, strict=True):
+        for name in dict.fromkeys(one.model for one in requests if one.model not in programs):
+            problems.append(f"arrivals.trace: {trace.path}: {_no_model(name, programs)}")
+    names = _Names(groups, programs, problems)
+    section = file.settings.model_dump(exclude={"max_queue_depth", "depth"})
+    # The simulated device gets its next execution at the very moment one ends: more than one hides nothing.
+    section |= {"discipline": discipline, "depth": file.settings.depth or 1}
+    return Scenario(
+        discipline=discipline,
+        seed=file.seed,
+        duration=file.duration,
+        settings=SchedulerSettings(**section, weight_budget_bytes=file.device.weight_budget_bytes),
+        programs=programs,
+        jitter={name: file.models[group].cost_jitter for group, names in groups.items() for name in names},
+        warm=file.device.warm,
+        requests=arrivals.requests,
+        recorded=recorded,
+        poisson=[one.model_copy(update={"models": names.shares(one.models)}) for one in arrivals.poisson],
+        zipf=[one.model_copy(update={"models": names.all(one.models, "zipf")}) for one in arrivals.zipf],
+        bursts=[
+            one.model_copy(update={"models": names.all(one.models, "bursts")}) for one in arrivals.bursts
+        ],
+        closed=[
+            one.model_copy(update={"models": names.all(one.models, "closed")}) for one in arrivals.closed
+        ],
+    )
+
+
+class _Names:
+    """What `models` of a source stands for."""
+
+    def __init__(
+        self, groups: Mapping[str, Sequence[str]], programs: Mapping[str, Program], problems: list[str]
+    ) -> None:
+        self._groups = groups
+        self._programs = programs
+        self._problems = problems
+
+    def all(self, given: Iterable[str] | None, key: str) -> list[str]:
+        """The models that are meant, each once."""
+        named = self._programs if given is None else given
+        return list(dict.fromkeys(name for one in named for name in self._of(one, key)))
+
+    def shares(self, given: Mapping[str, float] | None) -> dict[str, float]:
+        """A group of several divides its share."""
+        shares: dict[str, float] = {}
+        for one, share in (dict.fromkeys(self._programs, 1.0) if given is None else given).items():
+            names = self._of(one, "poisson")
+            for name in names:
+                shares[name] = shares.get(name, 0.0) + share / len(names)
+        return shares
+
+    def _of(self, name: str, key: str) -> Sequence[str]:
+        if name in self._groups:
+            return self._groups[name]
+        if name not in self._programs:
+            self._problems.append(
+                f"arrivals.{key}.models: {_no_model(name, [*self._groups, *self._programs])}"
+            )
+        return [name]
+
+
+def _no_model(name: str, known: Iterable[str]) -> str:
+    return f"there is no model {name!r} in `models`{nearest(name, dict.fromkeys(known))}"
+
+
+def _groups(models: Mapping[str, Model], problems: list[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for group, model in models.items():
+        names = [group] if model.count is None else [f"{group}-{index}" for index in range(model.count)]
+        for name in names:
+            if owner.setdefault(name, group) != group:
+                problems.append(f"models.{group}: {name!r} is also one of models.{owner[name]}: rename one")
+        groups[group] = names
+    return groups
+
+
+def _program(name: str, model: Model, file: File) -> Program:
+    rate = file.device.h2d_bytes_per_s
+    variants = model.variants or [model.cost or {}]
+    return Program(
+        model=name,
+        costs={(index, size): cost for index, costs in enumerate(variants) for size, cost in costs.items()},
+        coalesce=model.coalesce,
+        max_queue_depth=model.max_queue_depth or file.settings.max_queue_depth,
+        max_batch_rows=model.max_batch_size,
+        weight_bytes=model.weight_bytes,
+        load_seconds=0.0 if rate is None else model.weight_bytes / rate,
+        weight=model.weight,
+        max_delay=model.max_delay_us / 1e6,
+    )
+
+
+def _read_trace(trace: Trace, folder: Path, problems: list[str]) -> Iterator[Request]:
+    """Its requests with scaled times; complains about the first line that is wrong."""
+    about = f"arrivals.trace: {trace.path}"
+    try:
+        with (folder / trace.path).open(newline="", encoding="utf-8") as lines:
+            reader = csv.DictReader(lines, skipinitialspace=True)
+            header = list(reader.fieldnames or ())
+            missing = [name for name in ("t", "model") if name not in header]
+            unknown = [name for name in header if name not in Request.model_fields]
+            if missing:
+                problems.append(f"{about}: the header {','.join(header)!r} has no {' and no '.join(missing)}")
+                return
+            if unknown:
+                hint = nearest(unknown[0], Request.model_fields)
+                problems.append(f"{about}: unknown column {unknown[0]!r}{hint}")
+                return
+            for row in reader:
+                given = {key: value for key, value in row.items() if value not in ("", None)}
+                try:
+                    request = Request.model_validate(given)
+                except ValidationError as error:
+                    wrong = explain(error.errors()[0], Request, given)
+                    problems.append(f"{about}, line {reader.line_num}: {wrong}")
+                    return
+                yield request.model_copy(update={"t": request.t * trace.scale})
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        problems.append(f"{about}: cannot be read: {error}")

@@ -1,0 +1,234 @@
+"""The keys of a scenario file: typed, with what they mean. `scenario` reads the file and checks it as a whole."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from rsrv.settings import SchedulerSection
+
+
+class Part(BaseModel):
+    """A mapping in the file; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+#: compiled size -> seconds of one execution.
+Costs = Annotated[
+    dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]],
+    Field(min_length=1),
+]
+
+
+class Device(Part):
+    """The device and its link to the host."""
+
+    weight_budget_bytes: int | None = Field(
+        None, ge=0, description="Device bytes that weights may take; absent: no limit."
+    )
+    h2d_bytes_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="Rate at which weights come to the device, one load at a time; absent: at once.",
+    )
+    warm: bool = Field(
+        False,
+        description="Start with the weights of each model, in listing order, that the budget still has room for. "
+        "Otherwise all start on the host.",
+    )
+
+
+class Model(Part):
+    """One model, or `count` equal ones."""
+
+    cost: Costs | None = Field(
+        None, description="Compiled size: seconds of one execution. Required, unless there are `variants`."
+    )
+    variants: list[Costs] | None = Field(
+        None,
+        min_length=1,
+        description="Instead of `cost`: one such mapping for each compiled input-shape variant.",
+    )
+    cost_jitter: float = Field(
+        0.0,
+        ge=0,
+        description="Relative standard deviation of real executions from the cost, which the scheduler has to learn. "
+        "None is shorter than a tenth of it.",
+    )
+    weight_bytes: int = Field(0, ge=0, description="Bytes of its weights.")
+    weight: float = Field(1.0, gt=0, description="Its share of device time relative to other models.")
+    max_batch_size: int | None = Field(
+        None, ge=1, description="Most useful rows in one execution; absent: the largest compiled size."
+    )
+    max_queue_depth: int | None = Field(
+        None, ge=1, description="Requests that may wait; absent: as `settings.max_queue_depth`."
+    )
+    max_delay_us: float = Field(
+        0.0, ge=0, description="Longest time a request is held back for others to join it, in us."
+    )
+    coalesce: bool = Field(True, description="Whether requests may share an execution.")
+    count: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description="This many such models, NAME-0, NAME-1, ...; in `models` of arrivals NAME means all of them.",
+    )
+
+    @model_validator(mode="after")
+    def _one_kind_of_cost(self) -> "Model":
+        if (self.cost is None) == (self.variants is None):
+            raise ValueError("give either cost or variants")
+        return self
+
+
+class Request(Part):
+    """One request, as in a list of arrivals or a line of a trace."""
+
+    t: float = Field(ge=0, description="When it arrives, in seconds from the start.")
+    model: str = Field(description="Its model.")
+    rows: int = Field(1, ge=0, description="Rows along the batch axis.")
+    deadline_s: float | None = Field(
+        None, description="Deadline, in seconds after its arrival; absent: it waits for ever."
+    )
+    priority: int = Field(0, ge=0, description="1 is the most urgent; 0 means the scheduler's default level.")
+    variant: int = Field(0, ge=0, description="Index in the model's `variants`.")
+    committed: bool = Field(False, description="A sub-call of a running meta model: goes first.")
+
+
+def _shares(models: object) -> object:
+    return dict.fromkeys(models, 1.0) if isinstance(models, list) else models
+
+
+class _Source(Part):
+    rows: int = Field(1, ge=0, description="Rows of each request.")
+    deadline_s: float | None = Field(
+        None, gt=0, description="Deadline of each, in seconds after its arrival."
+    )
+    priority: int = Field(0, ge=0, description="Priority of each.")
+
+
+class _Open(_Source):
+    start: float = Field(0.0, ge=0, description="When it starts, in seconds.")
+    stop: float | None = Field(None, ge=0, description="When it stops; absent: at `duration`.")
+
+
+class Poisson(_Open):
+    """Independent requests at a constant mean rate."""
+
+    rate: float = Field(gt=0, description="Requests per second, of all its models together.")
+    models: Annotated[dict[str, Annotated[float, Field(ge=0)]], BeforeValidator(_shares)] | None = Field(
+        None,
+        min_length=1,
+        description="A list of models with equal shares of the rate, or {NAME: share}; absent: all models.",
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> "Poisson":
+        if self.models and not sum(self.models.values()):
+            raise ValueError("models: at least one share must be above 0")
+        return self
+
+
+class Zipf(_Open):
+    """Poisson arrivals over models of falling popularity: the k-th gets a share proportional to k ** -exponent."""
+
+    rate: float = Field(gt=0, description="Requests per second, of all its models together.")
+    models: list[str] | None = Field(
+        None, min_length=1, description="The models, most popular first; absent: all, in listing order."
+    )
+    exponent: float = Field(1.0, ge=0, description="How steeply popularity falls; 0: all are equal.")
+    shuffle: bool = Field(False, description="Popularity in a random order of the models (seeded).")
+
+
+class Bursts(_Open):
+    """Groups of requests at one instant, at regular times."""
+
+    models: list[str] | None = Field(None, min_length=1, description="The models; absent: all.")
+    every_s: float = Field(gt=0, description="Time from one burst of a model to its next.")
+    size: int = Field(ge=1, description="Requests of each model in one burst.")
+    jitter_s: float = Field(0.0, ge=0, description="Each burst comes up to this much later, uniformly.")
+
+
+class Closed(_Source):
+    """Clients that send their next request when the last one has ended.
+
+    One that was turned away at once is sent again after the time that the refusal names, or 1 ms; each
+    attempt counts as a request.
+    """
+
+    models: list[str] | None = Field(None, min_length=1, description="The models; absent: all.")
+    clients: int = Field(ge=1, description="Clients of each model; all send first at time 0.")
+    think_s: float = Field(0.0, ge=0, description="Pause between the end of a request and the next.")
+
+
+class Trace(Part):
+    """Recorded requests: a CSV with the header t,model and any of rows,deadline_s,priority,variant,committed."""
+
+    path: str = Field(description="The file, relative to the scenario.")
+    scale: float = Field(1.0, gt=0, description="Multiplies all t.")
+
+
+def _listed(one: object) -> object:
+    return one if isinstance(one, list) else [one]
+
+
+def _traces(given: object) -> object:
+    return [
+        {"path": one} if isinstance(one, str) else one
+        for one in (given if isinstance(given, list) else [given])
+    ]
+
+
+_Several = BeforeValidator(_listed)
+
+
+class Arrivals(Part):
+    """Each source is one mapping, or a list of them. A plain list of requests is short for `requests`."""
+
+    requests: list[Request] = Field([], description="Single requests, in any order.")
+    poisson: Annotated[list[Poisson], _Several] = Field([], description=str(Poisson.__doc__))
+    zipf: Annotated[list[Zipf], _Several] = Field([], description=str(Zipf.__doc__))
+    bursts: Annotated[list[Bursts], _Several] = Field([], description=str(Bursts.__doc__))
+    closed: Annotated[list[Closed], _Several] = Field([], description=str(Closed.__doc__).splitlines()[0])
+    trace: Annotated[list[Trace], BeforeValidator(_traces)] = Field(
+        [], description=f"{Trace.__doc__} A path alone will do."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_list(cls, given: Any) -> Any:
+        return {"requests": given} if isinstance(given, list) else given
+
+    @property
+    def endless(self) -> list[str]:
+        """The keys of sources that only the scenario's duration ends."""
+        sources: dict[str, Iterable[Poisson | Zipf | Bursts]]
+        sources = {"poisson": self.poisson, "zipf": self.zipf, "bursts": self.bursts}
+        endless = [key for key, those in sources.items() if any(one.stop is None for one in those)]
+        return endless + (["closed"] if self.closed else [])
+
+
+class File(Part):
+    """All of a scenario file."""
+
+    discipline: str | None = Field(
+        None,
+        description="Which model goes next: one of the scheduler's disciplines, or of the simulator's own "
+        "(round_robin, static_priority); wins over `settings.discipline`.",
+    )
+    seed: int = Field(
+        0, description="Of everything random. Equal scenarios with equal seeds give equal results."
+    )
+    duration: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds in which requests arrive; what waits then is still served. Required with arrivals that "
+        "do not end by themselves.",
+    )
+    device: Device = Field(Device(), description=str(Device.__doc__))
+    settings: SchedulerSection = Field(
+        SchedulerSection(), description="The section `scheduler` of rsrv.yaml."
+    )
+    models: dict[str, Model] = Field(min_length=1, description="The models by name, in listing order.")
+    arrivals: Arrivals = Field(description="The traffic.")

@@ -1,0 +1,78 @@
+"""The metrics as text for people."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+#: models that get a line of their own.
+_SHOWN = 20
+
+
+def table(metrics: dict[str, Any]) -> str:
+    """A summary, and the models that took the most device time."""
+    total = metrics["total"]
+    ends = ("served", "shed", "expired", "refused", "cancelled", "failed")
+    ended = ", ".join(f"{total[end]} {end}" for end in ends if total[end] or end == "served")
+    echo = f"{metrics['discipline']}, seed {metrics['seed']}"
+    good = f"{_number(total['goodput'])}/s ({_percent(total['goodput_ratio'])})"
+    over = f"{total['jain_models']} models, {_number(total['jain_seconds'])} s"
+    loads = f"{total['loads']} loads ({_number(total['load_seconds'])} s)"
+    lines = [
+        f"{echo}: {total['arrived']} requests in {total['makespan_s']:.6g} s, {ended}",
+        f"device busy {_percent(total['utilisation'])}, goodput {good}, Jain {_number(total['jain'])} ({over})",
+        f"{total['dispatches']} executions, padding {_percent(total['padding_ratio'])}, {loads}, "
+        + f"{total['evictions']} evictions",
+        "",
+    ]
+    head = (
+        "model",
+        "served",
+        "shed",
+        "expired",
+        "refused",
+        "share",
+        "wait p50",
+        "p99",
+        "latency p50",
+        "p99",
+        "loads",
+    )
+    models = sorted(metrics["models"].items(), key=lambda item: -item[1]["device_seconds"])
+    rows = [_row(name, model) for name, model in models[:_SHOWN]]
+    lines += _align([head, *rows, _row("all", total | {"share": None})])
+    if len(models) > _SHOWN:
+        lines.append(f"(and {len(models) - _SHOWN} models that took less device time)")
+    return "\n".join(lines)
+
+
+def _row(name: str, of: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        *(str(of[end]) for end in ("served", "shed", "expired", "refused")),
+        _percent(of["share"]),
+        *(_seconds(of[key]) for key in ("wait_p50_s", "wait_p99_s", "latency_p50_s", "latency_p99_s")),
+        str(of["loads"]),
+    )
+
+
+def _align(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join([first.strip().ljust(widths[0]), *rest])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value * scale >= 1.0:
+            return f"{value * scale:.4g} {unit}"
+    return f"{value * 1e6:.4g} us"

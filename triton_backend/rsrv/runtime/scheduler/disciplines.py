@@ -38,10 +38,6 @@ class Candidate(Protocol):
     def turn_seconds(self) -> float:
         """Expected cost of its next execution."""
 
-    @property
-    def claim_seconds(self) -> float:
-        """Device time that it may claim back, at most, for having waited for its weights."""
-
 
 class Discipline(Protocol):
     """The order in which models get the device."""

@@ -23,7 +23,9 @@ work (the tests hold it to this):
 
 A model that runs out of work while it owes device time stays in the mean until V has passed its start:
 otherwise it could drop the debt by pausing. One that is owed something forgoes it: idle models save no
-credit. When nobody has work all debts end, for nobody waits for them.
+credit. When nobody has work all debts end, for nobody waits for them. A model with work whose weights are
+elsewhere is not in the mean, but keeps its lag, and takes it up again when they have come: so models that
+take turns on the device share it by weight too.
 
 Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
 for the model then is not eligible; so low priorities wait for at most one execution of each other model.
@@ -105,13 +107,9 @@ class Fair:
         if account.present:
             self._owing.discard(name)
         else:
-            start = account.start
-            if account.asked is not None:
-                # What it missed while its weights were elsewhere, within bounds.
-                start = max(account.asked, self._clock - candidate.claim_seconds / account.weight)
-            elif start < self._clock:
-                start = self._clock
-            self._enter(account, start)
+            # What it missed while its weights were elsewhere it may claim back, and nothing else.
+            asked = account.asked
+            self._enter(account, max(account.start, self._clock) if asked is None else asked)
         account.asked = None
         rank = self.rank(candidate)
         if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:

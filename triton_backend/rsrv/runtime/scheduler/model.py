@@ -42,7 +42,6 @@ class ModelState:
 
     __slots__ = (
         "backlog_seconds",
-        "claim_seconds",
         "counts",
         "device_seconds",
         "dispatches",
@@ -81,8 +80,6 @@ class ModelState:
         self.draining = False
         #: whether the device could not hold its weights even alone.
         self.too_large = False
-        #: device time that it may claim back after waiting for its weights; see `Candidate`.
-        self.claim_seconds = 0.0
         # The next five are derived from the lanes and costs by `recount`.
         #: the lane whose front request is first in the order of service, and where that stands.
         self.front: Lane | None = None

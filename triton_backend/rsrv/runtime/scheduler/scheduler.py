@@ -10,9 +10,9 @@ Each event is handled in four steps:
 2. take it in: requests are queued or refused, executions and loads end;
 3. expire: queued requests whose deadline is `now` or earlier end; if the discipline sheds, so do those
    that could not be answered in time any more even if they were next;
-4. give work: while fewer than `depth` executions are in flight, the discipline chooses among the
-   resident models with work, and `plan_batch` among its waiting requests; then, while no load is under
-   way, `Loads` chooses among those whose weights are absent.
+4. give work: while no load is under way, `Loads` chooses among the models with work whose weights are
+   absent; while fewer than `depth` executions are in flight, the discipline chooses among the resident
+   ones, and `plan_batch` among the chosen one's waiting requests.
 
 So a request that is expired or cancelled never reaches the device, and a model whose weights are on
 their way delays nobody else.
@@ -124,9 +124,9 @@ class Scheduler:
         self._settle(now)
         if self._discipline.sheds:
             self._shed(now, out)
-        self._dispatch(now, out)
-        if self._loads.cold:
+        if self._loads.pending:
             self._load(event, now, out)
+        self._dispatch(now, out)
         self._now = now
         return out
 
@@ -379,7 +379,6 @@ class Scheduler:
             return
         match model.holding.residency:
             case Residency.RESIDENT if model.ripe <= now:
-                model.claim_seconds = self._loads.claim_seconds(model)
                 discipline.update(model)
             case Residency.RESIDENT:
                 discipline.wait(model)
@@ -416,6 +415,8 @@ class Scheduler:
             ready = max(free, now + self._weights.expected_wait(model.holding, now))
             if ready > latest + _SLACK:
                 self._queues.shed(entry, lane, now, out)
+                if free <= latest + _SLACK:
+                    self._loads.missed(model)
             else:
                 later.append((entry, latest))
         for entry, latest in later:

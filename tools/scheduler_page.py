@@ -1,0 +1,366 @@
+"""Makes the tables and plots of docs/scheduler.md: the simulator's scenarios under every discipline.
+
+    python tools/scheduler_page.py     # rewrites the tables in the page and docs/images/scheduler-*.png
+
+A table stands in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equal code gives equal tables, which a test
+holds the page to; equal code and equal versions of matplotlib give equal pictures, byte for byte.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from pydantic import BaseModel
+
+from rsrv.runtime.scheduler.coalesce import plan_batch
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.settings import CHANGEABLE, ModelSection, RuntimeSection, SchedulerSection
+from rsrv.sim.metrics import percentile, summarize
+from rsrv.sim.scenario import Scenario, load_scenario
+from rsrv.sim.simulate import Execution, Record, Sent, simulate
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "scheduler.md"
+IMAGES = DOCS / "images"
+
+#: scheduler -> how it is drawn. The colours are M. Okabe and K. Ito's, which colour-blind people tell apart; fifo's
+#: wider line shows from behind edf's, which is the same where nobody has a deadline.
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "fair": {"color": "#0072B2", "linewidth": 1.8},
+    "fifo": {"color": "#E69F00", "linewidth": 3.6},
+    "edf": {"color": "#009E73", "linewidth": 1.5},
+    "round_robin": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": (0, (5, 2))},
+    "static_priority": {"color": "#333333", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
+}
+#: of the hog's picture: the hog and the small ones, dark to light.
+GREYS = ("#333333", "#777777", "#AAAAAA", "#DDDDDD")
+#: requests per second of equals.yaml.
+RATES = (200, 300, 500, 800)
+#: compiled size -> ms, and requests of one row: the example of coalescing.
+COALESCING = {1: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}
+SINGLES = 31
+
+
+class Run:
+    """One scenario under one scheduler."""
+
+    def __init__(self, scenario: Scenario, discipline: str) -> None:
+        settings = replace(scenario.settings, discipline=discipline)
+        self.record: Record = simulate(replace(scenario, discipline=discipline, settings=settings))
+
+    @cached_property
+    def total(self) -> dict[str, Any]:
+        total: dict[str, Any] = summarize(self.record)["total"]
+        return total
+
+    def sent(self, group: str = "", dated: bool | None = None) -> list[Sent]:
+        """The requests to a group of models ("": all), with a deadline or without (None: both)."""
+        return [
+            one
+            for one in self.record.requests
+            if group in ("", _group(one.request.model))
+            and dated in (None, one.request.deadline is not None)
+        ]
+
+    def executions(self, group: str) -> list[Execution]:
+        return [one for one in self.record.executions if _group(one.execute.model) == group]
+
+    def in_time(self, group: str) -> float:
+        """Of its requests with a deadline, the share that was answered by then."""
+        sent = self.sent(group, dated=True)
+        return sum(map(_in_time, sent)) / len(sent)
+
+    def latency(self, share: float, group: str = "", dated: bool | None = None) -> float:
+        return percentile(_latencies(self.sent(group, dated)), share) or 0.0
+
+    def device_seconds(self, group: str) -> float:
+        return sum(one.ended - one.started for one in self.executions(group))
+
+    def rows(self, *groups: str) -> float:
+        """Rows of an execution, on average."""
+        rows = [one.execute.rows for group in groups for one in self.executions(group)]
+        return sum(rows) / len(rows)
+
+
+def _group(model: str) -> str:
+    return model.partition("-")[0]
+
+
+def _in_time(sent: Sent) -> bool:
+    return sent.outcome is Outcome.ANSWERED and sent.ended <= (sent.request.deadline or float("inf"))
+
+
+def _latencies(sent: Sequence[Sent]) -> list[float]:
+    return sorted(one.ended - one.arrived for one in sent if one.outcome is Outcome.ANSWERED)
+
+
+# --- tables --------------------------------------------------------------------------------------------------
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _ms(value: float) -> str:
+    return f"{1e3 * value:.0f} ms"
+
+
+def _per_second(value: float) -> str:
+    return f"{value:.0f} /s"
+
+
+def _rows(value: float) -> str:
+    return f"{value:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of a run; `better` is 1 if more of it is better, -1 if less is, 0 if neither."""
+
+    title: str
+    better: int
+    format: Callable[[float], str]
+    value: Callable[[Run], float]
+
+
+#: scenario -> the columns of its table.
+COLUMNS: Mapping[str, Sequence[Column]] = {
+    "zipf": (
+        Column("in time: `vision`", 1, _percent, lambda run: run.in_time("vision")),
+        Column("`encoder`", 1, _percent, lambda run: run.in_time("encoder")),
+        Column("`large`", 1, _percent, lambda run: run.in_time("large")),
+        Column("latency p50", -1, _ms, lambda run: run.latency(0.5, dated=True)),
+        Column("crawler p50", -1, _ms, lambda run: run.latency(0.5, dated=False)),
+        Column("crawler p99", -1, _ms, lambda run: run.latency(0.99, dated=False)),
+        Column("loads", 0, _per_second, lambda run: run.total["loads"] / run.total["makespan_s"]),
+        Column("link busy", 0, _percent, lambda run: run.total["link_utilisation"]),
+    ),
+    "bursts": (
+        Column("in time: `chat`", 1, _percent, lambda run: run.in_time("chat")),
+        Column("`search`", 1, _percent, lambda run: run.in_time("search")),
+        Column("`report` p50", -1, _ms, lambda run: run.latency(0.5, "report")),
+        Column("`report` p99", -1, _ms, lambda run: run.latency(0.99, "report")),
+        Column("ended unanswered", -1, str, lambda run: run.total["shed"] + run.total["expired"]),
+        Column("rows an execution: `search`", 0, _rows, lambda run: run.rows("search")),
+        Column("`report`", 0, _rows, lambda run: run.rows("report")),
+        Column("device busy", 0, _percent, lambda run: run.total["utilisation"]),
+    ),
+    "hog": (
+        Column("`quick` p50", -1, _ms, lambda run: run.latency(0.5, "quick")),
+        Column("p99", -1, _ms, lambda run: run.latency(0.99, "quick")),
+        Column("`middle` p99", -1, _ms, lambda run: run.latency(0.99, "middle")),
+        Column("`slow` p50", -1, _ms, lambda run: run.latency(0.5, "slow")),
+        Column("p99", -1, _ms, lambda run: run.latency(0.99, "slow")),
+        Column(
+            "`hog` served", 1, _per_second, lambda run: len(run.sent("hog")) / run.total["makespan_s"]
+        ),
+        Column("rows an execution, small ones", 0, _rows, lambda run: run.rows("quick", "middle", "slow")),
+    ),
+}
+
+
+def scenario(name: str) -> Scenario:
+    return load_scenario(DOCS / "scenarios" / f"{name}.yaml")
+
+
+def runs(name: str) -> dict[str, Run]:
+    """A scenario under each scheduler."""
+    return {discipline: Run(scenario(name), discipline) for discipline in STYLES}
+
+
+def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
+    """All of the page's, by name. `compared` is scenario -> scheduler -> run."""
+    return {
+        "coalescing": _table(_coalescing()),
+        "settings": _table(_settings()),
+        **{name: _table(_comparison(name, those)) for name, those in compared.items()},
+        "equals": _table(_equals()),
+    }
+
+
+def _table(rows: Iterator[Sequence[str]]) -> str:
+    first, *rest = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([first, "|---" * (first.count(" | ") + 1) + "|", *rest])
+
+
+def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
+    """The best of each column in bold, the worst in italics."""
+    columns = COLUMNS[name]
+    yield ("scheduler", *(column.title for column in columns))
+    values = {key: [column.value(run) for column in columns] for key, run in those.items()}
+    for key, own in values.items():
+        cells = []
+        for index, column in enumerate(columns):
+            cell = column.format(own[index])
+            every = sorted((one[index] for one in values.values()), reverse=column.better > 0)
+            if column.better and cell == column.format(every[0]):
+                cell = f"**{cell}**"
+            elif column.better and cell == column.format(every[-1]):
+                cell = f"*{cell}*"
+            cells.append(cell)
+        yield (f"`{key}`", *cells)
+
+
+def _equals() -> Iterator[Sequence[str]]:
+    """Naive round robin stands for the like of it; static priority would be fifo among equals."""
+    shown = ("fair", "fifo", "round_robin")
+    yield (
+        "requests /s",
+        *(f"`{key}`: rows an execution" if key == shown[0] else f"`{key}`" for key in shown),
+        *(f"`{key}`: latency p50, p99" if key == shown[0] else f"`{key}`" for key in shown),
+    )
+    base = scenario("equals")
+    for rate in RATES:
+        at = replace(base, poisson=[one.model_copy(update={"rate": rate}) for one in base.poisson])
+        own = [Run(at, key) for key in shown]
+        yield (
+            str(rate),
+            *(_rows(run.rows("model")) for run in own),
+            *(f"{_ms(run.latency(0.5))}, {_ms(run.latency(0.99))}" for run in own),
+        )
+
+
+def _coalescing() -> Iterator[Sequence[str]]:
+    """The plans for SINGLES waiting requests, and for what each leaves."""
+    yield ("waiting", *(f"size {size}, {ms:g} ms" for size, ms in COALESCING.items()), "taken")
+    waiting, total = SINGLES, 0.0
+    while waiting:
+        batch = plan_batch([1] * waiting, [*COALESCING], [*COALESCING.values()])
+        each = (
+            f"{ms:g} / {min(size, waiting)} = {ms / min(size, waiting):.2f}"
+            for size, ms in COALESCING.items()
+        )
+        cells = [
+            f"**{cell}**" if size == batch.size else cell
+            for size, cell in zip(COALESCING, each, strict=True)
+        ]
+        total += batch.seconds
+        yield (str(waiting), *cells, f"{batch.rows} at size {batch.size}; {total:g} ms so far")
+        waiting -= batch.rows
+
+
+def _settings() -> Iterator[Sequence[str]]:
+    yield ("key", "default", "while it runs", "meaning")
+    sections: tuple[tuple[str, type[BaseModel], Sequence[str]], ...] = (
+        ("scheduler", SchedulerSection, tuple(SchedulerSection.model_fields)),
+        ("runtime", RuntimeSection, ("weight_budget_bytes",)),
+        ("models.NAME", ModelSection, tuple(ModelSection.model_fields)),
+    )
+    for section, model, keys in sections:
+        for key in keys:
+            field = model.model_fields[key]
+            default = "null" if field.default is None else str(field.default)
+            yes = "yes" if section == "scheduler" and key in CHANGEABLE else ""
+            yield (f"`{section}.{key}`", default, yes, field.description or "")
+
+
+def rewrite(page: str, made: Mapping[str, str]) -> str:
+    """The page with these tables in place of those it has.
+
+    Raises:
+        ValueError: the page has no place for one of them, or several.
+    """
+    for name, table in made.items():
+        pattern = rf"(<!-- {name} -->\n\n).*?(\n\n<!-- end {name} -->)"
+        page, count = re.subn(pattern, lambda m, t=table: m[1] + t + m[2], page, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"the page has {count} places for the table {name!r}: it takes one")
+    return page
+
+
+# --- pictures ------------------------------------------------------------------------------------------------
+
+
+def pictures(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, Figure]:
+    """One for each scenario, by file name."""
+    return {
+        "scheduler-zipf.png": _deadlines(
+            compared["zipf"], "People: requests with a deadline", "The crawler: requests without one"
+        ),
+        "scheduler-bursts.png": _deadlines(
+            compared["bursts"], "Chat and search: requests with a deadline", "Reports: requests without one"
+        ),
+        "scheduler-hog.png": _hog(compared["hog"]),
+    }
+
+
+def _deadlines(those: Mapping[str, Run], dated: str, others: str) -> Figure:
+    figure, (left, right) = _figure()
+    for key, run in those.items():
+        _cdf(left, key, run.sent(dated=True))
+        _cdf(right, key, run.sent(dated=False))
+    _title(left, dated)
+    _title(right, others)
+    return _finish(figure, left)
+
+
+def _hog(those: Mapping[str, Run]) -> Figure:
+    figure, (left, right) = _figure()
+    for key, run in those.items():
+        _cdf(left, key, [one for one in run.sent() if one.request.model != "hog"])
+    start = np.zeros(len(those))
+    for grey, group in zip(GREYS, ("hog", "slow", "middle", "quick"), strict=True):
+        seconds = [run.device_seconds(group) / run.total["makespan_s"] for run in those.values()]
+        right.barh([*those], [100 * one for one in seconds], left=start, color=grey, label=group, height=0.7)
+        start = start + 100 * np.array(seconds)
+    right.invert_yaxis()
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=4, frameon=False)
+    _title(left, "Requests to the 30 small models")
+    _title(right, "Who has the device", "share of the time, %", "")
+    right.grid(visible=False, axis="y")
+    return _finish(figure, left)
+
+
+def _figure() -> tuple[Figure, tuple[Axes, Axes]]:
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, color="#E5E5E5")
+        axes.set_axisbelow(True)
+    return figure, (left, right)
+
+
+def _title(axes: Axes, title: str, x: str = "latency, ms", y: str = "answered within this, %") -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+
+
+def _cdf(axes: Axes, key: str, sent: Sequence[Sent]) -> None:
+    """Requests that were not answered are answered never: the curve ends below 100 %."""
+    latencies = _latencies(sent)
+    shares = 100 * np.arange(1, len(latencies) + 1) / len(sent)
+    axes.plot(1e3 * np.array(latencies), shares, label=key, **STYLES[key])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(0.0, 102.0)
+
+
+def _finish(figure: Figure, labelled: Axes) -> Figure:
+    handles, labels = labelled.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    return figure
+
+
+def main() -> None:
+    """Makes everything anew."""
+    compared = {name: runs(name) for name in COLUMNS}
+    PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), tables(compared)), encoding="utf-8")
+    IMAGES.mkdir(exist_ok=True)
+    for name, figure in pictures(compared).items():
+        # Without matplotlib's version in it.
+        figure.savefig(IMAGES / name, dpi=100, metadata={"Software": None})
+        print(f"{name}: {(IMAGES / name).stat().st_size / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

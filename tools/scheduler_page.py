@@ -6,7 +6,6 @@ A table stands in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equa
 holds the page to; equal code and equal versions of matplotlib give equal pictures, byte for byte.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,8 +40,6 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 #: of the hog's picture: the hog and the small ones, dark to light.
 GREYS = ("#333333", "#777777", "#AAAAAA", "#DDDDDD")
-#: requests per second of equals.yaml.
-RATES = (200, 300, 500, 800)
 #: compiled size -> ms, and requests of one row: the example of coalescing.
 COALESCING = {1: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}
 SINGLES = 31
@@ -65,8 +62,7 @@ class Run:
         return [
             one
             for one in self.record.requests
-            if group in ("", _group(one.request.model))
-            and dated in (None, one.request.deadline is not None)
+            if group in ("", _group(one.request.model)) and dated in (None, one.request.deadline is not None)
         ]
 
     def executions(self, group: str) -> list[Execution]:
@@ -158,10 +154,31 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("`middle` p99", -1, _ms, lambda run: run.latency(0.99, "middle")),
         Column("`slow` p50", -1, _ms, lambda run: run.latency(0.5, "slow")),
         Column("p99", -1, _ms, lambda run: run.latency(0.99, "slow")),
-        Column(
-            "`hog` served", 1, _per_second, lambda run: len(run.sent("hog")) / run.total["makespan_s"]
-        ),
+        Column("`hog` served", 1, _per_second, lambda run: len(run.sent("hog")) / run.total["makespan_s"]),
         Column("rows an execution, small ones", 0, _rows, lambda run: run.rows("quick", "middle", "slow")),
+    ),
+}
+
+#: scenario -> rates of its first source, and the columns of its table.
+SWEEPS: Mapping[str, tuple[Sequence[int], Sequence[Column]]] = {
+    "equals": (
+        (200, 300, 500, 800),
+        (
+            Column("rows an execution", 0, _rows, lambda run: run.rows("model")),
+            Column("latency p50", -1, _ms, lambda run: run.latency(0.5)),
+            Column("latency p99", -1, _ms, lambda run: run.latency(0.99)),
+            Column("device busy", 0, _percent, lambda run: run.total["utilisation"]),
+        ),
+    ),
+    "dear": (
+        (60, 80),
+        (
+            Column("`dear` p50", -1, _ms, lambda run: run.latency(0.5, "dear")),
+            Column("`dear` p99", -1, _ms, lambda run: run.latency(0.99, "dear")),
+            Column("`cheap` p99", -1, _ms, lambda run: run.latency(0.99, "cheap")),
+            Column("device busy", 0, _percent, lambda run: run.total["utilisation"]),
+            Column("link busy", 0, _percent, lambda run: run.total["link_utilisation"]),
+        ),
     ),
 }
 
@@ -181,7 +198,7 @@ def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
         "coalescing": _table(_coalescing()),
         "settings": _table(_settings()),
         **{name: _table(_comparison(name, those)) for name, those in compared.items()},
-        "equals": _table(_equals()),
+        **{name: _table(_sweep(name)) for name in SWEEPS},
     }
 
 
@@ -208,23 +225,17 @@ def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
         yield (f"`{key}`", *cells)
 
 
-def _equals() -> Iterator[Sequence[str]]:
-    """Naive round robin stands for the like of it; static priority would be fifo among equals."""
-    shown = ("fair", "fifo", "round_robin")
-    yield (
-        "requests /s",
-        *(f"`{key}`: rows an execution" if key == shown[0] else f"`{key}`" for key in shown),
-        *(f"`{key}`: latency p50, p99" if key == shown[0] else f"`{key}`" for key in shown),
-    )
-    base = scenario("equals")
-    for rate in RATES:
-        at = replace(base, poisson=[one.model_copy(update={"rate": rate}) for one in base.poisson])
-        own = [Run(at, key) for key in shown]
-        yield (
-            str(rate),
-            *(_rows(run.rows("model")) for run in own),
-            *(f"{_ms(run.latency(0.5))}, {_ms(run.latency(0.99))}" for run in own),
-        )
+def _sweep(name: str) -> Iterator[Sequence[str]]:
+    """Without edf and static priority, which are fifo where there are neither deadlines nor weights."""
+    base, (rates, columns) = scenario(name), SWEEPS[name]
+    yield ("requests /s", "scheduler", *(column.title for column in columns))
+    for rate in rates:
+        first, *others = base.poisson
+        at = replace(base, poisson=[first.model_copy(update={"rate": rate}), *others])
+        for key in ("fair", "fifo", "round_robin"):
+            run = Run(at, key)
+            cells = (column.format(column.value(run)) for column in columns)
+            yield (str(rate), f"`{key}`", *cells)
 
 
 def _coalescing() -> Iterator[Sequence[str]]:
@@ -238,8 +249,7 @@ def _coalescing() -> Iterator[Sequence[str]]:
             for size, ms in COALESCING.items()
         )
         cells = [
-            f"**{cell}**" if size == batch.size else cell
-            for size, cell in zip(COALESCING, each, strict=True)
+            f"**{cell}**" if size == batch.size else cell for size, cell in zip(COALESCING, each, strict=True)
         ]
         total += batch.seconds
         yield (str(waiting), *cells, f"{batch.rows} at size {batch.size}; {total:g} ms so far")
@@ -268,27 +278,38 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
         ValueError: the page has no place for one of them, or several.
     """
     for name, table in made.items():
-        pattern = rf"(<!-- {name} -->\n\n).*?(\n\n<!-- end {name} -->)"
-        page, count = re.subn(pattern, lambda m, t=table: m[1] + t + m[2], page, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"the page has {count} places for the table {name!r}: it takes one")
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"\n<!-- end {name} -->")
+        if not end or mark in after:
+            raise ValueError(f"the page takes the table {name!r} between one pair of marks, not none or two")
+        page = f"{before}{mark}\n{table}\n{end}{after}"
     return page
 
 
 # --- pictures ------------------------------------------------------------------------------------------------
 
 
-def pictures(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, Figure]:
-    """One for each scenario, by file name."""
-    return {
-        "scheduler-zipf.png": _deadlines(
-            compared["zipf"], "People: requests with a deadline", "The crawler: requests without one"
-        ),
-        "scheduler-bursts.png": _deadlines(
-            compared["bursts"], "Chat and search: requests with a deadline", "Reports: requests without one"
-        ),
-        "scheduler-hog.png": _hog(compared["hog"]),
-    }
+def image(name: str) -> Path:
+    """Where the picture of a scenario lies."""
+    return IMAGES / f"scheduler-{name}.png"
+
+
+def picture(name: str, those: Mapping[str, Run]) -> Figure:
+    """Of a scenario under each scheduler."""
+    match name:
+        case "zipf":
+            return _deadlines(those, "People: requests with a deadline", "The crawler: requests without one")
+        case "bursts":
+            return _deadlines(
+                those, "Chat and search: requests with a deadline", "Reports: requests without one"
+            )
+        case _:
+            return _hog(those)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Without matplotlib's version in it."""
+    figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
 def _deadlines(those: Mapping[str, Run], dated: str, others: str) -> Figure:
@@ -356,10 +377,8 @@ def main() -> None:
     compared = {name: runs(name) for name in COLUMNS}
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), tables(compared)), encoding="utf-8")
     IMAGES.mkdir(exist_ok=True)
-    for name, figure in pictures(compared).items():
-        # Without matplotlib's version in it.
-        figure.savefig(IMAGES / name, dpi=100, metadata={"Software": None})
-        print(f"{name}: {(IMAGES / name).stat().st_size / 1e3:.0f} kB")
+    for name, those in compared.items():
+        save(picture(name, those), image(name))
 
 
 if __name__ == "__main__":

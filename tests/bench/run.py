@@ -15,14 +15,14 @@ from importlib import metadata
 from typing import Any
 
 from local_triton import ServerFailed
-from tests.bench import breakdown, phases, report
+from tests.bench import breakdown, decisions, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed
 from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 from triton_install import InstallError
 
-PARTS = ("throughput", "memory", "busy")
+PARTS = ("throughput", "memory", "busy", "decisions")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,12 @@ def run(plan: Plan, parts: Sequence[str]) -> None:
     result: dict[str, Any] = {"environment": environment(), "plan": asdict(plan)}
     text: list[str] = []
     targets: list[Target] = []
-    for part, measure in (("throughput", _throughput), ("memory", _memory), ("busy", _busy)):
+    for part, measure in (
+        ("throughput", _throughput),
+        ("memory", _memory),
+        ("busy", _busy),
+        ("decisions", _decisions),
+    ):
         if part in parts:
             say(f"== {part}")
             lines, found, raw = measure(plan)
@@ -167,6 +172,26 @@ def _busy(plan: Plan) -> Part:
     share = kept.spread("default", BUSY_CLIENTS, lambda sample: sample.busy or 0.0)
     targets = [Target("busy share of the device", share.median, 0.7, at_least=True)]
     return lines, targets, {"samples": [asdict(sample) for sample in samples]}
+
+
+def _decisions(plan: Plan) -> Part:
+    found = decisions.measure()
+    headers = ["", "models with work", "rows", "median us", "p99 us"]
+    rows = [
+        [d.discipline, str(d.models), str(d.rows), f"{d.median_us:.1f}", f"{d.p99_us:.1f}"] for d in found
+    ]
+    lines = ["an execution ends, its requests are answered, the next is chosen", report.table(headers, rows)]
+    targets = [
+        Target(
+            f"a decision of {d.discipline} among {d.models} models, {d.rows} rows, us",
+            d.median_us,
+            50.0,
+            at_least=False,
+        )
+        for d in found
+        if d.models == max(decisions.MODELS) and d.rows in (1, max(decisions.ROWS))
+    ]
+    return lines, targets, {"decisions": [asdict(d) for d in found]}
 
 
 def environment() -> dict[str, object]:

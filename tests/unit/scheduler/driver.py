@@ -79,6 +79,8 @@ class Driver:
         self.waiting: dict[int, Request] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
+        #: models whose requests may be held back.
+        self.patient: set[str] = set()
         #: model -> epoch of its load under way.
         self.loading: dict[str, int] = {}
         self._next_id = 0
@@ -97,6 +99,8 @@ class Driver:
         if isinstance(event, WeightsLoaded) and self.loading.get(event.model) == event.epoch:
             del self.loading[event.model]
             self.resident.add(event.model)
+        if isinstance(event, ModelAdded):
+            (self.patient.add if event.program.max_delay else self.patient.discard)(event.program.model)
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
         if isinstance(event, SettingsChanged):
@@ -221,8 +225,10 @@ class Driver:
         ]
         assert requests == sorted(lane, key=self._order)[: len(requests)]
         if self.settings.discipline != "fair":
-            # The first in the order of all that could execute is in it.
-            able = [one for one in self.waiting.values() if one.model in self.resident]
+            # The first in the order of all that could execute is in it, or was held back for company.
+            able = [
+                one for one in self.waiting.values() if one.model in self.resident - self.patient
+            ] + requests
             assert min(able, key=self._order) in requests
         for request in requests:
             del self.waiting[request.id]

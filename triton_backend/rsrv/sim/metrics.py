@@ -4,6 +4,10 @@ Times are seconds. A percentile is the nearest rank: the smallest value that at 
 values does not exceed, so it is one that occurred. None stands where there is no value. Floats are rounded
 to 9 decimals, so that equal simulations give equal files.
 
+What requests lived through is followed to their ends. What the device, the link and all together achieved
+is that of the *window*: the scenario's duration, or without one the time until the last request ended.
+Under overload the rest of the run would say nothing about the scheduler: then everything is served.
+
 **Jain's index** of x(1), ..., x(n), here device seconds / weight of each counted model, is
 
     (sum x) ** 2 / (n * sum x ** 2)
@@ -11,23 +15,23 @@ to 9 decimals, so that equal simulations give equal files.
 1 if all are equal, 1 / n if one has all (R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and
 Discrimination, DEC-TR-301, 1984). Device time says something about fairness only while everyone wants more
 of it than there is. So the counted models are those that had a request waiting or executing for at least a
-tenth of the makespan, and the device time is that within the moments at which all of them had one. If there
-are not two such models, or those moments are less than a twentieth of the makespan, the device is not
-contended, and the index is that of all models that had requests, over the whole run: a statement about the
-traffic, not about the scheduler. `jain_models` and `jain_seconds` say what was counted.
+tenth of the window, and the device time is that within the moments at which all of them had one. If there
+are not two such models, or those moments are less than a twentieth of the window, the device is not
+contended, and the index is that of all models that had requests, over the whole window: a statement about
+the traffic, not about the scheduler. `jain_models` and `jain_seconds` say what was counted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from rsrv.runtime.scheduler.events import Outcome
 from rsrv.sim.simulate import Record, Sent
 
-#: a model is contending if it had requests in the system for this share of the makespan.
+#: a model is contending if it had requests in the system for this share of the window.
 _CONTENDING = 0.1
-#: the device is contended if all contending models had some at once for this share of the makespan.
+#: the device is contended if all contending models had some at once for this share of the window.
 _CONTENDED = 0.05
 
 #: outcome -> its name in the metrics.
@@ -71,8 +75,6 @@ class _Tally:
             self.busy.append((sent.arrived, sent.ended))
         if sent.outcome is Outcome.ANSWERED:
             assert sent.started is not None
-            deadline = sent.request.deadline
-            self.in_time += deadline is None or sent.ended <= deadline
             self.waits.append(sent.started - sent.arrived)
             self.latencies.append(sent.ended - sent.arrived)
 
@@ -96,18 +98,27 @@ def summarize(record: Record) -> dict[str, Any]:
         models[sent.request.model].add(sent)
         total.add(sent)
     makespan = max((sent.ended for sent in record.requests), default=0.0)
+    window = makespan if scenario.duration is None else scenario.duration
+    total.in_time = sum(_in_time(sent, window) for sent in record.requests)
     for one in record.executions:
+        if one.started > window:
+            break
         for tally in (models[one.execute.model], total):
-            tally.device_seconds += one.ended - one.started
+            tally.device_seconds += min(one.ended, window) - one.started
             tally.dispatches += 1
             tally.useful_rows += one.execute.rows
             tally.padded_rows += one.execute.size - one.execute.rows
+    load_seconds = 0.0
     for load in record.loads:
-        models[load.model].loads += 1
-    for model, _ in record.evictions:
-        models[model].evictions += 1
-    load_seconds = sum(load.ended - load.started for load in record.loads)
-    index, counted, seconds = _fairness(record, models, makespan)
+        if load.started <= window:
+            load_seconds += min(load.ended, window) - load.started
+            for tally in (models[load.model], total):
+                tally.loads += 1
+    for model, at in record.evictions:
+        if at <= window:
+            for tally in (models[model], total):
+                tally.evictions += 1
+    index, counted, seconds = _fairness(record, models, window)
     by_model = {
         name: {
             **{label: tally.ends[outcome] for outcome, label in _NAMES.items()},
@@ -126,11 +137,12 @@ def summarize(record: Record) -> dict[str, Any]:
     totals = {
         **{label: total.ends[outcome] for outcome, label in _NAMES.items()},
         "arrived": total.arrived,
+        "window_s": window,
         "makespan_s": makespan,
         "device_seconds": total.device_seconds,
-        "utilisation": _ratio(total.device_seconds, makespan),
-        "goodput": _ratio(total.in_time, makespan),
-        "goodput_ratio": _ratio(total.in_time, total.arrived),
+        "utilisation": _ratio(total.device_seconds, window),
+        "goodput": _ratio(total.in_time, window),
+        "goodput_ratio": _ratio(sum(_in_time(sent, inf) for sent in record.requests), total.arrived),
         "jain": index,
         "jain_models": counted,
         "jain_seconds": seconds,
@@ -139,14 +151,20 @@ def summarize(record: Record) -> dict[str, Any]:
         "useful_rows": total.useful_rows,
         "padded_rows": total.padded_rows,
         "padding_ratio": _ratio(total.padded_rows, total.padded_rows + total.useful_rows),
-        "loads": len(record.loads),
-        "evictions": len(record.evictions),
+        "loads": total.loads,
+        "evictions": total.evictions,
         "load_seconds": load_seconds,
-        "link_utilisation": _ratio(load_seconds, makespan),
+        "link_utilisation": _ratio(load_seconds, window),
     }
     echo = {"discipline": scenario.discipline, "seed": scenario.seed, "duration": scenario.duration}
     rounded: dict[str, Any] = _rounded({**echo, "total": totals, "models": by_model})
     return rounded
+
+
+def _in_time(sent: Sent, window: float) -> bool:
+    """Whether it was answered by its deadline, if it had one, and within the window."""
+    limit = window if sent.request.deadline is None else min(window, sent.request.deadline)
+    return sent.outcome is Outcome.ANSWERED and sent.ended <= limit
 
 
 def percentile(ascending: Sequence[float], share: float) -> float | None:
@@ -160,17 +178,17 @@ def jain(values: Sequence[float]) -> float | None:
     return sum(values) ** 2 / (len(values) * squares) if squares else None
 
 
-def _fairness(
-    record: Record, models: Mapping[str, _Tally], makespan: float
-) -> tuple[float | None, int, float]:
+def _fairness(record: Record, models: Mapping[str, _Tally], window: float) -> tuple[float | None, int, float]:
     """Jain's index, the number of models counted, and the seconds over which."""
-    seconds = {
-        name: 0.0 for name, tally in models.items() if _length(tally.busy) >= _CONTENDING * makespan > 0.0
+    busy = {
+        name: [(start, min(end, window)) for start, end in tally.busy if start < window]
+        for name, tally in models.items()
     }
-    spans = _common([models[name].busy for name in seconds])
-    if len(seconds) < 2 or _length(spans) < _CONTENDED * makespan:
+    seconds = {name: 0.0 for name, spans in busy.items() if _length(spans) >= _CONTENDING * window > 0.0}
+    spans = _common([busy[name] for name in seconds])
+    if len(seconds) < 2 or _length(spans) < _CONTENDED * window:
         seconds = {name: 0.0 for name, tally in models.items() if tally.arrived}
-        spans = [(0.0, makespan)]
+        spans = [(0.0, window)]
     at = 0
     for one in record.executions:
         # Executions are disjoint and ascending, as the spans are.

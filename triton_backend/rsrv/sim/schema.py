@@ -223,8 +223,8 @@ class File(Part):
     duration: float | None = Field(
         None,
         gt=0,
-        description="Seconds in which requests arrive; what waits then is still served. Required with arrivals that "
-        "do not end by themselves.",
+        description="Seconds in which requests arrive and that the device's figures are about; what waits then is "
+        "still served. Required with arrivals that do not end by themselves.",
     )
     device: Device = Field(Device(), description=str(Device.__doc__))
     settings: SchedulerSection = Field(

@@ -9,7 +9,7 @@ the executions. Evictions take no time.
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from math import ceil, inf
+from math import inf
 from random import Random
 
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
@@ -269,4 +269,4 @@ class _Simulation:
 def _not_before(t: float) -> float:
     """The first instant that is not before `t`."""
     rounded = instant(t)
-    return rounded if rounded >= t else instant(ceil(t * 1e9) / 1e9)
+    return rounded if rounded >= t else instant(rounded + 1e-9)

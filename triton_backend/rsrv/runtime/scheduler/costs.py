@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from math import inf, isfinite
 
 from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.settings import SchedulerSettings
 
 
 class VariantCosts:
@@ -28,7 +29,7 @@ class VariantCosts:
     `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
     """
 
-    __slots__ = ("_outlier_factor", "_relax", "_seeds", "alpha", "best", "capacities", "seconds", "sizes")
+    __slots__ = ("_alpha", "_outlier_factor", "_relax", "_seeds", "best", "capacities", "seconds", "sizes")
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class VariantCosts:
         self._seeds = tuple(float(seeds[size]) for size in self.sizes)
         #: estimates, parallel to `sizes`; finite and > 0.
         self.seconds = list(self._seeds)
-        self.alpha = alpha
+        self._alpha = alpha
         self._outlier_factor = outlier_factor
         self._relax = relax
         #: index of the size that costs least per row when it is full (ties: the larger one).
@@ -63,7 +64,7 @@ class VariantCosts:
         seconds, seeds = self.seconds, self._seeds
         measured = self.sizes.index(size)
         old = seconds[measured]
-        new = old + self.alpha * (min(sample, self._outlier_factor * old) - old)
+        new = old + self._alpha * (min(sample, self._outlier_factor * old) - old)
         seconds[measured] = new
         ratio = new / seeds[measured]
         for other, seed in enumerate(seeds):
@@ -71,6 +72,12 @@ class VariantCosts:
             if other != measured and excess > 0.0:
                 seconds[other] -= self._relax * excess
         self.best = self._cheapest(None)
+
+    def obey(self, settings: SchedulerSettings) -> None:
+        """Learn by other settings from now on."""
+        self._alpha = settings.cost_ema_alpha
+        self._outlier_factor = settings.cost_outlier_factor
+        self._relax = settings.cost_relax
 
     def doubt(self) -> None:
         """A request was turned away because of these estimates, so nothing may be measured again.

@@ -64,14 +64,14 @@ class Discipline(Protocol):
     def forget(self, name: str) -> None:
         """A model without work is gone for good."""
 
-    def start(self, name: str, expected: float) -> None:
-        """An execution of the candidate starts, and is expected to take that many seconds."""
+    def start(self, dispatch: int, name: str, expected: float) -> None:
+        """An execution of a candidate starts, and is expected to take that many seconds."""
 
-    def end(self, name: str, expected: float, seconds: float) -> None:
-        """An execution ended, after `seconds`."""
+    def end(self, dispatch: int, seconds: float) -> None:
+        """An execution ended, after `seconds`. It may have started under another discipline."""
 
     def rank(self, candidate: Candidate) -> Rank:
-        """Orders models with work, whether they wait or could execute; smaller is sooner."""
+        """Orders models with work for the place on the device; smaller is sooner. They were told of before."""
 
     def choose(self) -> str | None:
         """The candidate that goes next; None if there is none. Asking changes no later answer."""
@@ -108,10 +108,10 @@ class Fifo:
     def advance(self, now: float) -> None:
         """Nothing: neither time nor device time matter to the order of requests."""
 
-    def start(self, name: str, expected: float) -> None:
+    def start(self, dispatch: int, name: str, expected: float) -> None:
         """Nothing."""
 
-    def end(self, name: str, expected: float, seconds: float) -> None:
+    def end(self, dispatch: int, seconds: float) -> None:
         """Nothing."""
 
     def rank(self, candidate: Candidate) -> Rank:

@@ -28,8 +28,8 @@ elsewhere is not in the mean, but keeps its lag, and takes it up again when they
 take turns on the device share it by weight too.
 
 Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
-for the model then is not eligible; so low priorities wait for at most one execution of each other model.
-Only committed requests of metas go before eligibility, and are charged like all others.
+for the model then is not eligible; so low priorities wait at most until all others are ahead of their
+shares. Only committed requests of metas go before eligibility, and are charged like all others.
 """
 
 from typing import TYPE_CHECKING
@@ -44,13 +44,15 @@ if TYPE_CHECKING:
 class _Account:
     """What one model has had."""
 
-    __slots__ = ("asked", "present", "start", "weight")
+    __slots__ = ("asked", "executing", "present", "start", "weight")
 
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
         self.weight = weight
         #: whether it counts in the mean: it has work, or executes, or owes device time.
         self.present = False
+        #: executions in flight.
+        self.executing = 0
         #: its start when it began to wait for its weights; None if it does not.
         self.asked: float | None = None
 
@@ -79,10 +81,10 @@ class Fair:
         self._now = 0.0
         #: device time that is charged and not yet in the clock, because it has not passed.
         self._due = 0.0
-        #: the expected seconds of each execution in flight, by model.
-        self._executing: dict[str, list[float]] = {}
+        #: dispatch -> whose execution it is, and what it is expected to take; all in flight.
+        self._executing: dict[int, tuple[str, float]] = {}
         self._accounts: dict[str, _Account] = {}
-        #: candidates that may go, by (level, virtual deadline, place).
+        #: candidates that may go, by (level, virtual deadline, place): the level is that of the priority.
         self._eligible = Ranking()
         #: candidates that owe device time, by (virtual start, rank once they are eligible).
         self._early = Ranking()
@@ -100,6 +102,7 @@ class Fair:
         if passed > 0.0:
             self._due -= passed
             self._turn(passed)
+            self._settle()
 
     def update(self, candidate: "Candidate") -> None:
         name = candidate.name
@@ -111,13 +114,16 @@ class Fair:
             asked = account.asked
             self._enter(account, max(account.start, self._clock) if asked is None else asked)
         account.asked = None
-        rank = self.rank(candidate)
+        place = candidate.place
+        assert place is not None
+        rank = (place[0], account.start + candidate.turn_seconds / candidate.weight, place)
         if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
             self._early.discard(name)
             self._eligible.set(name, rank)
         else:
             self._eligible.discard(name)
             self._early.set(name, (account.start, rank))
+        self._settle()
 
     def wait(self, candidate: "Candidate") -> None:
         name = candidate.name
@@ -131,6 +137,7 @@ class Fair:
                 account.asked = max(account.start, self._clock)
         self._eligible.discard(name)
         self._early.discard(name)
+        self._settle()
 
     def remove(self, name: str) -> None:
         account = self._accounts.get(name)
@@ -140,66 +147,62 @@ class Fair:
         self._eligible.discard(name)
         self._early.discard(name)
         self._part(name, account)
+        self._settle()
 
     def forget(self, name: str) -> None:
         account = self._accounts.pop(name, None)
-        self._executing.pop(name, None)
         if account is not None:
+            for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
+                del self._executing[dispatch]
             self._owing.discard(name)
             self._eligible.discard(name)
             self._early.discard(name)
             if account.present:
                 self._leave(account)
+            self._settle()
 
-    def start(self, name: str, expected: float) -> None:
+    def start(self, dispatch: int, name: str, expected: float) -> None:
         account = self._accounts[name]
+        account.executing += 1
         account.start += expected / account.weight
         self._due += expected
-        self._executing.setdefault(name, []).append(expected)
+        self._executing[dispatch] = name, expected
 
-    def end(self, name: str, expected: float, seconds: float) -> None:
-        own = self._executing.get(name)
-        if own is None:
-            return  # it was forgotten meanwhile, or started before this discipline did
-        own.remove(expected)
-        if not own:
-            del self._executing[name]
+    def end(self, dispatch: int, seconds: float) -> None:
+        started = self._executing.pop(dispatch, None)
+        if started is None:
+            return  # it started under another discipline, or was forgotten meanwhile
+        name, expected = started
         self._due += seconds - expected
-        ahead = sum(sum(others) for others in self._executing.values())
+        ahead = sum(others for _, others in self._executing.values())
         if self._due > ahead:
             # It took longer than expected.
             self._turn(self._due - ahead)
             self._due = ahead
         account = self._accounts[name]
+        account.executing -= 1
         account.start += (seconds - expected) / account.weight
         if account.asked is None and name not in self._eligible and name not in self._early:
             self._part(name, account)
+        self._settle()
 
     # --- questions -----------------------------------------------------------------------------------------
 
     def rank(self, candidate: "Candidate") -> Rank:
-        """(level, virtual deadline, place)."""
-        place = candidate.place
-        account = self._accounts.get(candidate.name)
-        if account is None:
-            start = self._clock
-        elif account.asked is not None:
-            start = account.asked
-        else:
-            start = account.start
+        """(committed or not, virtual deadline, place).
+
+        Without the priority: it would let models that owe device time keep their weights on the device, and
+        those that it owes wait for ever.
+        """
+        account, place = self._accounts[candidate.name], candidate.place
         assert place is not None
-        return (place[0], start + candidate.turn_seconds / candidate.weight, place)
+        start = account.start if account.asked is None else account.asked
+        deadline = start + candidate.turn_seconds / candidate.weight
+        return (min(place[0], COMMITTED_LEVEL + 1), deadline, place)
 
     def choose(self) -> str | None:
-        self._promote()
-        name = self._eligible.first()
-        if name is not None:
-            return name
-        name = self._early.first()
-        if name is None:
-            self._rest()
-        # With a name: the clock lags behind what executes still, or was rounded. Who owes least goes.
-        return name
+        # If nobody is eligible, the clock lags behind what executes still, or was rounded. Who owes least goes.
+        return self._eligible.first() or self._early.first()
 
     # --- the virtual clock ---------------------------------------------------------------------------------
 
@@ -232,7 +235,7 @@ class Fair:
 
     def _part(self, name: str, account: _Account) -> None:
         """It has no work: it stays as long as it executes or owes."""
-        if name in self._executing:
+        if account.executing:
             return
         if account.start > self._clock:
             if not account.present:
@@ -258,22 +261,18 @@ class Fair:
             self._clock += seconds / self._weight
             return
 
-    def _promote(self) -> None:
-        """Make those eligible whose start the clock has reached."""
+    def _settle(self) -> None:
+        """Make those eligible whose start the clock has reached; without any candidates, end all debts."""
         while (name := self._early.first()) is not None:
             start, rank = self._early.rank(name)
             if start > self._clock:
                 return
             self._early.discard(name)
             self._eligible.set(name, rank)
-
-    def _rest(self) -> None:
-        """Nobody can execute: unless somebody does, whoever comes next starts without debts."""
-        if self._executing:
-            return
-        for name in self._owing:
-            account = self._accounts[name]
-            account.present = False
-            self._clock = max(self._clock, account.start)
-        self._owing.clear()
-        self._weight = self._due = 0.0
+        if not self._eligible and not self._executing:
+            for name in self._owing:
+                account = self._accounts[name]
+                account.present = False
+                self._clock = max(self._clock, account.start)
+            self._owing.clear()
+            self._weight = self._due = 0.0

@@ -46,6 +46,16 @@ class InFlight:
         self._freed = now
         return self._running.pop(dispatch)
 
+    def end_after(self, now: float) -> float | None:
+        """When all of them are expected to have ended; None if that is not known, for the first is overdue."""
+        first = next(iter(self._running.values()), None)
+        if first is None:
+            return None
+        since = max(first.started, self._freed)
+        if now >= since + first.execute.seconds:
+            return None
+        return since + sum(running.execute.seconds for running in self._running.values())
+
     def seconds(self, now: float) -> float:
         """Expected device time left of all of them: sum of expected - elapsed of the first (at most its own)."""
         total = 0.0

@@ -148,8 +148,9 @@ def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
         scheduler._weights.loading is (loading[0].holding if loading else None),
         "the load under way is another one (9)",
     )
-    planned = scheduler._loads.plan(scheduler._models, scheduler._discipline, scheduler._now)
-    _require(planned is None, "the link is free, and there is something to load (9)")
+    if not loading and scheduler._loads.cold:
+        planned, _ = scheduler._loads.search(scheduler._discipline, scheduler._now)
+        _require(planned is None, "the link is free, and there is something to load (9)")
     _require(not scheduler._queues.touched, "an event left work undone")
     for state in states:
         before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)

@@ -1,47 +1,78 @@
 """Which absent weights are loaded next, and which give way: the decision, made when the link is free.
 
 The model that the discipline ranks first among those that wait for their weights is loaded, beside
-whatever executes. It gets free bytes, or those of `make_room`. These never give way:
+whatever executes. It gets free bytes, or those of `make_room`. These do not give way:
 
 - weights on which something executes, or that a committed request waits for;
 - weights with waiting work that the discipline ranks before the one that comes: evicting them would only
   bring them back sooner;
-- weights with waiting work that came less than `residency_factor` times their load time ago. So at most
-  1 / (1 + residency_factor) of the time goes into loads that take turns with executions, and whoever waits
-  for weights waits at most that much longer for each model before it. Under `edf` a deadline that cannot
-  wait so long goes first.
+- weights that came less than `residency_factor` times their load time ago, if work waits for them, or did
+  until less than one load time ago. So at most 1 / (1 + residency_factor) of the time goes into loads that
+  take turns with executions, and whoever waits for weights waits at most that much longer for each model
+  before it. Under `edf` a deadline that cannot wait so long goes first.
+
+Keeping what was just used for one load time is the rule of renting skis: whenever the next request comes,
+waiting has cost at most as much as evicting and loading again. Clients that think for a moment between two
+requests do not lose their weights each time.
 
 While the first one finds no room nobody else is loaded: a large model is not starved by small ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.model import ModelState
-from rsrv.runtime.scheduler.ranking import Ranking
+from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.runtime.scheduler.weights import Residency, Resident, Weights, make_room
+
+#: a load, and the models whose weights it evicts first.
+Plan = tuple[ModelState, list[ModelState]]
 
 
 class Loads:
     """The models that have work but no weights, and the choice among them."""
 
-    __slots__ = ("_factor", "_missed", "_stuck", "cold", "weights")
+    __slots__ = ("_changed", "_factor", "_missed", "_models", "_retry_at", "_stuck", "cold", "weights")
 
-    def __init__(self, weights: Weights, residency_factor: float) -> None:
+    def __init__(self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float) -> None:
+        self._models = models
         self.weights = weights
         self._factor = residency_factor
         #: models with work whose weights are absent, by the discipline's rank.
         self.cold = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
         self._missed: dict[str, None] = {}
-        #: the one that found no room when it was tried last; not tried again until something changes.
+        #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
+        #: not done again before `_retry_at`, unless one of `_changed` may give way now.
         self._stuck: str | None = None
+        self._retry_at = inf
+        self._changed: dict[ModelState, None] = {}
 
-    @property
-    def pending(self) -> bool:
-        """Whether there may be something to load."""
-        return bool(self.cold or self._missed)
+    # --- what changes ----------------------------------------------------------------------------------------
+
+    def wait(self, model: ModelState, rank: Rank) -> None:
+        """A model has work and no weights."""
+        self.cold.set(model.name, rank)
+        if model.name == self._stuck:
+            self.retry()
+
+    def changed(self, model: ModelState) -> None:
+        """A model was touched that may have become one to give way."""
+        if self._stuck is not None:
+            self._changed[model] = None
+
+    def retry(self) -> None:
+        """There may be room now."""
+        self._stuck = None
+        self._changed.clear()
+
+    def obey(self, residency_factor: float) -> None:
+        """The settings have changed, or the discipline: all ranks will be told again."""
+        self._factor = residency_factor
+        self.cold.clear()
+        self.retry()
 
     def missed(self, model: ModelState) -> None:
         """A request was shed because loading takes too long: the next one shall find the weights.
@@ -51,89 +82,110 @@ class Loads:
         if model.holding.residency is Residency.ABSENT:
             self._missed[model.name] = None
 
-    def retry(self) -> None:
-        """Something changed that may have made room."""
-        self._stuck = None
+    # --- decisions -------------------------------------------------------------------------------------------
 
-    def change(self, residency_factor: float) -> None:
-        self._factor = residency_factor
-        self._stuck = None
-        self.cold.clear()
-
-    def plan(
-        self, models: dict[str, ModelState], discipline: Discipline, now: float
-    ) -> tuple[ModelState, list[ModelState]] | None:
+    def plan(self, discipline: Discipline, now: float) -> Plan | None:
         """Whose weights to load now, and whose to evict before; None: nobody's."""
         if self.weights.loading is not None:
             return None
         name = self.cold.first()
         if name is None:
-            return self._plan_missed(models)
+            self._stuck = None
+            return self._plan_missed(now)
         if name == self._stuck:
-            return None
-        model = models[name]
-        victims = make_room(
-            self.weights.missing(model.holding.bytes),
-            self._evictable(models.values(), model, discipline, now),
-        )
-        if victims is None:
-            self._stuck = name
-            return None
-        return model, [models[victim] for victim in victims]
+            self._reconsider(name, discipline, now)
+            if name == self._stuck:
+                return None
+        planned, self._retry_at = self.search(discipline, now)
+        self._stuck = name if planned is None else None
+        self._changed.clear()
+        return planned
 
-    def _plan_missed(self, models: dict[str, ModelState]) -> tuple[ModelState, list[ModelState]] | None:
+    def search(self, discipline: Discipline, now: float) -> tuple[Plan | None, float]:
+        """Look for room for the first one; and when time alone may make more (inf: it does not)."""
+        cold = self._models[self.cold.first() or ""]
+        evictable: list[Resident] = []
+        retry_at = inf
+        for model in self._models.values():
+            when = self._gives_way(model, cold, discipline)
+            if when <= now:
+                evictable.append(_resident(model, discipline))
+            else:
+                retry_at = min(retry_at, when)
+        victims = make_room(self.weights.missing(cold.holding.bytes), evictable)
+        planned = None if victims is None else (cold, [self._models[victim] for victim in victims])
+        return planned, retry_at
+
+    def next_try(self) -> float | None:
+        """When time alone may make room for somebody who waits."""
+        if self._stuck is None or self._retry_at == inf or self.weights.loading is not None:
+            return None
+        return self._retry_at
+
+    def overdue(self) -> list[ModelState]:
+        """Who gives way, if more is on the device than the budget allows: of those nobody waits for."""
+        idle = [_resident(one) for one in self._models.values() if _free(one) and one.place is None]
+        return [self._models[name] for name in make_room(self.weights.missing(0), idle) or ()]
+
+    # --- who gives way ---------------------------------------------------------------------------------------
+
+    def _reconsider(self, name: str, discipline: Discipline, now: float) -> None:
+        """Whether it is worth while to look for room again."""
+        for model in self._changed:
+            if self._models.get(model.name) is model:
+                when = self._gives_way(model, self._models[name], discipline)
+                self._retry_at = min(self._retry_at, when)
+        self._changed.clear()
+        if self._retry_at <= now:
+            self._stuck = None
+
+    def _gives_way(self, model: ModelState, cold: ModelState, discipline: Discipline) -> float:
+        """From when on it gives way to another, if nothing else happens; inf: it does not."""
+        if not _free(model):
+            return inf
+        if model.place is None:
+            return self._unused(model)
+        if model.place[0] == COMMITTED_LEVEL or discipline.rank(model) <= self.cold.rank(cold.name):
+            return inf
+        until = self._held_until(model)
+        return -inf if self._urgent(cold, until, discipline) else until
+
+    def _plan_missed(self, now: float) -> Plan | None:
         """As `plan`, for a model that nobody waits for; nobody with work gives way for it."""
         while self._missed:
             name = next(iter(self._missed))
             del self._missed[name]
-            model = models.get(name)
+            model = self._models.get(name)
             if model is not None and model.holding.residency is Residency.ABSENT:
-                victims = make_room(self.weights.missing(model.holding.bytes), _idle(models))
+                idle = [
+                    _resident(one)
+                    for one in self._models.values()
+                    if _free(one) and one.place is None and self._unused(one) <= now
+                ]
+                victims = make_room(self.weights.missing(model.holding.bytes), idle)
                 if victims is not None:
-                    return model, [models[victim] for victim in victims]
+                    return model, [self._models[victim] for victim in victims]
         return None
-
-    def overdue(self, models: dict[str, ModelState]) -> list[ModelState]:
-        """Who gives way, if more is on the device than the budget allows: of those nobody waits for."""
-        return [models[name] for name in make_room(self.weights.missing(0), _idle(models)) or ()]
-
-    def _evictable(
-        self, models: Iterable[ModelState], cold: ModelState, discipline: Discipline, now: float
-    ) -> Iterable[Resident]:
-        rank = self.cold.rank(cold.name)
-        for model in models:
-            if not _free(model):
-                continue
-            if model.place is None:
-                yield _resident(model)
-            elif model.place[0] != COMMITTED_LEVEL:
-                own = discipline.rank(model)
-                if own > rank and (not self._held(model, now) or self._urgent(cold, model, discipline)):
-                    yield Resident(model.name, model.holding.bytes, model.holding.used, own)
 
     def _held_until(self, model: ModelState) -> float:
         return model.holding.since + self._factor * model.holding.load_seconds
 
-    def _held(self, model: ModelState, now: float) -> bool:
-        return now < self._held_until(model)
+    def _unused(self, model: ModelState) -> float:
+        """From when on a model counts as unused that nobody waits for."""
+        return min(self._held_until(model), model.holding.used + model.holding.load_seconds)
 
-    def _urgent(self, cold: ModelState, held: ModelState, discipline: Discipline) -> bool:
-        """Whether a deadline cannot wait until the other one has been there for long enough."""
+    def _urgent(self, cold: ModelState, until: float, discipline: Discipline) -> bool:
+        """Whether a deadline cannot wait for so long."""
         if not discipline.sheds or cold.front is None:
             return False
         deadline = cold.front.entries[0].request.deadline
-        load = cold.holding.load_seconds
-        return deadline is not None and deadline - cold.turn_seconds - load < self._held_until(held)
+        return deadline is not None and deadline - cold.turn_seconds - cold.holding.load_seconds < until
 
 
 def _free(model: ModelState) -> bool:
     return model.holding.residency is Residency.RESIDENT and not model.executions
 
 
-def _idle(models: dict[str, ModelState]) -> Iterable[Resident]:
-    """Those that nobody waits for."""
-    return (_resident(one) for one in models.values() if _free(one) and one.place is None)
-
-
-def _resident(model: ModelState) -> Resident:
-    return Resident(model.name, model.holding.bytes, model.holding.used)
+def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
+    rank = None if discipline is None or model.place is None else discipline.rank(model)
+    return Resident(model.name, model.holding.bytes, model.holding.used, rank)

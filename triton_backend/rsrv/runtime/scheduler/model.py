@@ -2,6 +2,7 @@
 
 from math import inf, isfinite
 
+from rsrv.runtime.scheduler.coalesce import plan_batch
 from rsrv.runtime.scheduler.costs import VariantCosts
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Execute, Program
@@ -127,12 +128,22 @@ class ModelState:
 
     def _ripe(self, front: Lane) -> float:
         """When the front request has waited for others long enough: -inf if there is nothing to wait for."""
-        entry, costs = front.entries[0], front.costs
-        if entry.place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
+        costs, entries = front.costs, front.entries
+        if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
             return -inf
-        ripe = entry.arrived + self.program.max_delay
-        deadline = entry.request.deadline
-        return ripe if deadline is None else min(ripe, deadline - self.turn_seconds)
+        program = self.program
+        batch = plan_batch(
+            front.waiting_rows(),
+            costs.sizes,
+            costs.seconds,
+            max_rows=program.max_batch_rows,
+            coalesce=program.coalesce,
+        )
+        ahead = max(batch.seconds, front.seconds(coalesce=program.coalesce))
+        # All of them count: the order of service is not that of deadlines.
+        deadlines = (entry.request.deadline for entry in entries)
+        soonest = min((deadline for deadline in deadlines if deadline is not None), default=inf)
+        return min(entries[0].arrived + program.max_delay, soonest - ahead)
 
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""

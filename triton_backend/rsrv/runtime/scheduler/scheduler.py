@@ -78,7 +78,7 @@ class Scheduler:
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
         self._weights = Weights(self.settings.weight_budget_bytes)
-        self._loads = Loads(self._weights, self.settings.residency_factor)
+        self._loads = Loads(self._models, self._weights, self.settings.residency_factor)
         #: models that are held back for more requests, by when that ends.
         self._unripe = Ranking()
         #: at most `depth` executions.
@@ -124,8 +124,7 @@ class Scheduler:
         self._settle(now)
         if self._discipline.sheds:
             self._shed(now, out)
-        if self._loads.pending:
-            self._load(event, now, out)
+        self._load(now, out)
         self._dispatch(now, out)
         self._now = now
         return out
@@ -202,7 +201,7 @@ class Scheduler:
             )
             self._running.start(execute, model, now)
             model.started(execute)
-            self._discipline.start(name, batch.seconds)
+            self._discipline.start(execute.dispatch, name, batch.seconds)
             model.story.add(now, "execute", execute)
             out.append(execute)
             self._settle(now)
@@ -226,7 +225,7 @@ class Scheduler:
             model.counts.failed += len(execute.requests)
             model.story.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in execute.requests])
-        self._discipline.end(model.name, execute.seconds, event.seconds)
+        self._discipline.end(event.dispatch, event.seconds)
         if model.draining:
             self._drain(model, now, out)
         else:
@@ -251,17 +250,17 @@ class Scheduler:
         model.too_large = budget is not None and program.weight_bytes > budget
         if event.resident:
             self._weights.adopt(model.holding, now)
-            for victim in self._loads.overdue(self._models):
+            for victim in self._loads.overdue():
                 self._evict(victim, now, out)
 
     def _change(self, settings: SchedulerSettings, now: float) -> None:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._loads.change(settings.residency_factor)
+        self._loads.obey(settings.residency_factor)
         for model in self._models.values():
             for lane in model.lanes.values():
-                lane.costs.alpha = settings.cost_ema_alpha
+                lane.costs.obey(settings)
         if changed:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)
@@ -296,6 +295,7 @@ class Scheduler:
             evict = self._weights.evict(model.holding)
             model.story.add(now, "evict weights", evict)
             out.append(evict)
+        self._loads.retry()
         del self._draining[model.name]
         self._queues.departed.add(model.counts)
 
@@ -321,6 +321,7 @@ class Scheduler:
             return
         self._queues.fail(model, event.error, out)
         self._queues.touched[model] = None
+        self._loads.retry()
 
     def _loading(self, name: str, epoch: int) -> ModelState | None:
         """The model whose current load has this epoch; None if that load is over."""
@@ -329,12 +330,9 @@ class Scheduler:
             return None
         return model
 
-    def _load(self, event: Event, now: float, out: list[Instruction]) -> None:
+    def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the load that the discipline wants next, if the link is free and room can be made."""
-        if not isinstance(event, RequestsArrived):
-            # Arrivals make nobody evictable, and are the most frequent event.
-            self._loads.retry()
-        planned = self._loads.plan(self._models, self._discipline, now)
+        planned = self._loads.plan(self._discipline, now)
         if planned is None:
             return
         model, victims = planned
@@ -371,25 +369,27 @@ class Scheduler:
 
     def _enlist(self, model: ModelState, now: float) -> None:
         """Tell the discipline and the loads what a model waits for now."""
-        name, discipline, cold = model.name, self._discipline, self._loads.cold
+        name, discipline = model.name, self._discipline
         self._unripe.discard(name)
         if model.place is None:
             discipline.remove(name)
-            cold.discard(name)
+            self._loads.cold.discard(name)
+            self._loads.changed(model)
             return
         match model.holding.residency:
-            case Residency.RESIDENT if model.ripe <= now:
-                discipline.update(model)
             case Residency.RESIDENT:
-                discipline.wait(model)
-                self._unripe.set(name, model.ripe)
+                if model.ripe <= now:
+                    discipline.update(model)
+                else:
+                    discipline.wait(model)
+                    self._unripe.set(name, model.ripe)
+                self._loads.changed(model)
             case Residency.LOADING:
                 discipline.wait(model)
-                cold.discard(name)
+                self._loads.cold.discard(name)
             case Residency.ABSENT:
                 discipline.wait(model)
-                cold.set(name, discipline.rank(model))
-                self._loads.retry()
+                self._loads.wait(model, discipline.rank(model))
 
     def _ripen(self, now: float) -> None:
         """Models that were held back for long enough may execute."""
@@ -413,20 +413,24 @@ class Scheduler:
                 continue
             latest = deadline - lane.costs.request(entry.rows, coalesce=model.program.coalesce)
             ready = max(free, now + self._weights.expected_wait(model.holding, now))
+            absent = model.holding.residency is Residency.ABSENT
             if ready > latest + _SLACK:
                 self._queues.shed(entry, lane, now, out)
                 if free <= latest + _SLACK:
                     self._loads.missed(model)
             else:
-                later.append((entry, latest))
+                # For absent weights: when their load must start.
+                later.append((entry, latest - model.holding.load_seconds if absent else latest))
         for entry, latest in later:
             self._queues.starts.push(entry, latest)
         self._settle(now)
 
     def _patience(self, lane: Lane, now: float) -> float:
-        """Seconds that an execution of the front request may take."""
+        """Seconds that an execution of the front request may take, after what the device has to do before."""
         deadline = lane.entries[0].request.deadline
-        return inf if deadline is None or not self._discipline.sheds else deadline - now
+        if deadline is None or not self._discipline.sheds:
+            return inf
+        return deadline - now - self._running.seconds(now) + _SLACK
 
     # --- questions: none changes what is decided later -----------------------------------------------------
 
@@ -434,7 +438,8 @@ class Scheduler:
         """When a `Tick` is due; None if nothing happens by time alone.
 
         The soonest of: a queued request's deadline, or when it becomes certain to be missed; the end of
-        holding a model back for more requests; the time to give the device its next execution.
+        holding a model back for more requests, or of keeping weights that others wait to replace; the time to
+        give the device its next execution.
         """
         times = [self._queues.deadlines.next()]
         if self._discipline.sheds:
@@ -443,9 +448,10 @@ class Scheduler:
         unripe = self._unripe.first()
         if unripe is not None:
             times.append(self._unripe.rank(unripe))
+        times.append(self._loads.next_try())
         if 0 < len(self._running) < self.settings.depth and self._discipline.choose() is not None:
-            ahead = self._running.seconds(self._now) - self.settings.launch_ahead_ms / 1e3
-            times.append(self._now + max(0.0, ahead))
+            end = self._running.end_after(self._now)
+            times.append(None if end is None else max(self._now, end - self.settings.launch_ahead_ms / 1e3))
         return min((time for time in times if time is not None), default=None)
 
     def backlog_seconds(self, now: float) -> float:

@@ -1,0 +1,84 @@
+"""What the scheduler's decisions cost: the pure state machine alone, without a server."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from rsrv.runtime.scheduler.events import (
+    Execute,
+    ExecutionFinished,
+    Instruction,
+    ModelAdded,
+    Program,
+    Request,
+    RequestsArrived,
+)
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+
+#: models that all have work, and rows in one execution
+MODELS = (10, 1000)
+ROWS = (1, 8, 32)
+_STEPS = 4000
+#: requests of each model that wait all the time
+_WAITING = 40
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Times of `handle(ExecutionFinished)`: the end, its answers, and what executes next."""
+
+    discipline: str
+    models: int
+    rows: int
+    median_us: float
+    p99_us: float
+
+
+def measure() -> list[Decision]:
+    return [
+        _measure(discipline, models, rows) for discipline in DISCIPLINES for models in MODELS for rows in ROWS
+    ]
+
+
+def _measure(discipline: str, models: int, rows: int) -> Decision:
+    scheduler = Scheduler(SchedulerSettings(discipline=discipline))
+    sizes = [size for size in (1, 2, 4, 8, 16, 32) if size <= rows]
+    costs = {(0, size): 0.0005 * (1 + size / 8) for size in sizes}
+    number, now, running = 0, 0.0, list[Execute]()
+
+    def arrive(model: str, count: int) -> list[Instruction]:
+        nonlocal number
+        requests = []
+        for _ in range(count):
+            number += 1
+            # Distinct deadlines, none of which passes.
+            requests.append(Request(number, model, 0, 1, 1e9 + number * 7 % 1009))
+        return scheduler.handle(RequestsArrived(tuple(requests)), now)
+
+    for index in range(models):
+        program = Program(f"m{index}", costs, True, 10 * _WAITING, weight=1 + index % 3)
+        scheduler.handle(ModelAdded(program, resident=True), now)
+    for index in range(models):
+        running += executions(arrive(f"m{index}", _WAITING))
+    gc.collect()
+    took = []
+    for _ in range(_STEPS):
+        execute = running.pop(0)
+        now += execute.seconds
+        event = ExecutionFinished(execute.dispatch, execute.seconds)
+        started = time.perf_counter()
+        out = scheduler.handle(event, now)
+        took.append(time.perf_counter() - started)
+        running += executions(out)
+        arrive(execute.model, execute.rows)
+    took.sort()
+    return Decision(discipline, models, rows, took[_STEPS // 2] * 1e6, took[_STEPS * 99 // 100] * 1e6)
+
+
+def executions(instructions: Sequence[Instruction]) -> list[Execute]:
+    return [one for one in instructions if isinstance(one, Execute)]

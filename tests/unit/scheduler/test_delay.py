@@ -1,0 +1,144 @@
+"""`max_delay`: a model may hold requests back, for a bounded time, so that others share their execution."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import COSTS, program
+
+DISCIPLINES = ["edf", "fair", "fifo"]
+
+
+def delayed(discipline: str = "fair", delay: float = 0.005) -> Device:
+    device = Device(SchedulerSettings(discipline=discipline), validate_every=1)
+    device.model(program("a", COSTS, max_delay=delay))
+    return device
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_lonely_request_starts_after_the_delay(discipline: str) -> None:
+    """Nobody comes: it starts 5 ms after it arrived, by a tick that the scheduler asked for."""
+    device = delayed(discipline)
+    request = device.request()
+    device.arrive(request)
+
+    assert device.scheduler.next_wakeup() == 0.005
+    device.run(1.0)
+    assert device.started(request) == 0.005
+
+
+def test_without_a_delay_nothing_is_held_back() -> None:
+    """By default the device never waits for more work."""
+    device = delayed(delay=0.0)
+    request = device.request()
+    device.arrive(request)
+
+    assert device.started(request) == 0.0
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_full_batch_does_not_wait(discipline: str) -> None:
+    """The 32nd row makes the cheapest size full: the execution starts with it."""
+    device = delayed(discipline)
+    device.arrive(*device.requests_of(31))
+    assert not device.executed
+    device.tick(0.002)
+    device.arrive(device.request())
+
+    [(start, _, execute)] = device.executed
+    assert (start, execute.rows) == (0.002, 32)
+
+
+def test_the_delay_counts_from_the_first_arrival() -> None:
+    """Who comes 1 ms before its end shares that execution, or waits for a delay of its own."""
+    device = delayed()
+    first = device.request()
+    device.arrive(first)
+    device.run(0.004)
+    second = device.request()
+    device.arrive(second)
+    device.run(1.0)
+
+    assert device.started(first) == 0.005
+    assert device.started(second) in (0.005, pytest.approx(0.009))
+
+
+def test_others_use_the_device_meanwhile() -> None:
+    """A model that holds its requests back delays no other model."""
+    device = delayed()
+    device.model(program("b"))
+    held, other = device.request("a"), device.request("b")
+    device.arrive(held)
+    device.arrive(other)
+
+    assert device.started(other) == 0.0
+    assert device.started(held) is None
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_deadline_shortens_the_delay(discipline: str) -> None:
+    """With 3 ms to its deadline and 1 ms of cost it is held back for at most 2 ms, and answered in time."""
+    device = delayed(discipline)
+    request = device.request(deadline=0.003)
+    device.arrive(request)
+    device.run(1.0)
+
+    assert device.answered(request) == pytest.approx(0.003)
+
+
+def test_committed_requests_are_not_held_back() -> None:
+    """A running meta waits for its sub-call: that starts at once, and takes the others along or not."""
+    device = delayed()
+    device.arrive(device.request())
+    committed = device.request(committed=True)
+    device.arrive(committed)
+
+    assert device.started(committed) == 0.0
+
+
+def test_cancelling_ends_the_wait() -> None:
+    """When nobody waits any more the scheduler asks for no tick."""
+    device = delayed()
+    request = device.request()
+    device.arrive(request)
+    device.cancel(request)
+
+    assert device.scheduler.next_wakeup() is None
+    assert device.outcome(request) is Outcome.CANCELLED
+
+
+def test_removal_ends_the_wait() -> None:
+    """Nothing of a removed model wakes the scheduler."""
+    device = delayed()
+    device.arrive(device.request())
+    device.remove("a")
+
+    assert device.scheduler.next_wakeup() is None
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_the_deadline_of_one_behind_the_front_shortens_the_delay(discipline: str) -> None:
+    """The front has no deadline, the next one has: it does not pass while the device has nothing to do."""
+    device = delayed(discipline, delay=1.0)
+    front, dated = device.request(priority=1), device.request(deadline=0.5)
+    device.arrive(front, dated)
+    device.run(2.0)
+
+    assert device.outcome(dated) is Outcome.ANSWERED
+    assert device.ended_at[dated.id] <= 0.5 + 1e-5
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str) -> None:
+    """Four rows of one request take 20 ms together, though four of one row took 4 ms: 20 ms are left for it."""
+    device = Device(SchedulerSettings(discipline=discipline))
+    device.model(program("a", {(0, 1): 0.001, (0, 8): 0.020, (0, 64): 0.040}, max_delay=1.0))
+    request = device.request(rows=4, deadline=0.5)
+    device.arrive(request)
+    device.run(2.0)
+
+    assert device.outcome(request) is Outcome.ANSWERED
+    assert device.ended_at[request.id] <= 0.5 + 1e-5

@@ -1,0 +1,206 @@
+"""Earliest deadline first: who is shed, and that nobody else is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler.events import Outcome, RequestsArrived
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import executions, ids, program
+
+#: rounding that the scheduler forgives, and what a test may forgive it.
+SLACK = 4e-6
+
+
+def edf() -> Device:
+    return Device(SchedulerSettings(discipline="edf"))
+
+
+def test_what_cannot_be_met_even_alone_is_shed_on_arrival() -> None:
+    """A deadline in 5 ms for an execution of 10 ms ends at once; one in 11 ms is met."""
+    device = edf()
+    device.model(program("a", {(0, 1): 0.010}))
+    late, well = device.request(deadline=0.005), device.request(deadline=0.011)
+    device.arrive(late, well)
+    device.run(1.0)
+
+    assert (device.outcome(late), device.ended_at[late.id]) == (Outcome.SHED, 0.0)
+    assert device.answered(well) == pytest.approx(0.010)
+
+
+def test_what_runs_counts_against_a_deadline() -> None:
+    """While 80 ms run, a deadline in 85 ms for 10 ms is shed at once, and one in 95 ms is met."""
+    device = edf()
+    device.model(program("long", {(0, 1): 0.080}))
+    device.model(program("a", {(0, 1): 0.010}))
+    late, well = device.request(deadline=0.085), device.request(deadline=0.095)
+    device.arrive(device.request("long"))
+    device.arrive(late, well)
+    device.run(1.0)
+
+    assert (device.outcome(late), device.ended_at[late.id]) == (Outcome.SHED, 0.0)
+    assert device.answered(well) == pytest.approx(0.090)
+
+
+def test_what_became_certain_to_be_late_ends_when_its_rival_starts() -> None:
+    """Two deadlines in 15 ms for 10 ms each: when one starts the other is over, not 5 ms later."""
+    device = edf()
+    device.model(program("a", {(0, 1): 0.010}))
+    device.model(program("b", {(0, 1): 0.010}))
+    first, second = device.request("a", deadline=0.015), device.request("b", deadline=0.015)
+    device.arrive(first, second)
+    device.run(1.0)
+
+    assert device.answered(first) == pytest.approx(0.010)
+    assert (device.outcome(second), device.ended_at[second.id]) == (Outcome.SHED, 0.0)
+
+
+def test_the_load_of_cold_weights_counts_against_a_deadline() -> None:
+    """With a load of 1 s ahead a deadline in 0.9 s is shed on arrival, one in 1.1 s is met."""
+    device = edf()
+    device.model(program("a", {(0, 1): 0.010}, weight_bytes=100), load=1.0, resident=False)
+    late, well = device.request(deadline=0.9), device.request(deadline=1.1)
+    device.arrive(late, well)
+    device.run(2.0)
+
+    assert (device.outcome(late), device.ended_at[late.id]) == (Outcome.SHED, 0.0)
+    assert device.answered(well) == pytest.approx(1.010)
+
+
+def test_the_load_under_way_counts_before_the_next_one() -> None:
+    """The link has 1 s to do: a second load of 1 s makes a deadline in 1.9 s hopeless, not one in 2.1 s."""
+    device = edf()
+    for name in "ab":
+        device.model(program(name, {(0, 1): 0.010}, weight_bytes=100), load=1.0, resident=False)
+    device.arrive(device.request("a"))
+    late, well = device.request("b", deadline=1.9), device.request("b", deadline=2.1)
+    device.arrive(late, well)
+    device.run(3.0)
+
+    assert (device.outcome(late), device.ended_at[late.id]) == (Outcome.SHED, 0.0)
+    assert device.answered(well) == pytest.approx(2.010)
+
+
+def test_a_full_batch_does_not_make_the_front_late() -> None:
+    """32 at once would cost least per row, but take 8 ms: with 5 ms left the front goes at size 4."""
+    device = edf()
+    device.model(program("a", {(0, 1): 0.001, (0, 4): 0.003, (0, 32): 0.008}))
+    urgent = device.request(deadline=0.005)
+    device.arrive(urgent, *(device.request(deadline=1.0) for _ in range(31)))
+
+    assert device.executed[0][2].size == 4
+    assert urgent.id in device.executed[0][2].requests
+
+
+def test_the_urgent_request_deep_in_a_queue_is_not_shed() -> None:
+    """Behind 500 relaxed requests of its model and 500 of another one it is the next to execute."""
+    device = edf()
+    device.model(program("a", {(0, 1): 0.010}))
+    device.model(program("b", {(0, 1): 0.010}))
+    relaxed = [device.request(name, deadline=100.0) for name in "ab" for _ in range(500)]
+    urgent = device.request("a", deadline=0.0205)
+    device.arrive(*relaxed)
+    device.arrive(urgent)
+
+    [second] = executions(device.finish())
+
+    assert second.requests == ids([urgent])
+
+
+def test_committed_requests_are_never_shed() -> None:
+    """The sub-call of a running meta executes, however late it will be; it expires like all others."""
+    device = edf()
+    device.model(program("a", {(0, 1): 0.010}))
+    late = device.request(deadline=0.005, committed=True)
+    device.arrive(late)
+    device.run(1.0)
+
+    assert device.answered(late) == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo"])
+def test_other_disciplines_do_not_shed(discipline: str) -> None:
+    """They try what is still ahead of its deadline."""
+    device = Device(SchedulerSettings(discipline=discipline))
+    device.model(program("a", {(0, 1): 0.010}))
+    late = device.request(deadline=0.005)
+    device.arrive(late)
+    device.run(1.0)
+
+    assert device.outcome(late) is Outcome.ANSWERED
+
+
+costs = st.sampled_from([0.0005, 0.003, 0.020, 0.080])
+arrivals = st.lists(
+    st.tuples(
+        st.integers(0, 4),  # model
+        st.sampled_from([0.0, 0.0, 0.0004, 0.01, 0.05]),  # pause before
+        st.sampled_from([None, 0.0006, 0.004, 0.03, 0.1, 0.5]),  # deadline, from then
+        st.sampled_from([0, 0, 0, 1, 9]),  # priority
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(models=st.lists(costs, min_size=1, max_size=5), arrivals=arrivals)
+def test_shed_exactly_when_it_could_not_be_met(
+    models: list[float], arrivals: list[tuple[int, float, float | None, int]]
+) -> None:
+    """Whoever is shed could not make it even as the next one, and whoever executes is in time."""
+    device = edf()
+    for number, cost in enumerate(models):
+        device.model(program(f"m{number}", {(0, 1): cost}))
+    at = 0.0
+    for number, pause, deadline, priority in arrivals:
+        at += pause
+        request = device.request(
+            f"m{number % len(models)}",
+            deadline=None if deadline is None else at + deadline,
+            priority=priority,
+        )
+        device.later(at, RequestsArrived((request,)))
+    device.run(10.0)
+
+    assert device.ended.keys() == device.requests.keys()
+    for request in device.requests.values():
+        if request.deadline is None:
+            assert device.outcome(request) is Outcome.ANSWERED
+        elif device.outcome(request) is Outcome.ANSWERED:
+            assert device.ended_at[request.id] <= request.deadline + SLACK
+        else:
+            then = device.ended_at[request.id]
+            # What was on the device when it ended, or was given to it in the same answer.
+            free = max((end for start, end, _ in device.executed if start <= then), default=then)
+            cost = device.programs[request.model].costs[0, 1]
+            assert max(then, free) + cost > request.deadline - SLACK
+
+
+def test_a_deadline_that_just_fits_gets_the_size_that_fits() -> None:
+    """1 ms left for 1 ms: however sums are rounded, it does not go in a batch of 8 ms."""
+    for step in range(50):
+        device = edf()
+        device.model(program("a", {(0, 1): 0.001, (0, 32): 0.008}))
+        device.tick(step * 0.1)
+        front = device.request(deadline=device.now + 0.001)
+        device.arrive(front, *(device.request(deadline=device.now + 1.0) for _ in range(20)))
+
+        assert device.executed[0][2].size == 1, device.now
+
+
+def test_a_request_whose_load_comes_too_late_ends_when_that_is_certain() -> None:
+    """The link is busy for longer than expected: a request ends when its load must start and has not."""
+    device = edf()
+    device.model(program("a", weight_bytes=100), load=1.5, expected=1.0, resident=False)
+    device.model(program("b", weight_bytes=100), load=1.0, resident=False)
+    device.arrive(device.request("a"))
+    late = device.request("b", deadline=2.3)
+    device.arrive(late)
+    device.run(5.0)
+
+    assert device.outcome(late) is Outcome.SHED
+    assert device.ended_at[late.id] <= 1.51

@@ -1,0 +1,254 @@
+"""Weights that come and go under a budget: who is loaded, who gives way, and what that costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, Reason
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import program
+
+DISCIPLINES = ["edf", "fair", "fifo"]
+COST = {(0, 1): 0.010}
+
+
+def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0) -> Device:
+    return Device(
+        SchedulerSettings(discipline=discipline, weight_budget_bytes=budget, residency_factor=factor)
+    )
+
+
+def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: float = 1.0) -> None:
+    """Models of 100 bytes; the first `fits` are resident."""
+    for number, name in enumerate(names):
+        one = program(name, COST, weight_bytes=100, weight=weight)
+        device.model(one, load=load, resident=number < fits)
+
+
+def test_a_model_larger_than_the_budget_is_refused() -> None:
+    """Its requests end at once, and nobody is evicted for it."""
+    device = budgeted(100)
+    add(device, "a", fits=1)
+    device.model(program("big", COST, weight_bytes=101), resident=False)
+    request = device.request("big")
+    device.arrive(request)
+
+    assert device.outcome(request) is Reason.TOO_LARGE
+    assert device.resident == {"a"}
+
+
+def test_the_least_recently_used_gives_way_first() -> None:
+    """Of three idle models the one whose last execution is the longest ago is evicted."""
+    device = budgeted(300)
+    add(device, "abcd", fits=3)
+    for name in "bca":
+        device.arrive(device.request(name))
+        device.run(device.now + 0.1)
+
+    assert device.arrive(device.request("d"))[:2] == [EvictWeights("b", 2), LoadWeights("d", 4)]
+
+
+def test_nobody_is_evicted_in_vain() -> None:
+    """For 60 bytes the older model of 50 is spared when the younger one of 100 has to go anyway."""
+    device = budgeted(150)
+    device.model(program("small", COST, weight_bytes=50))
+    device.model(program("large", COST, weight_bytes=100))
+    device.model(program("new", COST, weight_bytes=60), resident=False)
+    device.arrive(device.request("new"))
+
+    assert device.resident == {"small"}
+
+
+def test_idle_models_give_way_before_those_with_work() -> None:
+    """A model with waiting requests stays while an idle one, used more recently, can go."""
+    device = budgeted(300)
+    add(device, "abcd", fits=3)
+    device.arrive(device.request("c"))
+    device.run(0.2)
+    device.arrive(*device.requests_of(3, "a"), *device.requests_of(3, "b"))
+    device.arrive(device.request("d"))
+
+    assert device.evictions == {"c": 1}
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_load_runs_beside_executions(discipline: str) -> None:
+    """While weights are on their way for 1 s the device executes what is resident, without a pause."""
+    device = budgeted(200, discipline)
+    add(device, "ab", fits=1, load=1.0)
+    device.saturate("a")
+    device.arrive(device.request("b"))
+    device.run(1.0)
+
+    assert device.got["a"] >= 0.99
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_nobody_starves_while_half_of_the_models_fit(discipline: str) -> None:
+    """Six saturated models share room for three: each gets a sixth of the device, which never pauses."""
+    device = budgeted(300, discipline)
+    add(device, "abcdef", fits=3)
+    device.saturate("abcdef")
+    device.run(30.0)
+
+    assert sum(device.got.values()) >= 29.9
+    assert [device.got[name] for name in "abcdef"] == pytest.approx([5.0] * 6, rel=0.15)
+
+
+def test_shares_follow_weights_while_models_swap() -> None:
+    """Two of weight 10 and four of weight 1 share room for three: ten to one, roughly, and nobody starves."""
+    device = budgeted(300)
+    add(device, "AB", fits=2, weight=10.0)
+    add(device, "cdef", fits=1)
+    device.saturate("ABcdef")
+    device.run(60.0)
+
+    light = [device.got[name] for name in "cdef"]
+    assert min(light) > 0.0
+    assert (device.got["A"] + device.got["B"]) / sum(light) == pytest.approx(5.0, rel=0.3)
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_weights_stay_for_a_multiple_of_their_load(discipline: str) -> None:
+    """With a factor of 4 nobody with work is evicted within 4 load times of coming: the device is not idle."""
+    device = budgeted(300, discipline)
+    add(device, "abcdef", fits=3, load=0.5)
+    device.saturate("abcdef")
+    since: dict[str, float] = {}
+    stays: list[float] = []
+    for _ in range(3000):
+        before = set(device.resident)
+        device.run(device.now + 0.01)
+        for name in device.resident - before:
+            since[name] = device.now
+        stays += [device.now - since[name] for name in before - device.resident if name in since]
+
+    assert len(stays) > 10
+    assert min(stays) >= 4 * 0.5 - 0.02
+    assert sum(device.got.values()) >= 0.95 * device.now
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_large_model_is_not_overtaken_on_the_link(discipline: str) -> None:
+    """While the first in line finds no room, a small one behind it is not loaded into what room there is."""
+    device = budgeted(100, discipline)
+    device.model(program("busy", {(0, 1): 1.0}, weight_bytes=60))
+    device.model(program("large", COST, weight_bytes=80), load=0.1, resident=False)
+    device.model(program("small", COST, weight_bytes=40), load=0.1, resident=False)
+    large, small = device.request("large"), device.request("small")
+    device.arrive(device.request("busy"))
+    device.arrive(large)
+    device.arrive(small)
+    device.run(5.0)
+
+    first, second = device.started(large), device.started(small)
+    assert first is not None
+    assert second is not None
+    assert 1.0 < first < second
+
+
+def test_weights_that_committed_requests_wait_for_stay() -> None:
+    """A sub-call keeps its model on the device, though another model waits for the room."""
+    device = budgeted(200)
+    add(device, "abc", fits=2)
+    device.arrive(device.request("a"))
+    device.arrive(device.request("b", committed=True), device.request("c"))
+    device.tick(0.001)
+
+    assert device.resident == {"a", "b"}
+    device.run(2.0)
+    assert all(finish.outcome is Outcome.ANSWERED for finish in device.ended.values())
+
+
+def test_loads_that_take_no_time_do_not_loop() -> None:
+    """With free loads and no residency two models swap, and time goes on."""
+    device = budgeted(300, factor=0.0)
+    add(device, "abcdef", fits=3, load=0.0)
+    device.saturate("abcdef")
+    device.run(5.0)
+
+    assert sum(device.loads.values()) <= 2 * len(device.executed)
+    assert [device.got[name] for name in "abcdef"] == pytest.approx([5 / 6] * 6, rel=0.15)
+
+
+@pytest.mark.parametrize("budget", [100, 200, 300])
+def test_everything_is_answered_when_load_ends(budget: int) -> None:
+    """Requests for six models at once, and room for some: in the end each was answered."""
+    device = budgeted(budget)
+    add(device, "abcdef", fits=budget // 100)
+    device.arrive(*(device.request(name) for name in "abcdef" for _ in range(20)))
+    device.run(60.0)
+
+    assert {finish.outcome for finish in device.ended.values()} == {Outcome.ANSWERED}
+    assert len(device.ended) == 120
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_one_that_always_has_work_gives_way(discipline: str) -> None:
+    """Two saturated models share room for one: each is served, though the other one executes all the time."""
+    device = budgeted(100, discipline)
+    add(device, "ab", fits=1)
+    device.saturate("ab")
+    device.run(10.0)
+
+    assert device.got["b"] >= 2.0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_those_that_go_next_give_way_in_the_end(depth: int) -> None:
+    """Room for one model more than the device executes at once does not lock the others out."""
+    settings = SchedulerSettings(weight_budget_bytes=100 * (depth + 1), depth=depth, launch_ahead_ms=15.0)
+    device = Device(settings)
+    add(device, "abcdef", fits=depth + 1)
+    device.saturate("abcdef")
+    device.run(30.0)
+
+    assert min(device.got.values()) >= 1.0
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+@pytest.mark.parametrize("small", [1, 4])
+def test_a_large_model_gets_its_room_from_busy_small_ones(discipline: str, small: int) -> None:
+    """It needs the room of all: of those that execute, and of the one that goes next, too."""
+    device = budgeted(100, discipline)
+    for number in range(small):
+        device.model(program(f"s{number}", COST, weight_bytes=100 // small), load=0.1)
+    device.model(program("large", COST, weight_bytes=100), load=0.5, resident=False)
+    device.saturate(device.programs)
+    device.run(20.0)
+
+    assert device.got["large"] > 0.0
+
+
+def test_a_priority_does_not_lock_cold_models_out() -> None:
+    """Under `fair` a priority uses up its own model's share: those whose weights are absent come in turn."""
+    device = budgeted(300)
+    add(device, "abcd", fits=3)
+    device.saturate("abc", priority=4)
+    device.saturate("d")
+    device.run(20.0)
+
+    assert device.got["d"] >= 2.0
+
+
+def test_a_priority_does_not_lock_others_out_of_the_link() -> None:
+    """Four saturated models of priority 1 take turns in room for three: a fifth of the default is loaded, too."""
+    device = budgeted(300)
+    add(device, "abcde", fits=3)
+    device.saturate("abcd", priority=1)
+    device.saturate("e")
+    device.run(20.0)
+
+    assert device.got["e"] >= 1.0
+
+
+def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
+    """One client each, 1 ms between answer and next request, room for two of three: each keeps its turn."""
+    device = budgeted(200)
+    add(device, "abc", fits=2)
+    device.clients("abc", think=0.001)
+    device.run(20.0)
+
+    # 1 / (1 + residency_factor) of the time of either place on the device, and some.
+    assert sum(device.loads.values()) * 0.1 <= 2 * 0.21 * device.now

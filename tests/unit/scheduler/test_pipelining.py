@@ -1,0 +1,136 @@
+"""More than one execution given to the device: when the next one is, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import SettingsChanged
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import program
+
+
+def pipelined(depth: int = 2, ahead_ms: float = 2.0, discipline: str = "fair") -> Device:
+    return Device(
+        SchedulerSettings(depth=depth, launch_ahead_ms=ahead_ms, discipline=discipline), validate_every=1
+    )
+
+
+def test_the_next_execution_is_launched_shortly_before_the_end() -> None:
+    """With 10 ms to run and 2 ms ahead, the scheduler asks for a tick after 8 ms and launches then."""
+    device = pipelined()
+    device.model(program("a", {(0, 1): 0.010}))
+    device.arrive(*device.requests_of(2))
+
+    assert len(device.executing) == 1
+    assert device.scheduler.next_wakeup() == pytest.approx(0.008)
+    device.tick(0.0079)
+    assert len(device.executing) == 1
+    device.tick(0.008)
+    assert len(device.executing) == 2
+
+
+def test_the_device_never_pauses_between_executions() -> None:
+    """Each of a hundred executions starts when the one before ends."""
+    device = pipelined()
+    device.model(program("a", {(0, 1): 0.010}))
+    device.arrive(*device.requests_of(100))
+    device.run(2.0)
+
+    ends = [end for _, end, _ in device.executed]
+    assert [start for start, _, _ in device.executed[1:]] == ends[:-1]
+
+
+def test_arrivals_join_until_the_launch() -> None:
+    """What arrives while 10 ms run shares the next execution, up to 2 ms before their end."""
+    device = pipelined()
+    device.model(program("long", {(0, 1): 0.010}))
+    device.model(program("a"))
+    device.arrive(device.request("long"))
+    for _ in range(7):
+        device.run(device.now + 0.001)
+        device.arrive(device.request())
+    device.run(1.0)
+
+    assert [execute.rows for _, _, execute in device.executed] == [1, 7]
+
+
+def test_short_executions_are_launched_up_to_the_depth() -> None:
+    """Executions of 0.5 ms are together less than 2 ms ahead: three are given at once, never a fourth."""
+    device = pipelined(depth=3)
+    device.model(program("a", {(0, 1): 0.0005}))
+    device.arrive(*device.requests_of(10))
+
+    assert len(device.executing) == 3
+
+
+def test_an_overrun_launches_the_next_and_no_more() -> None:
+    """While the first takes ten times as long as expected, a depth of two gets its second, once."""
+    device = pipelined()
+    device.model(program("a", {(0, 1): 0.010}))
+    device.slower = lambda execute: 10.0 if execute.dispatch == 1 else 1.0
+    device.arrive(*device.requests_of(5))
+    device.run(0.099)
+
+    assert len(device.executing) == 2
+    assert device.ticks <= 2
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_shares_are_fair_at_a_depth(depth: int) -> None:
+    """0.5 ms against 80 ms with weights 1 and 2: a third and two thirds of the device."""
+    device = Device(SchedulerSettings(depth=depth), validate_every=50)
+    device.model(program("cheap", {(0, 1): 0.0005}))
+    device.model(program("dear", {(0, 1): 0.080}, weight=2.0))
+    device.saturate(["cheap", "dear"])
+    device.run(5.0)
+
+    assert device.got["cheap"] / sum(device.got.values()) == pytest.approx(1 / 3, abs=0.02)
+
+
+def test_an_urgent_arrival_waits_for_what_is_launched_only() -> None:
+    """A sub-call of a meta goes next, behind the one that runs and the one that was launched."""
+    device = pipelined(ahead_ms=100.0)
+    device.model(program("a", {(0, 1): 0.010}))
+    device.arrive(*device.requests_of(20))
+    urgent = device.request(committed=True)
+    device.arrive(urgent)
+    device.run(1.0)
+
+    assert device.started(urgent) == pytest.approx(0.020)
+
+
+def test_an_overrun_does_not_ask_for_ticks_without_end() -> None:
+    """At a depth of three, while the first takes far too long, a second of 2.001 ms asks for a tick or two."""
+    device = Device(SchedulerSettings(depth=3, launch_ahead_ms=2.0), validate_every=1000)
+    device.model(program("a", {(0, 1): 0.00201}))
+    device.slower = lambda execute: 1000.0 if execute.dispatch == 1 else 1.0
+    device.arrive(*device.requests_of(5))
+    device.run(0.5)
+
+    assert device.ticks <= 5
+
+
+def test_an_execution_of_another_discipline_ends_beside_one_of_this() -> None:
+    """Two of a model are in flight, the first started under `fifo`, the other one under `fair`: both end."""
+    device = pipelined(ahead_ms=100.0, discipline="fifo")
+    device.model(program("a"))
+    device.arrive(device.request())
+    device.send(SettingsChanged(SchedulerSettings(depth=2, launch_ahead_ms=100.0)))
+    device.arrive(*device.requests_of(28))
+    device.run(1.0)
+
+    assert len(device.ended) == 29
+
+
+def test_the_batch_of_a_deadline_counts_what_runs_before_it() -> None:
+    """10 ms run, 2 ms more are left: the front goes at 1 ms, not in a batch of 8 ms that ends 6 ms too late."""
+    device = pipelined(ahead_ms=100.0, discipline="edf")
+    device.model(program("long", {(0, 1): 0.010}))
+    device.model(program("a", {(0, 1): 0.001, (0, 32): 0.008}))
+    device.arrive(device.request("long", deadline=0.0105))
+    urgent = device.request("a", deadline=0.012)
+    device.arrive(urgent, *(device.request("a", deadline=1.0) for _ in range(20)))
+    device.run(1.0)
+
+    assert device.ended_at[urgent.id] <= 0.012

@@ -53,9 +53,19 @@ class Run:
         self.record: Record = simulate(replace(scenario, discipline=discipline, settings=settings))
 
     @cached_property
+    def metrics(self) -> dict[str, Any]:
+        return summarize(self.record)
+
+    @property
     def total(self) -> dict[str, Any]:
-        total: dict[str, Any] = summarize(self.record)["total"]
+        total: dict[str, Any] = self.metrics["total"]
         return total
+
+    @property
+    def window(self) -> float:
+        """Seconds that the figures of the device and the link are about."""
+        window: float = self.total["window_s"]
+        return window
 
     def sent(self, group: str = "", dated: bool | None = None) -> list[Sent]:
         """The requests to a group of models ("": all), with a deadline or without (None: both)."""
@@ -76,8 +86,18 @@ class Run:
     def latency(self, share: float, group: str = "", dated: bool | None = None) -> float:
         return percentile(_latencies(self.sent(group, dated)), share) or 0.0
 
-    def device_seconds(self, group: str) -> float:
-        return sum(one.ended - one.started for one in self.executions(group))
+    def busy(self, group: str) -> float:
+        """The share of the window in which it had the device."""
+        seconds = (
+            one["device_seconds"] for name, one in self.metrics["models"].items() if _group(name) == group
+        )
+        return sum(seconds) / self.window
+
+    def throughput(self, group: str) -> float:
+        """Requests answered within the window, per second."""
+        window = self.window
+        ended = [one for one in self.sent(group) if one.outcome is Outcome.ANSWERED and one.ended <= window]
+        return len(ended) / window
 
     def rows(self, *groups: str) -> float:
         """Rows of an execution, on average."""
@@ -135,7 +155,7 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("latency p50", -1, _ms, lambda run: run.latency(0.5, dated=True)),
         Column("crawler p50", -1, _ms, lambda run: run.latency(0.5, dated=False)),
         Column("crawler p99", -1, _ms, lambda run: run.latency(0.99, dated=False)),
-        Column("loads", 0, _per_second, lambda run: run.total["loads"] / run.total["makespan_s"]),
+        Column("loads", 0, _per_second, lambda run: run.total["loads"] / run.window),
         Column("link busy", 0, _percent, lambda run: run.total["link_utilisation"]),
     ),
     "bursts": (
@@ -154,7 +174,7 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
         Column("`middle` p99", -1, _ms, lambda run: run.latency(0.99, "middle")),
         Column("`slow` p50", -1, _ms, lambda run: run.latency(0.5, "slow")),
         Column("p99", -1, _ms, lambda run: run.latency(0.99, "slow")),
-        Column("`hog` served", 1, _per_second, lambda run: len(run.sent("hog")) / run.total["makespan_s"]),
+        Column("`hog` served", 1, _per_second, lambda run: run.throughput("hog")),
         Column("rows an execution, small ones", 0, _rows, lambda run: run.rows("quick", "middle", "slow")),
     ),
 }
@@ -328,9 +348,9 @@ def _hog(those: Mapping[str, Run]) -> Figure:
         _cdf(left, key, [one for one in run.sent() if one.request.model != "hog"])
     start = np.zeros(len(those))
     for grey, group in zip(GREYS, ("hog", "slow", "middle", "quick"), strict=True):
-        seconds = [run.device_seconds(group) / run.total["makespan_s"] for run in those.values()]
-        right.barh([*those], [100 * one for one in seconds], left=start, color=grey, label=group, height=0.7)
-        start = start + 100 * np.array(seconds)
+        shares = [100 * run.busy(group) for run in those.values()]
+        right.barh([*those], shares, left=start, color=grey, label=group, height=0.7)
+        start = start + np.array(shares)
     right.invert_yaxis()
     right.legend(loc="lower center", bbox_to_anchor=(0.5, -0.3), ncols=4, frameon=False)
     _title(left, "Requests to the 30 small models")

@@ -4,16 +4,15 @@ The model that the discipline ranks first among those that wait for their weight
 whatever executes. It gets free bytes, or those of `make_room`. These do not give way:
 
 - weights on which something executes, or that a committed request waits for;
+- weights with waiting work, while those that nobody waits for take enough bytes, even if they stay for now;
 - weights with waiting work that the discipline ranks before the one that comes: evicting them would only
   bring them back sooner;
-- weights that came less than `residency_factor` times their load time ago, if work waits for them, or did
-  until less than one load time ago. So at most 1 / (1 + residency_factor) of the time goes into loads that
-  take turns with executions, and whoever waits for weights waits at most that much longer for each model
-  before it. Under `edf` a deadline that cannot wait so long goes first.
-
-Keeping what was just used for one load time is the rule of renting skis: whenever the next request comes,
-waiting has cost at most as much as evicting and loading again. Clients that think for a moment between two
-requests do not lose their weights each time.
+- weights that came less than `residency_factor` times their load time ago, if work waits for them, or will
+  soon: its pauses are usually less than half a load time, and this one has not lasted for twice as long.
+  So clients that think for a moment between two requests do not lose their weights each time, at most
+  1 / (1 + residency_factor) of the time goes into loads that take turns with executions, and whoever waits
+  for weights waits at most that much longer for each model before it. Under `edf` a deadline that cannot
+  wait so long goes first.
 
 While the first one finds no room nobody else is loaded: a large model is not starved by small ones.
 """
@@ -104,15 +103,23 @@ class Loads:
     def search(self, discipline: Discipline, now: float) -> tuple[Plan | None, float]:
         """Look for room for the first one; and when time alone may make more (inf: it does not)."""
         cold = self._models[self.cold.first() or ""]
+        missing = self.weights.missing(cold.holding.bytes)
+        idle: list[ModelState] = []
+        working: list[ModelState] = []
+        for model in self._models.values():
+            if _free(model):
+                (idle if model.place is None else working).append(model)
+        # Work that waits loses its weights only if all that nobody waits for would not be enough.
+        enough = missing <= sum(model.holding.bytes for model in idle)
         evictable: list[Resident] = []
         retry_at = inf
-        for model in self._models.values():
+        for model in idle if enough else (*idle, *working):
             when = self._gives_way(model, cold, discipline)
             if when <= now:
                 evictable.append(_resident(model, discipline))
             else:
                 retry_at = min(retry_at, when)
-        victims = make_room(self.weights.missing(cold.holding.bytes), evictable)
+        victims = make_room(missing, evictable)
         planned = None if victims is None else (cold, [self._models[victim] for victim in victims])
         return planned, retry_at
 
@@ -144,10 +151,11 @@ class Loads:
         if not _free(model):
             return inf
         if model.place is None:
-            return self._unused(model)
-        if model.place[0] == COMMITTED_LEVEL or discipline.rank(model) <= self.cold.rank(cold.name):
+            until = min(self._held_until(model), self._unused(model))
+        elif model.place[0] == COMMITTED_LEVEL or discipline.rank(model) <= self.cold.rank(cold.name):
             return inf
-        until = self._held_until(model)
+        else:
+            until = self._held_until(model)
         return -inf if self._urgent(cold, until, discipline) else until
 
     def _plan_missed(self, now: float) -> Plan | None:
@@ -172,7 +180,9 @@ class Loads:
 
     def _unused(self, model: ModelState) -> float:
         """From when on a model counts as unused that nobody waits for."""
-        return min(self._held_until(model), model.holding.used + model.holding.load_seconds)
+        holding = model.holding
+        pause = 2.0 * holding.gap
+        return holding.used + pause if pause <= holding.load_seconds and pause else -inf
 
     def _urgent(self, cold: ModelState, until: float, discipline: Discipline) -> bool:
         """Whether a deadline cannot wait for so long."""

@@ -127,6 +127,8 @@ class Queues:
         for model, ids in queued.items():
             self.queued += len(ids)
             self.touched[model] = None
+            if model.queued == len(ids) and not model.executions:
+                model.holding.needed(now)
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
         self.starts.clean(self.queued)

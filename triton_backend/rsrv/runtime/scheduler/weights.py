@@ -16,6 +16,9 @@ from rsrv.runtime.scheduler.ranking import Rank
 
 _rank = attrgetter("rank")
 
+#: share of the latest pause in the usual one.
+_ALPHA = 0.3
+
 
 class Residency(Enum):
     """Where the weights of a model are."""
@@ -32,6 +35,7 @@ class Holding:
         "bytes",
         "epoch",
         "evictions",
+        "gap",
         "load_seconds",
         "loads",
         "model",
@@ -55,6 +59,13 @@ class Holding:
         self.since = 0.0
         #: when an execution on it ended last, or when it came.
         self.used = 0.0
+        #: how long the model usually has no work between two requests; 0.0 before that was seen.
+        self.gap = 0.0
+
+    def needed(self, now: float) -> None:
+        """A request came after a pause."""
+        gap = now - self.used
+        self.gap += _ALPHA * (gap - self.gap) if self.gap else gap
 
 
 class Weights:

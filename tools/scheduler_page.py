@@ -88,10 +88,9 @@ class Run:
 
     def busy(self, group: str) -> float:
         """The share of the window in which it had the device."""
-        seconds = (
-            one["device_seconds"] for name, one in self.metrics["models"].items() if _group(name) == group
-        )
-        return sum(seconds) / self.window
+        models = self.metrics["models"].items()
+        seconds: float = sum(one["device_seconds"] for name, one in models if _group(name) == group)
+        return seconds / self.window
 
     def throughput(self, group: str) -> float:
         """Requests answered within the window, per second."""

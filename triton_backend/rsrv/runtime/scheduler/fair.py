@@ -62,6 +62,7 @@ class Fair:
 
     __slots__ = (
         "_accounts",
+        "_asking",
         "_clock",
         "_due",
         "_early",
@@ -90,6 +91,8 @@ class Fair:
         self._early = Ranking()
         #: models without work that owe device time, by virtual start.
         self._owing = Ranking()
+        #: models with work that wait for their weights, the latest virtual start first.
+        self._asking = Ranking()
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
         return (level, 0.0, sequence)
@@ -114,6 +117,7 @@ class Fair:
             asked = account.asked
             self._enter(account, max(account.start, self._clock) if asked is None else asked)
         account.asked = None
+        self._asking.discard(name)
         place = candidate.place
         assert place is not None
         rank = (place[0], account.start + candidate.turn_seconds / candidate.weight, place)
@@ -135,6 +139,7 @@ class Fair:
                 self._leave(account)
             else:
                 account.asked = max(account.start, self._clock)
+            self._asking.set(name, -account.asked)
         self._eligible.discard(name)
         self._early.discard(name)
         self._settle()
@@ -144,6 +149,7 @@ class Fair:
         if account is None:
             return
         account.asked = None
+        self._asking.discard(name)
         self._eligible.discard(name)
         self._early.discard(name)
         self._part(name, account)
@@ -154,9 +160,8 @@ class Fair:
         if account is not None:
             for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
                 del self._executing[dispatch]
-            self._owing.discard(name)
-            self._eligible.discard(name)
-            self._early.discard(name)
+            for ranking in (self._owing, self._asking, self._eligible, self._early):
+                ranking.discard(name)
             if account.present:
                 self._leave(account)
             self._settle()
@@ -189,16 +194,16 @@ class Fair:
     # --- questions -----------------------------------------------------------------------------------------
 
     def rank(self, candidate: "Candidate") -> Rank:
-        """(committed or not, virtual deadline, place).
+        """(committed or not, virtual start, place).
 
-        Without the priority: it would let models that owe device time keep their weights on the device, and
-        those that it owes wait for ever.
+        What is loaded next is not decided by the deadline: while the link is what everybody waits for, the
+        clock hardly moves, and cheap newcomers would pass a dear model for ever. Nor by the priority: it
+        would let models that owe device time keep their weights, and those that it owes wait for ever.
         """
         account, place = self._accounts[candidate.name], candidate.place
         assert place is not None
         start = account.start if account.asked is None else account.asked
-        deadline = start + candidate.turn_seconds / candidate.weight
-        return (min(place[0], COMMITTED_LEVEL + 1), deadline, place)
+        return (min(place[0], COMMITTED_LEVEL + 1), start, place)
 
     def choose(self) -> str | None:
         # If nobody is eligible, the clock lags behind what executes still, or was rounded. Who owes least goes.
@@ -262,7 +267,10 @@ class Fair:
             return
 
     def _settle(self) -> None:
-        """Make those eligible whose start the clock has reached; without any candidates, end all debts."""
+        """Make those eligible whose start the clock has reached; without any candidates, end all debts.
+
+        Debts end by moving the clock: whoever comes next starts with the last of those who are known.
+        """
         while (name := self._early.first()) is not None:
             start, rank = self._early.rank(name)
             if start > self._clock:
@@ -270,6 +278,9 @@ class Fair:
             self._early.discard(name)
             self._eligible.set(name, rank)
         if not self._eligible and not self._executing:
+            latest = self._asking.first()
+            if latest is not None:
+                self._clock = max(self._clock, -self._asking.rank(latest))
             for name in self._owing:
                 account = self._accounts[name]
                 account.present = False

@@ -35,8 +35,8 @@ class Candidate(Protocol):
         """Where its first request stands in the order of all; not None for a candidate."""
 
     @property
-    def turn_seconds(self) -> float:
-        """Expected cost of its next execution."""
+    def batch_seconds(self) -> float:
+        """Expected cost of an execution of the size that costs least per row when it is full."""
 
 
 class Discipline(Protocol):

@@ -8,8 +8,9 @@ of device time that it takes. The virtual clock V is the weighted mean of the st
 
 w_i * (V - v_i), the lag, is the device time that model i is owed (below zero: that it owes). A model is
 *eligible* while it owes nothing: v_i <= V; somebody always is. Its virtual deadline is v_i + c_i / w_i,
-where c_i is the expected cost of its next execution. The eligible model with the earliest deadline goes.
-A start rises when an execution starts, the clock while it runs.
+where c_i is the expected cost of a full execution of it. The eligible model with the earliest deadline
+goes. A start rises when an execution starts, the clock while it runs. (With the cost of what waits just
+now for c_i, small batches would pass large ones, and everybody's batches would be small.)
 
 What follows, with c a model's and C anybody's largest execution, and s = w_i / sum(w) of the models with
 work (the tests hold it to this):
@@ -120,7 +121,7 @@ class Fair:
         self._asking.discard(name)
         place = candidate.place
         assert place is not None
-        rank = (place[0], account.start + candidate.turn_seconds / candidate.weight, place)
+        rank = (place[0], account.start + candidate.batch_seconds / candidate.weight, place)
         if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
             self._early.discard(name)
             self._eligible.set(name, rank)

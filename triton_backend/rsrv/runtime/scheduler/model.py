@@ -43,6 +43,7 @@ class ModelState:
 
     __slots__ = (
         "backlog_seconds",
+        "batch_seconds",
         "counts",
         "device_seconds",
         "dispatches",
@@ -81,13 +82,15 @@ class ModelState:
         self.draining = False
         #: whether the device could not hold its weights even alone.
         self.too_large = False
-        # The next five are derived from the lanes and costs by `recount`.
+        # The next six are derived from the lanes and costs by `recount`.
         #: the lane whose front request is first in the order of service, and where that stands.
         self.front: Lane | None = None
         self.place: Place | None = None
         #: expected device time of what waits, and of the next execution.
         self.backlog_seconds = 0.0
         self.turn_seconds = 0.0
+        #: expected device time of a full execution of the front lane.
+        self.batch_seconds = 0.0
         #: until when it is held back, so that more requests can share its next execution.
         self.ripe = -inf
         self.counts = Counts()
@@ -107,7 +110,7 @@ class ModelState:
         """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
         if not self.queued:
             self.front = self.place = None
-            self.backlog_seconds = self.turn_seconds = 0.0
+            self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
             self.ripe = -inf
             return
         front: Lane | None = None
@@ -122,7 +125,8 @@ class ModelState:
                     front, first = lane, place
         self.front, self.place, self.backlog_seconds = front, first, backlog
         # The next execution is one of the size that is cheapest when full, unless less than that waits.
-        self.turn_seconds = 0.0 if front is None else min(backlog, front.costs.seconds[front.costs.best])
+        self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
+        self.turn_seconds = min(backlog, self.batch_seconds)
         if self.program.max_delay and front is not None:
             self.ripe = self._ripe(front)
 

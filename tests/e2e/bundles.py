@@ -84,8 +84,8 @@ def stepped(x: Array, steps: npt.ArrayLike) -> Array:
     return np.array(rows, np.uint32).reshape(x.shape)
 
 
-#: steps of `elastic` for no work at all: some milliseconds
-LEAST_STEPS = 20
+#: steps of `elastic` for no work at all: some milliseconds, more than what the runtime's loop executes by itself
+LEAST_STEPS = 80
 
 
 def _elastic(out_dir: Path) -> None:

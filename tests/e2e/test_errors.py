@@ -273,8 +273,8 @@ def test_a_far_deadline_and_a_priority_change_nothing_for_one_request(call: Call
 @contextmanager
 def busy(triton: RunningTriton, seconds: float = 1.5) -> Iterator[None]:
     """The device executes something long in this block, or at least when it begins."""
-    steps = int(seconds * 5000)
     before = model_status(triton, "elastic")
+    steps = int(seconds * bundles.LEAST_STEPS / before["costs"]["0/1"])
 
     def work() -> None:
         with caller(triton) as call:

@@ -21,8 +21,8 @@ from tests.e2e.harness import RunningTriton, StartTriton, wait_until
 
 #: steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second
 _STEPS = 100
-#: requests that keep the device busy for some seconds in all
-_BEFORE = 10
+#: requests that keep the device busy until others have arrived
+_BEFORE = 20
 
 SETTINGS = """
 models:

@@ -49,14 +49,12 @@ from rsrv.runtime.scheduler.model import ModelState, check_program
 from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.shedding import SLACK, hopeless
 from rsrv.runtime.scheduler.snapshot import Counts, Snapshot
-from rsrv.runtime.scheduler.waiting import Entry, Lane
+from rsrv.runtime.scheduler.waiting import Lane
 from rsrv.runtime.scheduler.weights import Residency, Weights
 
 _ANSWERED = Outcome.ANSWERED
-
-#: seconds by which a deadline may seem to be missed: sums of times are rounded.
-_SLACK = 1e-6
 
 
 class Scheduler:
@@ -170,7 +168,7 @@ class Scheduler:
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Give the device work until it has enough or nobody has any."""
         while len(self._running) < self.settings.depth:
-            if self._running and self._running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + _SLACK:
+            if self._running and self._running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
                 return
             name = self._discipline.choose()
             if name is None:
@@ -400,29 +398,13 @@ class Scheduler:
     # --- deadlines that cannot be met ------------------------------------------------------------------------
 
     def _shed(self, now: float, out: list[Instruction]) -> None:
-        """End requests that would be late even if they were the next to execute, alone and unpadded.
-
-        now + max(what the device has to do, what is left of the load) + cheapest execution > deadline
-        """
+        """End what cannot be in time any more."""
+        queues = self._queues
         free = now + self._running.seconds(now)
-        later: list[tuple[Entry, float]] = []
-        for entry, lane in self._queues.starts.due(free - _SLACK):
-            model = self._models[entry.request.model]
-            deadline = entry.request.deadline
-            if deadline is None:
-                continue
-            latest = deadline - lane.costs.request(entry.rows, coalesce=model.program.coalesce)
-            ready = max(free, now + self._weights.expected_wait(model.holding, now))
-            absent = model.holding.residency is Residency.ABSENT
-            if ready > latest + _SLACK:
-                self._queues.shed(entry, lane, now, out)
-                if free <= latest + _SLACK:
-                    self._loads.missed(model)
-            else:
-                # For absent weights: when their load must start.
-                later.append((entry, latest - model.holding.load_seconds if absent else latest))
-        for entry, latest in later:
-            self._queues.starts.push(entry, latest)
+        for lost in hopeless(queues.starts, self._models, self._weights, free, now):
+            queues.shed(lost.entry, lost.lane, now, out)
+            if lost.cold:
+                self._loads.missed(lost.model)
         self._settle(now)
 
     def _patience(self, lane: Lane, now: float) -> float:
@@ -430,7 +412,7 @@ class Scheduler:
         deadline = lane.entries[0].request.deadline
         if deadline is None or not self._discipline.sheds:
             return inf
-        return deadline - now - self._running.seconds(now) + _SLACK
+        return deadline - now - self._running.seconds(now) + SLACK
 
     # --- questions: none changes what is decided later -----------------------------------------------------
 
@@ -444,7 +426,7 @@ class Scheduler:
         times = [self._queues.deadlines.next()]
         if self._discipline.sheds:
             start = self._queues.starts.next()
-            times.append(None if start is None else start + 2 * _SLACK)
+            times.append(None if start is None else start + 2 * SLACK)
         unripe = self._unripe.first()
         if unripe is not None:
             times.append(self._unripe.rank(unripe))

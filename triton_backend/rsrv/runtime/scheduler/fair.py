@@ -17,8 +17,9 @@ work (the tests hold it to this):
 
 - a model that starts to wait executes after at most c / s + C, and again after at most 2 c / s + C. So
   cheap models wait for short, whatever the dear ones cost, and no model is locked out;
-- while two models have work, what they got differs from their weights by at most about one execution of
-  each, over any time. Nothing is averaged, so there is nothing to tune;
+- while two models have work, what they got by weight differs over any time by at most (c + C) / w_i of the
+  one and of the other. (Start-time fair queueing keeps it within c / w_i of each, but there a newcomer
+  waits for an execution of everybody.) Nothing is averaged, so there is nothing to tune;
 - a model's cost decides when it goes, never how much it gets: those over their share are not eligible,
   cheap or dear.
 

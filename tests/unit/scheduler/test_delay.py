@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from rsrv.runtime.scheduler.events import Outcome
@@ -142,3 +144,20 @@ def test_a_request_is_held_back_no_longer_than_it_can_run_whole(discipline: str)
 
     assert device.outcome(request) is Outcome.ANSWERED
     assert device.ended_at[request.id] <= 0.5 + 1e-5
+
+
+@pytest.mark.parametrize("delay", [0.5, 2.0])
+def test_a_model_that_was_held_back_saves_no_credit(delay: float) -> None:
+    """It waited for company of its own accord: nobody else waits longer for that."""
+    device = Device(SchedulerSettings())
+    device.model(program("x", {(0, 1): 0.01}))
+    device.model(program("y", {(0, 1): 0.01, (0, 100): 0.0999}, max_delay=delay, max_queue_depth=2000))
+    device.saturate("x")
+    device.run(1.0)
+    device.arrive(device.request("y"))
+    device.run(1.0 + delay - 0.001)
+    device.arrive(*device.requests_of(2000, "y"))
+    device.run(10.0)
+    starts = [start for start, _, execute in device.executed if execute.model == "x"]
+
+    assert max(after - before for before, after in itertools.pairwise(starts)) <= 0.11

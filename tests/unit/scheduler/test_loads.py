@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, Reason
@@ -13,9 +15,11 @@ DISCIPLINES = ["edf", "fair", "fifo"]
 COST = {(0, 1): 0.010}
 
 
-def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0) -> Device:
+def budgeted(budget: int, discipline: str = "fair", *, factor: float = 4.0, depth: int = 1) -> Device:
     return Device(
-        SchedulerSettings(discipline=discipline, weight_budget_bytes=budget, residency_factor=factor)
+        SchedulerSettings(
+            discipline=discipline, weight_budget_bytes=budget, residency_factor=factor, depth=depth
+        )
     )
 
 
@@ -252,3 +256,96 @@ def test_a_client_that_thinks_does_not_cost_its_model_the_weights() -> None:
 
     # 1 / (1 + residency_factor) of the time of either place on the device, and some.
     assert sum(device.loads.values()) * 0.1 <= 2 * 0.21 * device.now
+
+
+# --- found by others ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_launching_ahead_does_not_keep_a_model_on_the_device_for_ever(discipline: str, depth: int) -> None:
+    """Something of the resident model executes all the time; the one that waits for its place gets it all the same."""
+    device = budgeted(100, discipline=discipline, depth=depth)
+    add(device, "xy", fits=1)
+    device.saturate("x")
+    device.run(1.0)
+    late = device.request("y")
+    device.arrive(late)
+    device.run(3.0)
+
+    assert device.answered(late) is not None
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_large_model_gets_the_places_of_small_ones_at_any_depth(depth: int) -> None:
+    """Four small models have work all the time; the large one that needs all their room comes within two seconds."""
+    device = budgeted(400, depth=depth)
+    add(device, "abcd", fits=4)
+    device.model(program("large", weight_bytes=400), load=0.1, resident=False)
+    device.saturate("abcd")
+    device.run(1.0)
+    late = device.request("large")
+    device.arrive(late)
+    device.run(3.0)
+
+    assert device.answered(late) is not None
+
+
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_a_long_load_into_free_room_is_no_claim_on_the_device(seconds: float) -> None:
+    """A model that was loaded for long shares equally from then on; it does not make up for the time of its load."""
+    device = Device(SchedulerSettings())
+    device.model(program("x", {(0, 1): 0.01}), load=seconds)
+    device.model(program("y", {(0, 1): 0.01}), load=seconds, resident=False)
+    device.saturate("xy")
+    device.run(2 * seconds)
+    starts = [start for start, _, execute in device.executed if execute.model == "x"]
+
+    assert max(after - before for before, after in itertools.pairwise(starts)) <= 0.05
+
+
+def test_room_that_a_shed_request_leaves_is_used_at_once() -> None:
+    """The first one for the link is shed when an execution starts; the next one is loaded beside that execution."""
+    device = budgeted(100, discipline="edf")
+    device.model(program("x", {(0, 1): 1.5}, weight_bytes=50), load=0.05)
+    device.model(program("big", {(0, 1): 0.1}, weight_bytes=100), load=0.01, resident=False)
+    device.model(program("small", {(0, 1): 0.01}, weight_bytes=50), load=0.05, resident=False)
+    device.arrive(device.request("x"))
+    device.run(0.1)
+    device.arrive(
+        device.request("x", deadline=3.02), device.request("big", deadline=3.05), device.request("small")
+    )
+    device.run(1.6)
+
+    assert device.loads == {"small": 1}
+
+
+def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is_some() -> None:
+    """Its request was shed while another model executed; when that is over, its weights come."""
+    device = budgeted(100, discipline="edf")
+    device.model(program("a", {(0, 1): 0.03}, weight_bytes=100), load=0.1)
+    device.model(program("b", weight_bytes=100), load=0.1, resident=False)
+    device.arrive(device.request("a"))
+    device.run(0.01)
+    device.arrive(device.request("b", deadline=0.06))
+    device.run(1.0)
+    again = device.request("b", deadline=1.05)
+    device.arrive(again)
+    device.run(2.0)
+
+    assert device.outcome(again) is Outcome.ANSWERED
+
+
+def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
+    """Two clients that think for 10 ms share one place; after an hour without them they do so as well as before."""
+    device = budgeted(100)
+    add(device, "ab", fits=1)
+    device.clients("ab", think=0.01)
+    device.run(20.0)
+    before = sum(device.loads.values())
+    device.stop()
+    device.run(3600.0)
+    device.clients("ab", think=0.01)
+    device.run(3620.0)
+
+    assert sum(device.loads.values()) - before <= 1.25 * before

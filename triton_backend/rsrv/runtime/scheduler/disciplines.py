@@ -55,8 +55,14 @@ class Discipline(Protocol):
     def update(self, candidate: Candidate) -> None:
         """A model became a candidate, or the work or the cost of one changed."""
 
-    def wait(self, candidate: Candidate) -> None:
-        """A model has work, but cannot execute for now. It keeps its place."""
+    def wait(self, candidate: Candidate, *, claims: bool) -> None:
+        """A model has work, but cannot execute for now. It keeps its place.
+
+        `claims`: it waits for its weights, and may make up for what it misses; else it waits for company.
+        """
+
+    def link(self, filling: bool) -> None:
+        """A load starts for which nobody has to give way; or it, or any other, ends."""
 
     def remove(self, name: str) -> None:
         """A model has no work (any more)."""
@@ -96,8 +102,11 @@ class Fifo:
     def update(self, candidate: Candidate) -> None:
         self._ranking.set(candidate.name, candidate.place)
 
-    def wait(self, candidate: Candidate) -> None:
+    def wait(self, candidate: Candidate, *, claims: bool) -> None:
         self._ranking.discard(candidate.name)
+
+    def link(self, filling: bool) -> None:
+        """Nothing."""
 
     def remove(self, name: str) -> None:
         self._ranking.discard(name)

@@ -27,7 +27,8 @@ A model that runs out of work while it owes device time stays in the mean until 
 otherwise it could drop the debt by pausing. One that is owed something forgoes it: idle models save no
 credit. When nobody has work all debts end, for nobody waits for them. A model with work whose weights are
 elsewhere is not in the mean, but keeps its lag, and takes it up again when they have come: so models that
-take turns on the device share it by weight too.
+take turns on the device share it by weight too. What the clock did during loads for which nobody had to give
+way it cannot claim: there was room for all, and a long load would lock the others out afterwards.
 
 Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
 for the model then is not eligible; so low priorities wait at most until all others are ahead of their
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 class _Account:
     """What one model has had."""
 
-    __slots__ = ("asked", "executing", "present", "start", "weight")
+    __slots__ = ("asked", "claims", "executing", "linked", "present", "start", "weight")
 
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
@@ -55,8 +56,12 @@ class _Account:
         self.present = False
         #: executions in flight.
         self.executing = 0
-        #: its start when it began to wait for its weights; None if it does not.
+        #: its start when it began to wait; None if it does not.
         self.asked: float | None = None
+        #: whether it waits for its weights, and so may claim what it misses, but for ...
+        self.claims = False
+        #: ... what the clock does during loads into free room: `Fair._linked` when it began to wait.
+        self.linked = 0.0
 
 
 class Fair:
@@ -70,6 +75,8 @@ class Fair:
         "_early",
         "_eligible",
         "_executing",
+        "_link_from",
+        "_linked",
         "_now",
         "_owing",
         "_weight",
@@ -82,6 +89,9 @@ class Fair:
         #: sum of the weights of all that are present.
         self._weight = 0.0
         self._now = 0.0
+        #: by how much the clock rose during loads into free room, and its reading when the present one began.
+        self._linked = 0.0
+        self._link_from: float | None = None
         #: device time that is charged and not yet in the clock, because it has not passed.
         self._due = 0.0
         #: dispatch -> whose execution it is, and what it is expected to take; all in flight.
@@ -115,9 +125,7 @@ class Fair:
         if account.present:
             self._owing.discard(name)
         else:
-            # What it missed while its weights were elsewhere it may claim back, and nothing else.
-            asked = account.asked
-            self._enter(account, max(account.start, self._clock) if asked is None else asked)
+            self._enter(account, self._entry(account))
         account.asked = None
         self._asking.discard(name)
         place = candidate.place
@@ -131,10 +139,12 @@ class Fair:
             self._early.set(name, (account.start, rank))
         self._settle()
 
-    def wait(self, candidate: "Candidate") -> None:
+    def wait(self, candidate: "Candidate", *, claims: bool) -> None:
         name = candidate.name
         account = self._account(candidate)
+        account.claims = claims
         if account.asked is None:
+            account.linked = self._link_time()
             self._owing.discard(name)
             if account.present:
                 account.asked = account.start
@@ -193,6 +203,12 @@ class Fair:
             self._part(name, account)
         self._settle()
 
+    def link(self, filling: bool) -> None:
+        if not filling:
+            self._linked, self._link_from = self._link_time(), None
+        elif self._link_from is None:
+            self._link_from = self._clock
+
     # --- questions -----------------------------------------------------------------------------------------
 
     def rank(self, candidate: "Candidate") -> Rank:
@@ -209,7 +225,8 @@ class Fair:
 
     def choose(self) -> str | None:
         # If nobody is eligible, the clock lags behind what executes still, or was rounded. Who owes least goes.
-        return self._eligible.first() or self._early.first()
+        name = self._eligible.first()
+        return self._early.first() if name is None else name
 
     # --- the virtual clock ---------------------------------------------------------------------------------
 
@@ -223,6 +240,18 @@ class Fair:
                 self._owing.discard(candidate.name)
             account.weight = candidate.weight
         return account
+
+    def _link_time(self) -> float:
+        """By how much the clock has risen during loads into free room."""
+        return self._linked + (0.0 if self._link_from is None else max(0.0, self._clock - self._link_from))
+
+    def _entry(self, account: _Account) -> float:
+        """With which virtual start a model comes that was not in the mean."""
+        if account.asked is None:
+            return max(account.start, self._clock)
+        if not account.claims:
+            return max(account.asked, self._clock)
+        return max(account.asked, min(self._clock, account.asked + self._link_time() - account.linked))
 
     def _enter(self, account: _Account, start: float) -> None:
         """Count it in the mean."""

@@ -33,7 +33,17 @@ Plan = tuple[ModelState, list[ModelState]]
 class Loads:
     """The models that have work but no weights, and the choice among them."""
 
-    __slots__ = ("_changed", "_factor", "_missed", "_models", "_retry_at", "_stuck", "cold", "weights")
+    __slots__ = (
+        "_changed",
+        "_factor",
+        "_missed",
+        "_missed_again",
+        "_models",
+        "_retry_at",
+        "_stuck",
+        "cold",
+        "weights",
+    )
 
     def __init__(self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float) -> None:
         self._models = models
@@ -43,6 +53,8 @@ class Loads:
         self.cold = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
         self._missed: dict[str, None] = {}
+        #: whether it is worth while to look for room for them.
+        self._missed_again = False
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
         #: not done again before `_retry_at`, unless one of `_changed` may give way now.
         self._stuck: str | None = None
@@ -61,6 +73,8 @@ class Loads:
         """A model was touched that may have become one to give way."""
         if self._stuck is not None:
             self._changed[model] = None
+        if model.place is None:
+            self._missed_again = True
 
     def retry(self) -> None:
         """There may be room now."""
@@ -80,6 +94,7 @@ class Loads:
         """
         if model.holding.residency is Residency.ABSENT:
             self._missed[model.name] = None
+            self._missed_again = True
 
     # --- decisions -------------------------------------------------------------------------------------------
 
@@ -123,6 +138,12 @@ class Loads:
         planned = None if victims is None else (cold, [self._models[victim] for victim in victims])
         return planned, retry_at
 
+    def wants(self, model: ModelState, discipline: Discipline, now: float) -> bool:
+        """Whether somebody waits for room that a model with work would make if it did not execute."""
+        if self._stuck is None or self.weights.loading is not None:
+            return False
+        return self._would_give_way(model, self._models[self._stuck], discipline) <= now
+
     def next_try(self) -> float | None:
         """When time alone may make room for somebody who waits."""
         if self._stuck is None or self._retry_at == inf or self.weights.loading is not None:
@@ -150,6 +171,10 @@ class Loads:
         """From when on it gives way to another, if nothing else happens; inf: it does not."""
         if not _free(model):
             return inf
+        return self._would_give_way(model, cold, discipline)
+
+    def _would_give_way(self, model: ModelState, cold: ModelState, discipline: Discipline) -> float:
+        """As `_gives_way`, were nothing of it executing."""
         if model.place is None:
             until = min(self._held_until(model), self._unused(model))
         elif model.place[0] == COMMITTED_LEVEL or discipline.rank(model) <= self.cold.rank(cold.name):
@@ -160,19 +185,24 @@ class Loads:
 
     def _plan_missed(self, now: float) -> Plan | None:
         """As `plan`, for a model that nobody waits for; nobody with work gives way for it."""
-        while self._missed:
-            name = next(iter(self._missed))
-            del self._missed[name]
-            model = self._models.get(name)
-            if model is not None and model.holding.residency is Residency.ABSENT:
-                idle = [
-                    _resident(one)
-                    for one in self._models.values()
-                    if _free(one) and one.place is None and self._unused(one) <= now
-                ]
-                victims = make_room(self.weights.missing(model.holding.bytes), idle)
-                if victims is not None:
-                    return model, [self._models[victim] for victim in victims]
+        if not (self._missed and self._missed_again):
+            return None
+        self._missed_again = False
+        self._missed = {
+            name: None
+            for name in self._missed
+            if name in self._models and self._models[name].holding.residency is Residency.ABSENT
+        }
+        idle = [
+            _resident(one)
+            for one in self._models.values()
+            if _free(one) and one.place is None and self._unused(one) <= now
+        ]
+        for name in self._missed:
+            model = self._models[name]
+            victims = make_room(self.weights.missing(model.holding.bytes), idle)
+            if victims is not None:
+                return model, [self._models[victim] for victim in victims]
         return None
 
     def _held_until(self, model: ModelState) -> float:

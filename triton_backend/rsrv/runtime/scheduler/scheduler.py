@@ -124,6 +124,9 @@ class Scheduler:
             self._shed(now, out)
         self._load(now, out)
         self._dispatch(now, out)
+        if self._discipline.sheds:
+            # Who was first for the link may have been shed.
+            self._load(now, out)
         self._now = now
         return out
 
@@ -172,6 +175,8 @@ class Scheduler:
                 return
             name = self._discipline.choose()
             if name is None:
+                return
+            if self._running and self._keeps_for_room(name, now):
                 return
             model = self._models[name]
             lane = model.front
@@ -302,6 +307,7 @@ class Scheduler:
         if model is None:
             return
         self._weights.loaded(model.holding, event.seconds, now)
+        self._discipline.link(False)
         model.story.add(now, "weights loaded", event)
         if model.draining:
             self._drain(model, now, out)
@@ -313,6 +319,7 @@ class Scheduler:
         if model is None:
             return
         self._weights.failed(model.holding)
+        self._discipline.link(False)
         model.story.add(now, "load failed", event)
         if model.draining:
             self._drain(model, now, out)
@@ -337,6 +344,7 @@ class Scheduler:
         for victim in victims:
             self._evict(victim, now, out)
         load = self._weights.load(model.holding, now)
+        self._discipline.link(not victims)
         model.story.add(now, "load weights", load)
         out.append(load)
         self._queues.touched[model] = None
@@ -379,14 +387,14 @@ class Scheduler:
                 if model.ripe <= now:
                     discipline.update(model)
                 else:
-                    discipline.wait(model)
+                    discipline.wait(model, claims=False)
                     self._unripe.set(name, model.ripe)
                 self._loads.changed(model)
             case Residency.LOADING:
-                discipline.wait(model)
+                discipline.wait(model, claims=True)
                 self._loads.cold.discard(name)
             case Residency.ABSENT:
-                discipline.wait(model)
+                discipline.wait(model, claims=True)
                 self._loads.wait(model, discipline.rank(model))
 
     def _ripen(self, now: float) -> None:
@@ -406,6 +414,10 @@ class Scheduler:
             if lost.cold:
                 self._loads.missed(lost.model)
         self._settle(now)
+
+    def _keeps_for_room(self, name: str, now: float) -> bool:
+        """Whether a model is not launched ahead: without a pause it would never give way to who waits for room."""
+        return self._loads.wants(self._models[name], self._discipline, now)
 
     def _patience(self, lane: Lane, now: float) -> float:
         """Seconds that an execution of the front request may take, after what the device has to do before."""
@@ -431,9 +443,10 @@ class Scheduler:
         if unripe is not None:
             times.append(self._unripe.rank(unripe))
         times.append(self._loads.next_try())
-        if 0 < len(self._running) < self.settings.depth and self._discipline.choose() is not None:
-            end = self._running.end_after(self._now)
-            times.append(None if end is None else max(self._now, end - self.settings.launch_ahead_ms / 1e3))
+        if 0 < len(self._running) < self.settings.depth:
+            end, name = self._running.end_after(self._now), self._discipline.choose()
+            if end is not None and name is not None and not self._keeps_for_room(name, self._now):
+                times.append(max(self._now, end - self.settings.launch_ahead_ms / 1e3))
         return min((time for time in times if time is not None), default=None)
 
     def backlog_seconds(self, now: float) -> float:

@@ -64,7 +64,10 @@ class Holding:
 
     def needed(self, now: float) -> None:
         """A request came after a pause."""
-        gap = now - self.used
+        if not self.epoch:
+            return
+        # One long pause must not hide for long that they are short.
+        gap = min(now - self.used, 4.0 * self.load_seconds)
         self.gap += _ALPHA * (gap - self.gap) if self.gap else gap
 
 

@@ -105,7 +105,8 @@ class ModelSection(_Section):
     )
     weight: float = Field(
         1.0,
-        gt=0,
+        ge=1e-6,
+        le=1e6,
         allow_inf_nan=False,
         description="Share of device time relative to other models, under `fair`.",
     )

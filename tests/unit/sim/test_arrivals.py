@@ -84,6 +84,14 @@ def test_jitter_delays_bursts() -> None:
     assert any(abs(t - round(t)) > 0.01 for t in times)
 
 
+def test_a_trace_from_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    """With a byte-order mark, and blanks around what it says."""
+    (tmp_path / "traffic.csv").write_text("\ufefft, model \n0.1, a \n", encoding="utf-8")
+    [sent] = arrivals("arrivals: {trace: traffic.csv}", tmp_path)
+
+    assert (sent.t, sent.model) == (0.1, "a")
+
+
 def test_a_trace_is_read_scaled_and_sorted(tmp_path: Path) -> None:
     """Empty cells mean the default; the path is relative to the scenario."""
     (tmp_path / "traffic.csv").write_text(

@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_2(scenario: Path, capsys: pytest.Cap
     """Here it is a file."""
     assert main([str(scenario), "--out", str(scenario)]) == 2
 
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot write: --out" in capsys.readouterr().err
 
 
 def test_without_matplotlib_there_are_metrics(

@@ -34,12 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        record = simulate(load_scenario(options.scenario))
+        scenario = load_scenario(options.scenario)
+        if options.out is not None:
+            # Before the simulation, which may take minutes.
+            options.out.mkdir(parents=True, exist_ok=True)
+        record = simulate(scenario)
         metrics = summarize(record)
         if options.out is not None:
             _write(options.out, record, metrics, options.window)
     except ScenarioError as error:
         return _complain(str(error), 2)
+    except FileExistsError:
+        return _complain(f"cannot write: --out {options.out} is not a directory", 2)
     except OSError as error:
         return _complain(f"cannot write: {error}", 2)
     except SimulationError as error:
@@ -89,7 +95,6 @@ def _window(text: str) -> tuple[float, float]:
 
 
 def _write(out: Path, record: Record, metrics: dict[str, Any], window: tuple[float, float] | None) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     try:
         from rsrv.sim.plots import write_plots

@@ -12,7 +12,7 @@ from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.sim.naive import NAIVE
-from rsrv.sim.schema import Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf
+from rsrv.sim.schema import LONGEST, Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf
 
 
 class ScenarioError(Exception):
@@ -186,11 +186,14 @@ def _read_trace(trace: Trace, folder: Path, problems: list[str]) -> Iterator[Req
     """Its requests with scaled times; complains about the first line that is wrong."""
     about = f"arrivals.trace: {trace.path}"
     try:
-        with (folder / trace.path).open(newline="", encoding="utf-8") as lines:
+        with (folder / trace.path).open(newline="", encoding="utf-8-sig") as lines:
             reader = csv.DictReader(lines, skipinitialspace=True)
-            header = list(reader.fieldnames or ())
+            reader.fieldnames = header = [name.strip() for name in reader.fieldnames or ()]
             missing = [name for name in ("t", "model") if name not in header]
             unknown = [name for name in header if name not in Request.model_fields]
+            if len(set(header)) < len(header):
+                problems.append(f"{about}: the header {','.join(header)!r} names a column twice")
+                return
             if missing:
                 problems.append(f"{about}: the header {','.join(header)!r} has no {' and no '.join(missing)}")
                 return
@@ -199,12 +202,20 @@ def _read_trace(trace: Trace, folder: Path, problems: list[str]) -> Iterator[Req
                 problems.append(f"{about}: unknown column {unknown[0]!r}{hint}")
                 return
             for row in reader:
-                given = {key: value for key, value in row.items() if value not in ("", None)}
+                if None in row:
+                    problems.append(f"{about}, line {reader.line_num}: more fields than the header has")
+                    return
+                given = {key: text for key, value in row.items() if (text := (value or "").strip())}
                 try:
                     request = Request.model_validate(given)
                 except ValidationError as error:
                     wrong = explain(error.errors()[0], Request, given)
                     problems.append(f"{about}, line {reader.line_num}: {wrong}")
+                    return
+                if request.t * trace.scale > LONGEST:
+                    problems.append(
+                        f"{about}, line {reader.line_num}: t times scale is more than {LONGEST:g} s"
+                    )
                     return
                 yield request.model_copy(update={"t": request.t * trace.scale})
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -14,9 +14,12 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+#: seconds that anything in a scenario may take, and the latest time in it: thirty years.
+LONGEST = 1e9
+
 #: compiled size -> seconds of one execution.
 Costs = Annotated[
-    dict[Annotated[int, Field(ge=1)], Annotated[float, Field(gt=0)]],
+    dict[Annotated[int, Field(ge=1, strict=True)], Annotated[float, Field(ge=1e-9, le=LONGEST)]],
     Field(min_length=1),
 ]
 
@@ -29,7 +32,7 @@ class Device(Part):
     )
     h2d_bytes_per_s: float | None = Field(
         None,
-        gt=0,
+        ge=1,
         description="Rate at which weights come to the device, one load at a time; absent: at once.",
     )
     warm: bool = Field(
@@ -56,8 +59,10 @@ class Model(Part):
         description="Relative standard deviation of real executions from the cost, which the scheduler has to learn. "
         "None is shorter than a tenth of it.",
     )
-    weight_bytes: int = Field(0, ge=0, description="Bytes of its weights.")
-    weight: float = Field(1.0, gt=0, description="Its share of device time relative to other models.")
+    weight_bytes: int = Field(0, ge=0, le=2**60, description="Bytes of its weights.")
+    weight: float = Field(
+        1.0, ge=1e-6, le=1e6, description="Its share of device time relative to other models."
+    )
     max_batch_size: int | None = Field(
         None, ge=1, description="Most useful rows in one execution; absent: the largest compiled size."
     )
@@ -85,11 +90,11 @@ class Model(Part):
 class Request(Part):
     """One request, as in a list of arrivals or a line of a trace."""
 
-    t: float = Field(ge=0, description="When it arrives, in seconds from the start.")
+    t: float = Field(ge=0, le=LONGEST, description="When it arrives, in seconds from the start.")
     model: str = Field(description="Its model.")
     rows: int = Field(1, ge=0, description="Rows along the batch axis.")
     deadline_s: float | None = Field(
-        None, description="Deadline, in seconds after its arrival; absent: it waits for ever."
+        None, le=LONGEST, description="Deadline, in seconds after its arrival; absent: it waits for ever."
     )
     priority: int = Field(0, ge=0, description="1 is the most urgent; 0 means the scheduler's default level.")
     variant: int = Field(0, ge=0, description="Index in the model's `variants`.")
@@ -103,7 +108,7 @@ def _shares(models: object) -> object:
 class _Source(Part):
     rows: int = Field(1, ge=0, description="Rows of each request.")
     deadline_s: float | None = Field(
-        None, gt=0, description="Deadline of each, in seconds after its arrival."
+        None, gt=0, le=LONGEST, description="Deadline of each, in seconds after its arrival."
     )
     priority: int = Field(0, ge=0, description="Priority of each.")
 
@@ -117,10 +122,12 @@ class Poisson(_Open):
     """Independent requests at a constant mean rate."""
 
     rate: float = Field(gt=0, description="Requests per second, of all its models together.")
-    models: Annotated[dict[str, Annotated[float, Field(ge=0)]], BeforeValidator(_shares)] | None = Field(
-        None,
-        min_length=1,
-        description="A list of models with equal shares of the rate, or {NAME: share}; absent: all models.",
+    models: Annotated[dict[str, Annotated[float, Field(ge=0, le=1e9)]], BeforeValidator(_shares)] | None = (
+        Field(
+            None,
+            min_length=1,
+            description="A list of models with equal shares of the rate, or {NAME: share}; absent: all models.",
+        )
     )
 
     @model_validator(mode="after")
@@ -145,7 +152,7 @@ class Bursts(_Open):
     """Groups of requests at one instant, at regular times."""
 
     models: list[str] | None = Field(None, min_length=1, description="The models; absent: all.")
-    every_s: float = Field(gt=0, description="Time from one burst of a model to its next.")
+    every_s: float = Field(ge=1e-6, description="Time from one burst of a model to its next.")
     size: int = Field(ge=1, description="Requests of each model in one burst.")
     jitter_s: float = Field(0.0, ge=0, description="Each burst comes up to this much later, uniformly.")
 
@@ -223,6 +230,7 @@ class File(Part):
     duration: float | None = Field(
         None,
         gt=0,
+        le=LONGEST,
         description="Seconds in which requests arrive and that the device's figures are about; what waits then is "
         "still served. Required with arrivals that do not end by themselves.",
     )
@@ -230,5 +238,7 @@ class File(Part):
     settings: SchedulerSection = Field(
         SchedulerSection(), description="The section `scheduler` of rsrv.yaml."
     )
-    models: dict[str, Model] = Field(min_length=1, description="The models by name, in listing order.")
+    models: dict[Annotated[str, Field(min_length=1)], Model] = Field(
+        min_length=1, description="The models by name, in listing order."
+    )
     arrivals: Arrivals = Field(description="The traffic.")

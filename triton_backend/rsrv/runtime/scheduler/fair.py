@@ -15,8 +15,8 @@ now for c_i, small batches would pass large ones, and everybody's batches would 
 What follows, with c a model's and C anybody's largest execution, and s = w_i / sum(w) of the models with
 work (the tests hold it to this):
 
-- a model that starts to wait executes after at most c / s + C, and again after at most 2 c / s + C. So
-  cheap models wait for short, whatever the dear ones cost, and no model is locked out;
+- a model that begins to wait and owes nothing executes after at most c / s + C, and again after at most
+  2 c / s + C. So cheap models wait for short, whatever the dear ones cost, and no model is locked out;
 - while two models have work, what they got by weight differs over any time by at most (c + C) / w_i of the
   one and of the other. (Start-time fair queueing keeps it within c / w_i of each, but there a newcomer
   waits for an execution of everybody.) Nothing is averaged, so there is nothing to tune;

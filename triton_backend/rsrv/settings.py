@@ -105,8 +105,8 @@ class ModelSection(_Section):
     )
     weight: float = Field(
         1.0,
-        ge=1e-6,
-        le=1e6,
+        ge=1e-3,
+        le=1e3,
         allow_inf_nan=False,
         description="Share of device time relative to other models, under `fair`.",
     )

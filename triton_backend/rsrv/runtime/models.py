@@ -20,6 +20,8 @@ log = logging.getLogger("rsrv.models")
 
 #: timed executions of each size at warm-up; other work on the machine disturbs single ones
 _WARM_RUNS = 3
+#: seconds; nothing is faster, but a disturbed clock may say so
+_LEAST_COST = 1e-7
 
 
 @dataclass(slots=True)
@@ -84,7 +86,8 @@ def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Mode
     for (variant, size), executable in executables.items():
         inputs = zeros(interface.variants[variant].inputs, size)
         run(device, executable, weights, inputs)
-        costs[variant, size] = min(run(device, executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
+        fastest = min(run(device, executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
+        costs[variant, size] = max(fastest, _LEAST_COST)
     _smooth(costs)
     of_model = settings.for_model(name)
     program = Program(

@@ -61,7 +61,7 @@ class Model(Part):
     )
     weight_bytes: int = Field(0, ge=0, le=2**60, description="Bytes of its weights.")
     weight: float = Field(
-        1.0, ge=1e-6, le=1e6, description="Its share of device time relative to other models."
+        1.0, ge=1e-3, le=1e3, description="Its share of device time relative to other models."
     )
     max_batch_size: int | None = Field(
         None, ge=1, description="Most useful rows in one execution; absent: the largest compiled size."

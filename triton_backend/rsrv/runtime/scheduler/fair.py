@@ -198,8 +198,12 @@ class Fair:
             self._due = ahead
         account = self._accounts[name]
         account.executing -= 1
-        account.start += (seconds - expected) / account.weight
-        if account.asked is None and name not in self._eligible and name not in self._early:
+        correction = (seconds - expected) / account.weight
+        account.start += correction
+        if account.asked is not None:
+            account.asked += correction
+            self._asking.set(name, -account.asked)
+        elif name not in self._eligible and name not in self._early:
             self._part(name, account)
         self._settle()
 

@@ -349,3 +349,24 @@ def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:
     device.run(3620.0)
 
     assert sum(device.loads.values()) - before <= 1.25 * before
+
+
+def test_who_waited_for_room_may_be_shed_while_executions_are_launched() -> None:
+    """At depth 3 the second launch makes the deadline unreachable for whom the third would have been held back."""
+    device = Device(
+        SchedulerSettings(discipline="edf", weight_budget_bytes=300, depth=3, launch_ahead_ms=10_000.0)
+    )
+    for name, cost in (("a", 0.3), ("b", 0.3), ("c", 0.01)):
+        device.model(program(name, {(0, 1): cost}, weight_bytes=100), load=1.0)
+    device.model(program("cold", {(0, 1): 0.2}, weight_bytes=100), load=0.0, resident=False)
+    late = device.request("cold", deadline=0.7)
+    device.arrive(
+        device.request("a", deadline=0.5),
+        device.request("b", deadline=0.65),
+        device.request("c", deadline=0.69),
+        late,
+    )
+    device.run(1.0)
+
+    assert device.outcome(late) is Outcome.SHED
+    assert [execute.model for _, _, execute in device.executed] == ["a", "b", "c"]

@@ -140,7 +140,7 @@ class Loads:
 
     def wants(self, model: ModelState, discipline: Discipline, now: float) -> bool:
         """Whether somebody waits for room that a model with work would make if it did not execute."""
-        if self._stuck is None or self.weights.loading is not None:
+        if self._stuck is None or self._stuck not in self.cold or self.weights.loading is not None:
             return False
         return self._would_give_way(model, self._models[self._stuck], discipline) <= now
 

@@ -71,14 +71,13 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         settings: Settings | None = None,
         *,
         asynchronous: bool = False,
-        scheduler: type[Scheduler] = Scheduler,
     ) -> Runtime:
         path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
         listener = listen(path)
         settings = settings or load_settings()
         device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]], asynchronous=asynchronous)
-        loop = Loop(listener, os.getpid(), settings, scheduler(scheduler_settings(settings)), lambda: device)
+        loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
 
         def run() -> None:
             loop.run()

@@ -2,7 +2,7 @@
 
 from math import inf, isfinite
 
-from rsrv.runtime.scheduler.coalesce import plan_batch
+from rsrv.runtime.scheduler.coalesce import Batch, plan_batch
 from rsrv.runtime.scheduler.costs import VariantCosts
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Execute, Program
@@ -136,18 +136,22 @@ class ModelState:
         if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
             return -inf
         program = self.program
-        batch = plan_batch(
-            front.waiting_rows(),
-            costs.sizes,
-            costs.seconds,
-            max_rows=program.max_batch_rows,
-            coalesce=program.coalesce,
-        )
-        ahead = max(batch.seconds, front.seconds(coalesce=program.coalesce))
+        ahead = max(self.plan(front).seconds, front.seconds(coalesce=program.coalesce))
         # All of them count: the order of service is not that of deadlines.
         deadlines = (entry.request.deadline for entry in entries)
         soonest = min((deadline for deadline in deadlines if deadline is not None), default=inf)
         return min(entries[0].arrived + program.max_delay, soonest - ahead)
+
+    def plan(self, lane: Lane, limit: float = inf) -> Batch:
+        """The next execution of one of its lanes; see `plan_batch`."""
+        return plan_batch(
+            lane.waiting_rows(),
+            lane.costs.sizes,
+            lane.costs.seconds,
+            max_rows=self.program.max_batch_rows,
+            coalesce=self.program.coalesce,
+            limit=limit,
+        )
 
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""

@@ -23,7 +23,6 @@ from math import inf
 from typing import assert_never
 
 from rsrv.runtime.scheduler import invariants
-from rsrv.runtime.scheduler.coalesce import plan_batch
 from rsrv.runtime.scheduler.costs import variant_costs
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES, Discipline
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
@@ -184,15 +183,7 @@ class Scheduler:
                 raise InvariantError(
                     "the discipline chose a model without work", name, tuple(self.story(name))
                 )
-            program = model.program
-            batch = plan_batch(
-                lane.waiting_rows(),
-                lane.costs.sizes,
-                lane.costs.seconds,
-                max_rows=program.max_batch_rows,
-                coalesce=program.coalesce,
-                limit=self._patience(lane, now),
-            )
+            batch = model.plan(lane, self._patience(lane, now))
             execute = Execute(
                 self._running.started + 1,
                 name,

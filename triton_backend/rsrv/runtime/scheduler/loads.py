@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
+from rsrv.runtime.scheduler.eviction import Resident, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
-from rsrv.runtime.scheduler.weights import Residency, Resident, Weights, make_room
+from rsrv.runtime.scheduler.weights import Residency, Weights
 
 #: a load, and the models whose weights it evicts first.
 Plan = tuple[ModelState, list[ModelState]]

@@ -12,12 +12,15 @@ from math import inf
 
 from rsrv.runtime.scheduler.events import (
     DEFAULT_PRIORITY,
+    AbandonLoad,
     Event,
     EvictWeights,
     Execute,
     ExecutionFinished,
     Finish,
+    GiveUp,
     Instruction,
+    LoadAbandoned,
     LoadFailed,
     LoadWeights,
     ModelAdded,
@@ -30,6 +33,8 @@ from rsrv.runtime.scheduler.events import (
     RequestsCancelled,
     SettingsChanged,
     Tick,
+    WarmUp,
+    WarmUpEnded,
     WeightsLoaded,
 )
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -47,6 +52,8 @@ def program(
     max_queue_depth: int = 1000,
     max_batch_rows: int | None = None,
     weight_bytes: int = 100,
+    tensors: dict[str, int] | None = None,
+    pinned: bool = False,
     weight: float = 1.0,
     max_delay: float = 0.0,
 ) -> Program:
@@ -56,7 +63,9 @@ def program(
         coalesce=coalesce,
         max_queue_depth=max_queue_depth,
         max_batch_rows=max_batch_rows,
-        weight_bytes=weight_bytes,
+        weight_bytes=weight_bytes if tensors is None else sum(tensors.values()),
+        tensors=tensors,
+        pinned=pinned,
         weight=weight,
         max_delay=max_delay,
     )
@@ -83,6 +92,12 @@ class Driver:
         self.patient: set[str] = set()
         #: model -> epoch of its load under way.
         self.loading: dict[str, int] = {}
+        #: models whose load is to be abandoned, that warm up, and that nobody tries to load any more.
+        self.abandoning: set[str] = set()
+        self.warming: set[str] = set()
+        self.given_up: list[str] = []
+        #: requests whose execution found no memory.
+        self.again: set[int] = set()
         self._next_id = 0
 
     # --- events --------------------------------------------------------------------------------------
@@ -95,9 +110,12 @@ class Driver:
             self.requests |= arrived
             self.waiting |= arrived
         if isinstance(event, ExecutionFinished):
-            del self.executing[event.dispatch]
+            execute = self.executing.pop(event.dispatch)
+            if event.out_of_memory and not execute.again:
+                self.again.update(execute.requests)
+        if isinstance(event, WarmUpEnded):
+            self.warming.remove(event.model)
         if isinstance(event, WeightsLoaded) and self.loading.get(event.model) == event.epoch:
-            del self.loading[event.model]
             self.resident.add(event.model)
         if isinstance(event, ModelAdded):
             (self.patient.add if event.program.max_delay else self.patient.discard)(event.program.model)
@@ -105,8 +123,12 @@ class Driver:
             self.resident.add(event.program.model)
         if isinstance(event, SettingsChanged):
             self.settings = event.settings
-        if isinstance(event, LoadFailed) and self.loading.get(event.model) == event.epoch:
+        if (
+            isinstance(event, WeightsLoaded | LoadFailed | LoadAbandoned)
+            and self.loading.get(event.model) == event.epoch
+        ):
             del self.loading[event.model]
+            self.abandoning.discard(event.model)
         out = self.scheduler.handle(event, self.now)
         self.events.append((event, self.now))
         self.instructions.append(out)
@@ -116,15 +138,25 @@ class Driver:
             self._watch(instruction)
         return out
 
-    def add(self, *programs: Program, resident: bool = True) -> None:
+    def add(self, *programs: Program, resident: bool = True, warm_up: bool = False) -> None:
         for one in programs:
-            self.send(ModelAdded(one, resident))
+            self.send(ModelAdded(one, resident, warm_up))
 
     def load(self, model: str, seconds: float = 0.0) -> list[Instruction]:
         return self.send(WeightsLoaded(model, self.loading[model], seconds), after=seconds)
 
-    def fail_load(self, model: str, error: str = "no such file") -> list[Instruction]:
-        return self.send(LoadFailed(model, self.loading[model], error))
+    def fail_load(
+        self, model: str, error: str = "no such file", *, out_of_memory: bool = False
+    ) -> list[Instruction]:
+        return self.send(LoadFailed(model, self.loading[model], error, out_of_memory))
+
+    def warm_up_ends(self, model: str, cost: float | None = 0.001) -> list[Instruction]:
+        """Every size costs `cost`; None: it failed."""
+        costs = self.scheduler.snapshot().models[model].costs
+        return self.send(WarmUpEnded(model, None if cost is None else dict.fromkeys(costs, cost)))
+
+    def abandon_load(self, model: str) -> list[Instruction]:
+        return self.send(LoadAbandoned(model, self.loading[model]))
 
     def remove(self, model: str) -> list[Instruction]:
         return self.send(ModelRemoved(model))
@@ -156,7 +188,12 @@ class Driver:
         return self.send(Tick(), after=at - self.now)
 
     def finish(
-        self, dispatch: int | None = None, *, seconds: float | None = None, error: str | None = None
+        self,
+        dispatch: int | None = None,
+        *,
+        seconds: float | None = None,
+        error: str | None = None,
+        out_of_memory: bool = False,
     ) -> list[Instruction]:
         """End an execution (the oldest one), after exactly as long as the scheduler expects."""
         dispatch = min(self.executing) if dispatch is None else dispatch
@@ -164,7 +201,9 @@ class Driver:
         if seconds is None:
             costs = self.scheduler.snapshot().models[execute.model].costs
             seconds = costs[execute.variant, execute.size]
-        return self.send(ExecutionFinished(dispatch, seconds, error), after=seconds)
+        if out_of_memory:
+            error = error or "no memory"
+        return self.send(ExecutionFinished(dispatch, seconds, error, out_of_memory), after=seconds)
 
     def finish_all(self) -> list[Execute]:
         """Run until the device is idle; the executions that were started on the way, oldest first."""
@@ -195,7 +234,17 @@ class Driver:
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
                 self.loading[instruction.model] = instruction.epoch
+            case AbandonLoad():
+                assert self.loading[instruction.model] == instruction.epoch
+                assert instruction.model not in self.abandoning
+                self.abandoning.add(instruction.model)
+            case WarmUp():
+                assert instruction.model in self.resident
+                self.warming.add(instruction.model)
+            case GiveUp():
+                self.given_up.append(instruction.model)
             case EvictWeights():
+                assert instruction.model not in self.warming
                 assert not any(
                     one.committed and one.model == instruction.model for one in self.waiting.values()
                 )
@@ -216,8 +265,13 @@ class Driver:
         assert execute.rows == sum(request.rows for request in requests) <= execute.size
         for request in requests:
             assert (request.model, request.variant) == (execute.model, execute.variant)
-            assert request.id in self.waiting
-            assert request.deadline is None or request.deadline > self.now
+            assert request.id in (self.again if execute.again else self.waiting)
+            assert execute.again or request.deadline is None or request.deadline > self.now
+        if execute.again:
+            self.again.difference_update(execute.requests)
+            assert not self.executing
+            self.executing[execute.dispatch] = execute
+            return
         lane = [
             one
             for one in self.waiting.values()

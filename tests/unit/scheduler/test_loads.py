@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, Reason
+from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
@@ -30,15 +30,21 @@ def add(device: Device, names: str, *, fits: int, load: float = 0.1, weight: flo
         device.model(one, load=load, resident=number < fits)
 
 
-def test_a_model_larger_than_the_budget_is_refused() -> None:
-    """Its requests end at once, and nobody is evicted for it."""
+def test_a_model_larger_than_the_budget_is_served_alone() -> None:
+    """All others leave for it, it stays while nobody else needs the room, and leaves for the next one."""
     device = budgeted(100)
     add(device, "a", fits=1)
     device.model(program("big", COST, weight_bytes=101), resident=False)
-    request = device.request("big")
-    device.arrive(request)
+    requests = [device.request("big"), device.request("big")]
+    for request in requests:
+        device.arrive(request)
+        device.run(device.now + 1.0)
 
-    assert device.outcome(request) is Reason.TOO_LARGE
+        assert device.outcome(request) is Outcome.ANSWERED
+        assert device.resident == {"big"}
+    device.arrive(device.request("a"))
+    device.run(device.now + 1.0)
+
     assert device.resident == {"a"}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
     EvictWeights,
     Finish,
     LoadFailed,
@@ -138,7 +139,10 @@ def test_removal_during_the_load_waits_for_its_end(machine: Driver, good: bool) 
     request = machine.request()
     machine.arrive(request)
 
-    assert machine.remove("a") == [Finish(request.id, Outcome.REFUSED, Reason.UNLOADED)]
+    assert machine.remove("a") == [
+        Finish(request.id, Outcome.REFUSED, Reason.UNLOADED),
+        AbandonLoad("a", 1),
+    ]
     assert (machine.load("a") if good else machine.fail_load("a")) == ([EvictWeights("a", 1)] if good else [])
     assert machine.scheduler.snapshot().models == {}
 

@@ -226,7 +226,7 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
     for event, problem in contradictions:
         with pytest.raises(CallerError, match=problem):
             machine.scheduler.handle(event, machine.now)
-    with pytest.raises(CallerError, match="to remove"):
+    with pytest.raises(CallerError, match="no model 'b'"):
         machine.remove("b")
     with pytest.raises(CallerError, match="backwards"):
         machine.scheduler.handle(Tick(), machine.now - 1.0)

@@ -19,8 +19,11 @@ from hypothesis.stateful import (
 
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import (
+    Compact,
+    LoadAbandoned,
     LoadFailed,
     ModelAdded,
+    Pinned,
     Program,
     Request,
     RequestsArrived,
@@ -33,6 +36,8 @@ from rsrv.runtime.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
 MODELS = ("a", "b", "c")
+#: bytes of the tensors that models may have in common.
+TENSORS = {"t": 0, "u": 1, "v": 2, "w": 3, "x": 5}
 
 programs = st.builds(
     Program,
@@ -47,6 +52,9 @@ programs = st.builds(
     max_queue_depth=st.sampled_from([1, 3, 40]),
     max_batch_rows=st.none() | st.sampled_from([1, 5, 64]),
     weight_bytes=st.integers(0, 5),
+    tensors=st.none()
+    | st.sets(st.sampled_from(sorted(TENSORS))).map(lambda keys: {k: TENSORS[k] for k in keys}),
+    pinned=st.sampled_from([False, False, True]),
     load_seconds=st.sampled_from([0.0, 0.003]),
     weight=st.sampled_from([0.1, 1.0, 7.0]),
     max_delay=st.sampled_from([0.0, 0.0, 0.002]),
@@ -82,35 +90,55 @@ class RandomEvents(RuleBasedStateMachine):
         discipline=disciplines,
         budget=st.none() | st.integers(0, 8),
         ahead=st.sampled_from([0.0, 2.0]),
+        interval=st.sampled_from([0, 0, 3]),
     )
-    def start(self, depth: int, discipline: str, budget: int | None, ahead: float) -> None:
+    def start(self, depth: int, discipline: str, budget: int | None, ahead: float, interval: int) -> None:
         self.driver = Driver(
             SchedulerSettings(
                 depth=depth,
                 discipline=discipline,
                 weight_budget_bytes=budget,
                 launch_ahead_ms=ahead,
+                compaction_interval=interval,
             )
         )
-        self.bytes: dict[str, int] = {}
+        self.programs: dict[str, Program] = {}
 
-    @rule(discipline=disciplines, depth=st.integers(1, 3))
-    def change_the_settings(self, discipline: str, depth: int) -> None:
-        settings = replace(self.driver.settings, discipline=discipline, depth=depth)
+    @rule(discipline=disciplines, depth=st.integers(1, 3), budget=st.none() | st.integers(0, 8))
+    def change_the_settings(self, discipline: str, depth: int, budget: int | None) -> None:
+        settings = replace(
+            self.driver.settings, discipline=discipline, depth=depth, weight_budget_bytes=budget
+        )
         self.driver.send(SettingsChanged(settings))
 
     # --- models --------------------------------------------------------------------------------------
 
-    @rule(program=programs, pause=pauses, resident=st.booleans())
-    def add(self, program: Program, pause: float, resident: bool) -> None:
+    @rule(program=programs, pause=pauses, resident=st.booleans(), warm_up=st.booleans())
+    def add(self, program: Program, pause: float, resident: bool, warm_up: bool) -> None:
         if program.model not in self.driver.scheduler.snapshot().models:
-            self.bytes[program.model] = program.weight_bytes
-            self.driver.send(ModelAdded(program, resident), after=pause)
+            self.programs[program.model] = program
+            self.driver.send(ModelAdded(program, resident, warm_up), after=pause)
+
+    @rule(model=st.sampled_from(MODELS), pinned=st.booleans())
+    def pin(self, model: str, pinned: bool) -> None:
+        if model in self.loaded():
+            self.driver.send(Pinned(model, pinned))
+
+    @rule()
+    def compact(self) -> None:
+        self.driver.send(Compact())
+
+    @precondition(lambda self: self.driver.warming)
+    @rule(data=st.data(), good=st.booleans(), cost=st.sampled_from([0.0005, 0.003]))
+    def warm_up_ends(self, data: st.DataObject, good: bool, cost: float) -> None:
+        model = data.draw(st.sampled_from(sorted(self.driver.warming)))
+        self.driver.warm_up_ends(model, cost if good else None)
+        if not good and model in self.loaded():
+            self.driver.remove(model)
 
     @rule(model=st.sampled_from(MODELS))
     def remove(self, model: str) -> None:
-        state = self.driver.scheduler.snapshot().models.get(model)
-        if state is not None and not state.draining:
+        if model in self.loaded():
             self.driver.remove(model)
 
     @rule(model=st.sampled_from(MODELS), pause=pauses)
@@ -118,19 +146,28 @@ class RandomEvents(RuleBasedStateMachine):
         if model in self.driver.loading:
             self.driver.load(model, pause)
 
-    @rule(model=st.sampled_from(MODELS))
-    def fail_load(self, model: str) -> None:
+    @rule(model=st.sampled_from(MODELS), out_of_memory=st.booleans())
+    def fail_load(self, model: str, out_of_memory: bool) -> None:
         if model in self.driver.loading:
-            self.driver.fail_load(model)
+            self.driver.fail_load(model, out_of_memory=out_of_memory)
+
+    @precondition(lambda self: self.driver.abandoning)
+    @rule()
+    def abandon_load(self) -> None:
+        (model,) = self.driver.abandoning
+        self.driver.abandon_load(model)
 
     @precondition(lambda self: self.driver.loading)
-    @rule(data=st.data(), good=st.booleans())
-    def late_end_of_a_load(self, data: st.DataObject, good: bool) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["good", "bad", "abandoned"]))
+    def late_end_of_a_load(self, data: st.DataObject, how: str) -> None:
         latest = max(self.driver.loading.values())
         epoch = data.draw(st.integers(1, latest))
         model = data.draw(st.sampled_from(MODELS))
         if self.driver.loading.get(model) != epoch:
-            late = WeightsLoaded(model, epoch, 0.1) if good else LoadFailed(model, epoch, "late")
+            late: WeightsLoaded | LoadFailed | LoadAbandoned = LoadAbandoned(model, epoch)
+            if how != "abandoned":
+                good = how == "good"
+                late = WeightsLoaded(model, epoch, 0.1) if good else LoadFailed(model, epoch, "late")
             ended, running = len(self.driver.ended), len(self.driver.executing)
             held = self.driver.scheduler.snapshot().weight_bytes
             self.driver.send(late)
@@ -168,13 +205,23 @@ class RandomEvents(RuleBasedStateMachine):
         assert len(self.driver.ended) == ended + len(waiting)
 
     @precondition(lambda self: self.driver.executing)
-    @rule(data=st.data(), slower=st.sampled_from([0.5, 1.0, 1.0, 100.0]), good=st.booleans())
-    def finish(self, data: st.DataObject, slower: float, good: bool) -> None:
+    @rule(
+        data=st.data(),
+        slower=st.sampled_from([0.5, 1.0, 1.0, 100.0]),
+        how=st.sampled_from(["good", "good", "device fault", "no memory"]),
+    )
+    def finish(self, data: st.DataObject, slower: float, how: str) -> None:
         execute = data.draw(st.sampled_from([*self.driver.executing.values()]))
         ended = len(self.driver.ended)
-        self.driver.finish(execute.dispatch, seconds=0.001 * slower, error=None if good else "device fault")
+        self.driver.finish(
+            execute.dispatch,
+            seconds=0.001 * slower,
+            error=None if how == "good" else how,
+            out_of_memory=how == "no memory",
+        )
 
-        assert len(self.driver.ended) >= ended + len(execute.requests)
+        if how != "no memory" or execute.again:
+            assert len(self.driver.ended) >= ended + len(execute.requests)
 
     @rule(pause=pauses)
     def wait(self, pause: float) -> None:
@@ -183,11 +230,18 @@ class RandomEvents(RuleBasedStateMachine):
 
     # --- always --------------------------------------------------------------------------------------
 
+    def loaded(self) -> set[str]:
+        return {name for name, state in self.driver.scheduler.snapshot().models.items() if not state.draining}
+
     @invariant()
     def bytes_are_those_on_the_device(self) -> None:
         if hasattr(self, "driver"):
-            held = self.driver.resident | self.driver.loading.keys()
-            assert self.driver.scheduler.snapshot().weight_bytes == sum(self.bytes[one] for one in held)
+            held = [self.programs[one] for one in self.driver.resident | self.driver.loading.keys()]
+            shared = {key for one in held for key in one.tensors or ()}
+            own = sum(one.weight_bytes for one in held if one.tensors is None)
+            snapshot = self.driver.scheduler.snapshot()
+            assert snapshot.weight_bytes == own + sum(TENSORS[key] for key in shared)
+            assert snapshot.logical_bytes == sum(one.weight_bytes for one in held)
 
     @invariant()
     def wakeup_is_not_after_the_soonest_deadline(self) -> None:
@@ -200,7 +254,7 @@ class RandomEvents(RuleBasedStateMachine):
     def backlog_is_there_when_work_is(self) -> None:
         if hasattr(self, "driver"):
             backlog = self.driver.scheduler.backlog_seconds(self.driver.now)
-            busy = bool(self.driver.waiting or self.driver.executing)
+            busy = bool(self.driver.waiting or self.driver.executing or self.driver.again)
             assert backlog > 0.0 if self.driver.waiting else backlog >= 0.0
             assert busy or backlog == 0.0
 
@@ -260,14 +314,25 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
         case "finish" if driver.executing:
             error = "device fault" if chance.random() < 0.05 else None
             dispatch = chance.choice([*driver.executing])
-            driver.finish(dispatch, seconds=0.001 * chance.expovariate(1.0), error=error)
+            memory = error is not None and chance.random() < 0.5
+            driver.finish(
+                dispatch, seconds=0.001 * chance.expovariate(1.0), error=error, out_of_memory=memory
+            )
         case "cancel" if driver.waiting:
             driver.cancel(*chance.sample([*driver.waiting.values()], 1))
         case "model" if model in driver.loading:
             if chance.random() < 0.2:
-                driver.fail_load(model)
+                driver.fail_load(model, out_of_memory=chance.random() < 0.5)
+            elif model in driver.abandoning and chance.random() < 0.5:
+                driver.abandon_load(model)
             else:
                 driver.load(model, pause)
+        case "model" if model in driver.warming:
+            driver.warm_up_ends(model)
+        case "model" if chance.random() < 0.05:
+            driver.send(Compact())
+        case "model" if model in models and not models[model].draining and chance.random() < 0.1:
+            driver.send(Pinned(model, chance.random() < 0.3))
         case "model" if model not in models:
             sizes = chance.sample((1, 2, 4, 8, 16, 32), 3)
             driver.send(
@@ -282,10 +347,14 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                         coalesce=chance.random() < 0.8,
                         max_queue_depth=chance.choice((5, 50)),
                         weight_bytes=chance.randint(0, 12),
+                        tensors=chance.choice(
+                            (None, {f"t{one}": one for one in chance.sample(range(8), chance.randint(0, 5))})
+                        ),
                         weight=chance.choice((0.1, 1.0, 7.0)),
                         max_delay=chance.choice((0.0, 0.0, 0.002)),
                     ),
-                    chance.random() < 0.5,
+                    resident=chance.random() < 0.5,
+                    warm_up=chance.random() < 0.5,
                 )
             )
         case "model" if not models[model].draining and chance.random() < 0.1:
@@ -300,6 +369,8 @@ def _drain_and_replay(driver: Driver) -> None:
     for _ in range(10_000):
         if driver.loading:
             driver.load(next(iter(driver.loading)))
+        elif driver.warming:
+            driver.warm_up_ends(min(driver.warming))
         elif driver.executing:
             driver.finish()
         elif (wakeup := driver.scheduler.next_wakeup()) is not None:

@@ -2,7 +2,17 @@
 
 from collections.abc import Iterator
 
-from rsrv.runtime.scheduler.events import EvictWeights, Execute, Finish, Instruction, LoadWeights, Outcome
+from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
+    EvictWeights,
+    Execute,
+    Finish,
+    GiveUp,
+    Instruction,
+    LoadWeights,
+    Outcome,
+    WarmUp,
+)
 from rsrv.sim.simulate import Record
 
 _VERBS = {
@@ -26,8 +36,14 @@ def _line(instruction: Instruction, record: Record) -> str:
             return f"EXECUTE {model} size={size} rows={rows} variant={variant} requests={len(requests)}"
         case LoadWeights(model=model, epoch=epoch):
             return f"LOAD {model} epoch={epoch}"
+        case AbandonLoad(model=model, epoch=epoch):
+            return f"ABANDON {model} epoch={epoch}"
         case EvictWeights(model=model):
             return f"EVICT {model}"
+        case WarmUp(model=model):
+            return f"WARM UP {model}"
+        case GiveUp(model=model):
+            return f"GIVE UP {model}"
         case Finish(request=request, outcome=outcome, reason=reason):
             model = record.requests[request - 1].request.model
             why = "" if reason is None else f" reason={reason.value}"

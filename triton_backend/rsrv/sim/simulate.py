@@ -3,10 +3,10 @@
 The scheduler is the very object that the runtime uses; the simulation plays everything around it. At one
 instant, all arrivals come first, in one event, before the device is given work; then loads that end, then
 executions that end, then a tick that is due. The link to the device carries one load at a time, beside
-the executions. Evictions take no time.
+the executions. Evictions, and giving up a load, take no time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -15,12 +15,14 @@ from random import Random
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
 from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
     Event,
     EvictWeights,
     Execute,
     ExecutionFinished,
     Finish,
     Instruction,
+    LoadAbandoned,
     LoadWeights,
     ModelAdded,
     Outcome,
@@ -225,6 +227,8 @@ class _Simulation:
                     self._execute(instruction)
                 case LoadWeights():
                     self._load(instruction)
+                case AbandonLoad():
+                    self._abandon(instruction)
                 case EvictWeights():
                     self.record.evictions.append((instruction.model, self.now))
 
@@ -264,6 +268,13 @@ class _Simulation:
         self.link_free = end = instant(start + seconds)
         self.record.loads.append(Load(load.model, load.epoch, start, end))
         self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
+
+    def _abandon(self, abandon: AbandonLoad) -> None:
+        """What the heap says of its end is of no use to the scheduler any more."""
+        last = self.record.loads[-1]
+        self.record.loads[-1] = replace(last, ended=self.now)
+        self.link_free = self.now
+        self._push(self.now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
 
 
 def _not_before(t: float) -> float:

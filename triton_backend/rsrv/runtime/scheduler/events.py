@@ -5,8 +5,8 @@ weights are bytes. A *model* is an opaque key, unique among the loaded ones. *Ro
 the batch axis; a compiled *size* is the number of rows that an executable takes, padding included. A
 *variant* is the index of a model's compiled input-shape variant (0 where there is only one).
 
-Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded` or `LoadFailed`, `Execute` in
-`ExecutionFinished`. Every request that arrived ends in exactly one `Finish`. (These two, of which a batch has
+Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`, `Execute` in
+`ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (These two, of which a batch has
 hundreds, are tuples: a frozen dataclass takes three times as long to make.)
 """
 
@@ -34,9 +34,14 @@ class Program:
     max_queue_depth: int
     #: most useful rows in one execution; None: the largest compiled size.
     max_batch_rows: int | None = None
+    #: of all its weights, as if it had no tensor twice and shared none.
     weight_bytes: int = 0
+    #: its tensors, each once: key -> bytes. Models share those with equal keys. None: it shares nothing.
+    tensors: Mapping[str, int] | None = None
     #: expected duration of a load of its weights, until one was measured.
     load_seconds: float = 0.0
+    #: whether its weights stay on the device, beyond the budget if need be.
+    pinned: bool = False
     #: share of device time relative to other models, > 0 (used by `fair`).
     weight: float = 1.0
     #: seconds that a request may be held back for others to share its execution; 0: never wait for more.
@@ -64,8 +69,26 @@ class Request(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
     program: Program
-    #: its weights are on the device already, where building the model left them.
+    #: its weights are on the device already.
     resident: bool = False
+    #: load its weights and have it warmed up, before any request for it: its costs are not known yet.
+    warm_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpEnded:
+    """The `WarmUp` ended: `costs` as in the program, or None if it failed and the model will be removed."""
+
+    model: str
+    costs: Mapping[tuple[int, int], float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """From now on a model's weights stay on the device, and are loaded if they are not there; or no longer."""
+
+    model: str
+    pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +119,8 @@ class ExecutionFinished:
     dispatch: int
     seconds: float
     error: str | None = None
+    #: whether the error is that the device had no memory left: then there is a second try.
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +137,21 @@ class LoadFailed:
     model: str
     epoch: int
     error: str
+    #: whether the error is that the device had no memory left: then there is a second try.
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAbandoned:
+    """The load of this epoch ended without weights, as `AbandonLoad` asked."""
+
+    model: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    """Free all weights that are not pinned at once, so that the device's memory has no holes, and load them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +169,15 @@ class Tick:
 Event = (
     ModelAdded
     | ModelRemoved
+    | WarmUpEnded
+    | Pinned
     | RequestsArrived
     | RequestsCancelled
     | ExecutionFinished
     | WeightsLoaded
     | LoadFailed
+    | LoadAbandoned
+    | Compact
     | SettingsChanged
     | Tick
 )
@@ -153,12 +197,37 @@ class Execute:
     requests: tuple[int, ...]
     #: how long it is expected to take; a remark, not part of what is decided
     seconds: float = field(default=0.0, compare=False)
+    #: whether it is the second try after the device had no memory left: all evictions must have been carried out.
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
     model: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonLoad:
+    """Nobody waits for this load any more: end it early, with `LoadAbandoned`, unless it is as good as done."""
+
+    model: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Execute every size of the model, and measure; its weights are there. Ends in `WarmUpEnded`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The weights of a model that was to be warmed up or pinned do not come; nobody tries again by himself."""
+
+    model: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +259,6 @@ class Reason(Enum):
     UNLOADED = "unloaded"
     TOO_MANY_ROWS = "too_many_rows"
     UNKNOWN_VARIANT = "unknown_variant"
-    #: its weights are larger than the device's budget.
-    TOO_LARGE = "too_large"
 
 
 class Finish(NamedTuple):
@@ -205,4 +272,4 @@ class Finish(NamedTuple):
     error: str | None = None
 
 
-Instruction = Execute | LoadWeights | EvictWeights | Finish
+Instruction = Execute | LoadWeights | AbandonLoad | EvictWeights | WarmUp | GiveUp | Finish

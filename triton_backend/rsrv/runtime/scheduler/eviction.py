@@ -1,10 +1,11 @@
 """Who gives way when weights need room: a pure question over those that may."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from rsrv.runtime.scheduler.ranking import Rank
+from rsrv.runtime.scheduler.weights import Piece
 
 _rank = attrgetter("rank")
 
@@ -14,37 +15,79 @@ class Resident:
     """Weights that may be evicted."""
 
     model: str
-    bytes: int
+    #: all of its bytes. One comes free when no other model uses it.
+    pieces: Sequence[Piece]
     #: when they were last of use.
     used: float
     #: the discipline's rank of the model's work; None if nobody waits for it.
     rank: Rank | None = None
 
 
-def make_room(missing: int, residents: Iterable[Resident]) -> list[str] | None:
+class _Room:
+    """What comes free while one after the other is chosen; `keep`: what stays, because who comes has it too."""
+
+    def __init__(self, keep: Collection[Piece]) -> None:
+        self._users: dict[Piece, int] = dict.fromkeys(keep, -1)
+
+    def choose(self, one: Resident) -> int:
+        """Bytes that come free if it goes too."""
+        freed = 0
+        for piece in one.pieces:
+            users = self._users.get(piece, piece.users) - 1
+            self._users[piece] = users
+            freed += piece.bytes if users == 0 else 0
+        return freed
+
+    def spare(self, one: Resident) -> int:
+        """Bytes that do not come free if it stays after all."""
+        kept = 0
+        for piece in one.pieces:
+            kept += piece.bytes if self._users[piece] == 0 else 0
+            self._users[piece] += 1
+        return kept
+
+
+def make_room(missing: int, residents: Iterable[Resident], keep: Collection[Piece] = ()) -> list[str] | None:
     """Who gives way for `missing` bytes: all of them together, in this order, or nobody (None).
 
-    First those for which nobody waits, the least recently used before others: nobody knows when they are
-    needed next. Then those with waiting work, the last in the discipline's order before others: they are
-    needed latest. Nobody goes whose bytes the others make unnecessary.
+    They go in the order of `in_order`. Nobody goes whose bytes the others make unnecessary, or who would free
+    nothing: all that it has is used by models that stay, or belongs to `keep`, which whoever comes has too.
     """
     if missing <= 0:
         return []
+    chosen: list[Resident] = []
+    room = _Room(keep)
+    for one in in_order(residents):
+        if missing <= 0:
+            break
+        chosen.append(one)
+        missing -= room.choose(one)
+    if missing > 0:
+        return None
+    for one in reversed(chosen.copy()):
+        kept = room.spare(one)
+        if kept <= -missing:
+            chosen.remove(one)
+            missing += kept
+        else:
+            room.choose(one)
+    return [one.model for one in chosen]
+
+
+def freed_by_all(residents: Iterable[Resident], keep: Collection[Piece] = ()) -> int:
+    """Bytes that come free if all of them go."""
+    room = _Room(keep)
+    return sum(room.choose(one) for one in residents)
+
+
+def in_order(residents: Iterable[Resident]) -> list[Resident]:
+    """Those first that are needed latest, as far as anybody knows.
+
+    First those for which nobody waits, the least recently used before others: nobody knows when they are
+    needed next. Then those with waiting work, the last in the discipline's order before others.
+    """
     every = list(residents)
     idle = sorted((one for one in every if one.rank is None), key=lambda one: (one.used, one.model))
     working = [one for one in every if one.rank is not None]
     working.sort(key=_rank, reverse=True)
-    chosen: list[Resident] = []
-    for one in (*idle, *working):
-        if missing <= 0:
-            break
-        if one.bytes:
-            chosen.append(one)
-            missing -= one.bytes
-    if missing > 0:
-        return None
-    for one in reversed(chosen):
-        if one.bytes <= -missing:
-            chosen.remove(one)
-            missing += one.bytes
-    return [one.model for one in chosen]
+    return [*idle, *working]

@@ -15,6 +15,8 @@ class Running:
     execute: Execute
     model: ModelState
     started: float
+    #: the dispatch that the discipline knows of: the first try.
+    charged: int
 
 
 class InFlight:
@@ -38,9 +40,10 @@ class InFlight:
     def __contains__(self, dispatch: int) -> bool:
         return dispatch in self._running
 
-    def start(self, execute: Execute, model: ModelState, now: float) -> None:
-        self.started = execute.dispatch
-        self._running[execute.dispatch] = Running(execute, model, now)
+    def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
+        """`charged`: the first try's dispatch, if this is the second."""
+        self.started = dispatch = execute.dispatch
+        self._running[dispatch] = Running(execute, model, now, dispatch if charged is None else charged)
 
     def end(self, dispatch: int, now: float) -> Running:
         self._freed = now

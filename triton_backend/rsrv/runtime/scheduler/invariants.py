@@ -1,7 +1,8 @@
 """What is true of the scheduler after every event.
 
 Of requests:
-    1. every request in flight waits in exactly one lane or is in exactly one execution;
+    1. every request in flight waits in exactly one lane or is in exactly one execution, or in one that found
+       no memory and is about to be tried again;
     2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
     3. a lane is in order of arrival on each level, and its rows are the sum of its requests' rows;
     4. no queued request is due, and the deadline of each is known;
@@ -9,12 +10,15 @@ Of requests:
 
 Of executions:
     6. each is on resident weights, its useful rows within its size;
-    7. the device never has nothing to do while a resident model has work that need not be held back.
+    7. the device never has nothing to do while a resident model has work that need not be held back, unless
+       the device's memory is about to be compacted.
 
 Of models:
-    8. the weights' bytes are the sum over models that are resident or loading, within the budget;
+    8. each tensor belongs to one piece, and each piece's owners are the models that have it; its users are those
+       of them that are resident or loading. The bytes on the device are those of the pieces with users, each
+       once: within the budget, but for pinned models, one more that is alone, and what executes;
     9. work that waits has its weights resident, on their way, or in line for the link, which is in use
-       unless nobody can give way;
+       unless nobody can give way. Pinned models, and those to be warmed up, are in line too;
     10. a model drains only as long as something of it is on the device or on its way;
     11. the sums of expected seconds are those of the models.
 """
@@ -25,9 +29,10 @@ from math import inf, isclose
 from typing import TYPE_CHECKING
 
 from rsrv.runtime.scheduler.errors import InvariantError
+from rsrv.runtime.scheduler.loads import evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.waiting import level_of
-from rsrv.runtime.scheduler.weights import Residency
+from rsrv.runtime.scheduler.weights import Holding, Piece, Residency
 
 if TYPE_CHECKING:
     from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -44,6 +49,7 @@ def check(scheduler: Scheduler) -> None:
         _check_model(scheduler, state)
     _check_requests(scheduler, states)
     _check_executions(scheduler, states)
+    _check_weights(scheduler, states)
     _check_sums(scheduler, states)
 
 
@@ -78,19 +84,23 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
             _require(entry.rows <= lane.costs.max_rows, "a request waits that no size holds", state)
     if state.draining:
         _require(not waiting, "requests wait for a removed model", state)
-        busy = state.executions > 0 or residency is Residency.LOADING
+        busy = state.busy or residency is Residency.LOADING
         _require(busy, "a removed model stays for nothing (10)", state)
     else:
         cold = waiting > 0 and residency is Residency.ABSENT
         known = state.name in scheduler._loads.cold
         _require(known == cold, "work that waits for weights is not known to the loads (9)", state)
-    if state.executions:
+        wanted = state.name in scheduler._loads.wanted
+        _require(not wanted or residency is Residency.ABSENT, "it is wanted, and there (9)", state)
+        _require(wanted or residency is not Residency.ABSENT or not state.warm_up, "warm-up forgotten", state)
+    if state.busy:
         _require(residency is Residency.RESIDENT, "it executes without weights (6)", state)
 
 
 def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
-    executing = [request for running in scheduler._running for request in running.execute.requests]
+    flying = [*scheduler._running, *scheduler._memory.compaction.retries]
+    executing = [request for running in flying for request in running.execute.requests]
     ids = [entry.request.id for entry in queued] + executing
     _require(len(ids) == len(set(ids)), "a request is in two places (1)")
     _require(
@@ -127,30 +137,60 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)
         _require(len(execute.requests) > 0, f"no requests: {execute} (6)", one.model)
     for state in states:
-        own = [one for one in running if one.model is state]
+        own = [one for one in (*running, *scheduler._memory.compaction.retries) if one.model is state]
         _require(state.executions == len(own), "its executions are not those in flight", state)
         requests = sum(len(one.execute.requests) for one in own)
         _require(state.executing == requests, "its executing requests are not those in flight", state)
-    if not running:
+    due = scheduler._memory.compaction.due
+    held_up = bool(running) or not scheduler._memory.idle
+    _require(not due or held_up, "a compaction is due, and nothing in its way")
+    _require(scheduler._memory.warming == sum(state.warming for state in states), "warm-ups are not counted")
+    if not running and not due:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now
             _require(not ripe, "it could execute, and the device has nothing to do (7)", state)
 
 
-def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
-    held = sum(state.holding.bytes for state in states if state.holding.residency is not Residency.ABSENT)
-    _require(scheduler._weights.bytes == held, f"{scheduler._weights.bytes} bytes counted, {held} held (8)")
-    budget = scheduler.settings.weight_budget_bytes
-    _require(budget is None or held <= budget, f"{held} bytes held of {budget} (8)")
+def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
+    weights, loads = scheduler._memory.weights, scheduler._loads
+    owners: dict[Piece, list[Holding]] = {}
+    for state in states:
+        for piece in state.holding.pieces:
+            owners.setdefault(piece, []).append(state.holding)
+    tensors: dict[str, Piece] = {}
+    for piece, those in owners.items():
+        users = [one for one in those if one.residency is not Residency.ABSENT]
+        _require(len(piece.owners) == len(those) and set(piece.owners) == set(those), "not its owners (8)")
+        _require(piece.users == len(users), "not its users (8)")
+        _require(piece.pins == sum(one.pinned for one in users), "not its pins (8)")
+        _require(not piece.tensors or piece.bytes == sum(piece.tensors.values()), "not its bytes (8)")
+        _require(tensors.keys().isdisjoint(piece.tensors), "a tensor is in two pieces (8)")
+        tensors |= dict.fromkeys(piece.tensors, piece)
+    _require(weights._pieces == tensors, "the tensors known are not those of the models (8)")
+    for state in states:
+        if state.program.tensors is not None:
+            own = {key for piece in state.holding.pieces for key in piece.tensors}
+            _require(own == set(state.program.tensors), "its pieces are not its tensors (8)", state)
+    held = sum(piece.bytes for piece in owners if piece.users)
+    pinned = sum(piece.bytes for piece in owners if piece.pins)
+    _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
+    _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
+    present = [state for state in states if state.holding.residency is not Residency.ABSENT]
+    unpinned = [state for state in present if not state.holding.pinned]
+    _require(weights.evictable == len(unpinned), "those that are not pinned are not counted (8)")
+    idle = [state for state in unpinned if evictable(state) and not state.draining]
+    _require(weights.excess() <= 0 or not idle, f"{held} bytes held of {weights.budget} (8)")
     loading = [state for state in states if state.holding.residency is Residency.LOADING]
     _require(len(loading) <= 1, "more than one load is under way (9)")
     _require(
-        scheduler._weights.loading is (loading[0].holding if loading else None),
-        "the load under way is another one (9)",
+        weights.loading is (loading[0].holding if loading else None), "the load under way is another one (9)"
     )
-    if not loading and scheduler._loads.cold:
-        planned, _ = scheduler._loads.search(scheduler._discipline, scheduler._now)
+    if not loading and loads.first() is not None and not scheduler._memory.compaction.due:
+        planned, _ = loads.search(scheduler._discipline, scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
+
+
+def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(not scheduler._queues.touched, "an event left work undone")
     for state in states:
         before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)

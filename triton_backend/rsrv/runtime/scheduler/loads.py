@@ -3,7 +3,7 @@
 The model that the discipline ranks first among those that wait for their weights is loaded, beside
 whatever executes. It gets free bytes, or those of `make_room`. These do not give way:
 
-- weights on which something executes, or that a committed request waits for;
+- pinned weights, those on which something executes, and those that a committed request waits for;
 - weights with waiting work, while those that nobody waits for take enough bytes, even if they stay for now;
 - weights with waiting work that the discipline ranks before the one that comes: evicting them would only
   bring them back sooner;
@@ -15,13 +15,15 @@ whatever executes. It gets free bytes, or those of `make_room`. These do not giv
   wait so long goes first.
 
 While the first one finds no room nobody else is loaded: a large model is not starved by small ones.
+Before all of them come models that an operator pinned, or that are added: for these, only the first of the
+exceptions holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
-from rsrv.runtime.scheduler.eviction import Resident, make_room
+from rsrv.runtime.scheduler.eviction import Resident, freed_by_all, in_order, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
@@ -32,17 +34,19 @@ Plan = tuple[ModelState, list[ModelState]]
 
 
 class Loads:
-    """The models that have work but no weights, and the choice among them."""
+    """The models whose weights should come to the device, and the choice among them."""
 
     __slots__ = (
         "_changed",
         "_factor",
+        "_later",
         "_missed",
         "_missed_again",
         "_models",
         "_retry_at",
         "_stuck",
         "cold",
+        "wanted",
         "weights",
     )
 
@@ -50,12 +54,16 @@ class Loads:
         self._models = models
         self.weights = weights
         self._factor = residency_factor
+        #: absent models that are to come first, whoever waits for them: pinned, to be warmed up, or tried again.
+        self.wanted: dict[str, None] = {}
         #: models with work whose weights are absent, by the discipline's rank.
         self.cold = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
         self._missed: dict[str, None] = {}
         #: whether it is worth while to look for room for them.
         self._missed_again = False
+        #: models that come back after a compaction if nobody else needs the link, into room that is free.
+        self._later: list[str] = []
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
         #: not done again before `_retry_at`, unless one of `_changed` may give way now.
         self._stuck: str | None = None
@@ -68,6 +76,17 @@ class Loads:
         """A model has work and no weights."""
         self.cold.set(model.name, rank)
         if model.name == self._stuck:
+            self.retry()
+
+    def want(self, model: ModelState) -> None:
+        """Load a model's absent weights before others, and keep trying until there is room."""
+        self.wanted[model.name] = None
+        self.retry()
+
+    def forget(self, name: str) -> None:
+        """A model is gone, or its weights need not come for their own sake any more."""
+        if name in self.wanted:
+            del self.wanted[name]
             self.retry()
 
     def changed(self, model: ModelState) -> None:
@@ -97,16 +116,21 @@ class Loads:
             self._missed[model.name] = None
             self._missed_again = True
 
+    def come_back(self, evicted: Iterable[ModelState]) -> None:
+        """These were evicted for no lack of room."""
+        latest = sorted(evicted, key=lambda model: model.holding.used, reverse=True)
+        self._later = [model.name for model in latest]
+
     # --- decisions -------------------------------------------------------------------------------------------
 
     def plan(self, discipline: Discipline, now: float) -> Plan | None:
         """Whose weights to load now, and whose to evict before; None: nobody's."""
         if self.weights.loading is not None:
             return None
-        name = self.cold.first()
+        name = self.first()
         if name is None:
             self._stuck = None
-            return self._plan_missed(now)
+            return self._plan_missed(now) or self._plan_later()
         if name == self._stuck:
             self._reconsider(name, discipline, now)
             if name == self._stuck:
@@ -116,34 +140,49 @@ class Loads:
         self._changed.clear()
         return planned
 
+    def first(self) -> str | None:
+        """Who comes next, if there is room."""
+        return next(iter(self.wanted), None) or self.cold.first()
+
     def search(self, discipline: Discipline, now: float) -> tuple[Plan | None, float]:
         """Look for room for the first one; and when time alone may make more (inf: it does not)."""
-        cold = self._models[self.cold.first() or ""]
-        missing = self.weights.missing(cold.holding.bytes)
+        cold = self._models[self.first() or ""]
+        missing, keep = self.weights.missing(cold.holding), cold.holding.pieces
         idle: list[ModelState] = []
         working: list[ModelState] = []
         for model in self._models.values():
-            if _free(model):
+            if evictable(model):
                 (idle if model.place is None else working).append(model)
         # Work that waits loses its weights only if all that nobody waits for would not be enough.
-        enough = missing <= sum(model.holding.bytes for model in idle)
-        evictable: list[Resident] = []
+        enough = missing <= freed_by_all(map(_resident, idle), keep)
+        candidates: list[Resident] = []
         retry_at = inf
         for model in idle if enough else (*idle, *working):
             when = self._gives_way(model, cold, discipline)
             if when <= now:
-                evictable.append(_resident(model, discipline))
+                candidates.append(_resident(model, discipline))
             else:
                 retry_at = min(retry_at, when)
-        victims = make_room(missing, evictable)
+        victims = make_room(missing, candidates, keep)
         planned = None if victims is None else (cold, [self._models[victim] for victim in victims])
         return planned, retry_at
 
     def wants(self, model: ModelState, discipline: Discipline, now: float) -> bool:
         """Whether somebody waits for room that a model with work would make if it did not execute."""
-        if self._stuck is None or self._stuck not in self.cold or self.weights.loading is not None:
+        if self._stuck is None or self._stuck != self.first() or self.weights.loading is not None:
             return False
         return self._would_give_way(model, self._models[self._stuck], discipline) <= now
+
+    def in_vain(self, model: ModelState) -> bool:
+        """Whether the load under way is of no use to anybody, and holds up somebody.
+
+        A load that follows an abandoned one is not abandoned: else impatient clients would never be served.
+        """
+        if self.weights.abandoning or model.place is not None:
+            return False
+        holding = model.holding
+        needed = holding.pinned or holding.starved or holding.abandoned or model.warm_up
+        return not needed and self.first() is not None
 
     def next_try(self) -> float | None:
         """When time alone may make room for somebody who waits."""
@@ -151,10 +190,10 @@ class Loads:
             return None
         return self._retry_at
 
-    def overdue(self) -> list[ModelState]:
-        """Who gives way, if more is on the device than the budget allows: of those nobody waits for."""
-        idle = [_resident(one) for one in self._models.values() if _free(one) and one.place is None]
-        return [self._models[name] for name in make_room(self.weights.missing(0), idle) or ()]
+    def overdue(self, discipline: Discipline) -> list[ModelState]:
+        """Who gives way, one after the other, while there is more on the device than allowed."""
+        free = [_resident(one, discipline) for one in self._models.values() if evictable(one)]
+        return [self._models[one.model] for one in in_order(free)]
 
     # --- who gives way ---------------------------------------------------------------------------------------
 
@@ -170,15 +209,19 @@ class Loads:
 
     def _gives_way(self, model: ModelState, cold: ModelState, discipline: Discipline) -> float:
         """From when on it gives way to another, if nothing else happens; inf: it does not."""
-        if not _free(model):
+        if not evictable(model):
             return inf
         return self._would_give_way(model, cold, discipline)
 
     def _would_give_way(self, model: ModelState, cold: ModelState, discipline: Discipline) -> float:
         """As `_gives_way`, were nothing of it executing."""
+        if model.holding.pinned or (model.place is not None and model.place[0] == COMMITTED_LEVEL):
+            return inf
+        if cold.name in self.wanted:
+            return -inf
         if model.place is None:
             until = min(self._held_until(model), self._unused(model))
-        elif model.place[0] == COMMITTED_LEVEL or discipline.rank(model) <= self.cold.rank(cold.name):
+        elif discipline.rank(model) <= self.cold.rank(cold.name):
             return inf
         else:
             until = self._held_until(model)
@@ -197,13 +240,23 @@ class Loads:
         idle = [
             _resident(one)
             for one in self._models.values()
-            if _free(one) and one.place is None and self._unused(one) <= now
+            if evictable(one) and one.place is None and self._unused(one) <= now
         ]
         for name in self._missed:
             model = self._models[name]
-            victims = make_room(self.weights.missing(model.holding.bytes), idle)
+            victims = make_room(self.weights.missing(model.holding), idle, model.holding.pieces)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
+        return None
+
+    def _plan_later(self) -> Plan | None:
+        """As `plan`, for a model that was compacted away; whoever finds no free room does not come back."""
+        while self._later:
+            model = self._models.get(self._later.pop(0))
+            if model is None or model.holding.residency is not Residency.ABSENT:
+                continue
+            if self.weights.missing(model.holding) <= 0:
+                return model, []
         return None
 
     def _held_until(self, model: ModelState) -> float:
@@ -223,10 +276,14 @@ class Loads:
         return deadline is not None and deadline - cold.turn_seconds - cold.holding.load_seconds < until
 
 
-def _free(model: ModelState) -> bool:
-    return model.holding.residency is Residency.RESIDENT and not model.executions
+def evictable(model: ModelState) -> bool:
+    """Whether its weights could go now, if somebody else should have their room."""
+    if model.place is not None and model.place[0] == COMMITTED_LEVEL:
+        return False
+    holding = model.holding
+    return holding.residency is Residency.RESIDENT and not holding.pinned and not model.busy
 
 
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = None if discipline is None or model.place is None else discipline.rank(model)
-    return Resident(model.name, model.holding.bytes, model.holding.used, rank)
+    return Resident(model.name, model.holding.pieces, model.holding.used, rank)

@@ -1,5 +1,6 @@
 """The scheduler's record of one model."""
 
+from collections.abc import Mapping
 from math import inf, isfinite
 
 from rsrv.runtime.scheduler.coalesce import Batch, plan_batch
@@ -27,6 +28,8 @@ def check_program(program: Program) -> None:
         raise CallerError(f"model {name!r}: max_batch_rows must be at least 1, not {program.max_batch_rows}")
     if program.weight_bytes < 0:
         raise CallerError(f"model {name!r}: weight_bytes must not be negative, not {program.weight_bytes}")
+    if any(size < 0 for size in (program.tensors or {}).values()):
+        raise CallerError(f"model {name!r}: a tensor has a negative number of bytes")
     if not 0.0 <= program.load_seconds < inf:
         raise CallerError(f"model {name!r}: load_seconds must not be negative, not {program.load_seconds}")
     if not (isfinite(program.weight) and program.weight > 0.0):
@@ -53,6 +56,7 @@ class ModelState:
         "front",
         "holding",
         "lanes",
+        "misses",
         "name",
         "padded_rows",
         "place",
@@ -61,13 +65,22 @@ class ModelState:
         "ripe",
         "sizes",
         "story",
-        "too_large",
         "turn_seconds",
         "useful_rows",
+        "warm_up",
+        "warming",
         "weight",
     )
 
-    def __init__(self, program: Program, costs: dict[int, VariantCosts], story_length: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: Mapping[int, VariantCosts],
+        holding: Holding,
+        *,
+        warm_up: bool,
+        story_length: int,
+    ) -> None:
         self.name = program.model
         self.program = program
         self.weight = program.weight
@@ -75,13 +88,16 @@ class ModelState:
         self.lanes = {variant: Lane(variant, table) for variant, table in costs.items()}
         #: requests that wait, over all lanes.
         self.queued = 0
-        #: requests and executions in flight.
+        #: requests and executions in flight, or about to be tried again.
         self.executing = 0
         self.executions = 0
-        self.holding = Holding(program.model, program.weight_bytes, program.load_seconds)
+        self.holding = holding
         self.draining = False
-        #: whether the device could not hold its weights even alone.
-        self.too_large = False
+        #: whether it is still to be warmed up, or is being warmed up now.
+        self.warm_up = warm_up
+        self.warming = False
+        #: requests that found its weights elsewhere.
+        self.misses = 0
         # The next six are derived from the lanes and costs by `recount`.
         #: the lane whose front request is first in the order of service, and where that stands.
         self.front: Lane | None = None
@@ -104,7 +120,17 @@ class ModelState:
     @property
     def ready(self) -> bool:
         """Whether it has work that the device could take now, or as soon as it is ripe."""
-        return self.place is not None and self.holding.residency is Residency.RESIDENT
+        return self.place is not None and self.holding.residency is Residency.RESIDENT and not self.warming
+
+    @property
+    def busy(self) -> bool:
+        """Whether something executes on its weights."""
+        return self.executions > 0 or self.warming
+
+    def learn(self, costs: Mapping[int, VariantCosts]) -> None:
+        """The warm-up has measured the costs."""
+        for variant, lane in self.lanes.items():
+            lane.costs = costs[variant]
 
     def recount(self) -> None:
         """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
@@ -165,16 +191,16 @@ class ModelState:
         key = (execute.variant, execute.size)
         self.sizes[key] = self.sizes.get(key, 0) + 1
 
-    def ended(self, execute: Execute, seconds: float) -> None:
-        """Count an execution that ended."""
+    def ended(self, execute: Execute) -> None:
+        """Count an execution that ended for good."""
         self.executing -= len(execute.requests)
         self.executions -= 1
-        self.device_seconds += seconds
 
     def snapshot(self) -> ModelSnapshot:
         """Its statistics now."""
         return ModelSnapshot(
             residency=self.holding.residency,
+            pinned=self.holding.pinned,
             draining=self.draining,
             queued=self.queued,
             queued_rows=sum(lane.rows for lane in self.lanes.values()),
@@ -191,7 +217,9 @@ class ModelState:
                 for variant, lane in self.lanes.items()
                 for size, seconds in zip(lane.costs.sizes, lane.costs.seconds, strict=True)
             },
-            weight_bytes=self.holding.bytes,
+            weight_bytes=self.program.weight_bytes,
+            device_bytes=self.holding.bytes,
+            misses=self.misses,
             loads=self.holding.loads,
             evictions=self.holding.evictions,
             load_seconds=self.holding.load_seconds,

@@ -15,6 +15,7 @@ from rsrv.runtime.scheduler.events import Finish, Instruction, Outcome, Reason, 
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.snapshot import Counts
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane, level_of
+from rsrv.runtime.scheduler.weights import Residency
 
 
 class Queues:
@@ -73,8 +74,8 @@ class Queues:
     ) -> dict[ModelState, list[int]]:
         """Queue or end each request, by the first of these that is true:
 
-        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, or weights that the
-        device cannot hold, (4) deadline passed, (5) queue full; else it waits.
+        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline passed,
+        (5) queue full; else it waits.
 
         Returns:
             Those of (5), by model: they have to be ended by `refuse_full`, when it is known when to retry.
@@ -99,9 +100,6 @@ class Queues:
                 continue
             if request.rows > lane.costs.capacities[-1]:  # (3)
                 _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
-                continue
-            if model.too_large:
-                _refuse(model, (request.id,), Reason.TOO_LARGE, None, now, out)
                 continue
             deadline = request.deadline
             if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
@@ -129,6 +127,8 @@ class Queues:
             self.touched[model] = None
             if model.queued == len(ids) and not model.executions:
                 model.holding.needed(now)
+            if model.holding.residency is not Residency.RESIDENT:
+                model.misses += len(ids)
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
         self.starts.clean(self.queued)

@@ -19,31 +19,37 @@ their way delays nobody else.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import assert_never
 
 from rsrv.runtime.scheduler import invariants
-from rsrv.runtime.scheduler.costs import variant_costs
+from rsrv.runtime.scheduler.costs import VariantCosts, variant_costs
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES, Discipline
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
 from rsrv.runtime.scheduler.events import (
+    Compact,
     Event,
     Execute,
     ExecutionFinished,
     Finish,
     Instruction,
+    LoadAbandoned,
     LoadFailed,
     ModelAdded,
     ModelRemoved,
     Outcome,
+    Pinned,
+    Program,
     RequestsArrived,
     RequestsCancelled,
     SettingsChanged,
     Tick,
+    WarmUpEnded,
     WeightsLoaded,
 )
 from rsrv.runtime.scheduler.inflight import InFlight
-from rsrv.runtime.scheduler.loads import Loads
+from rsrv.runtime.scheduler.memory import Memory
 from rsrv.runtime.scheduler.model import ModelState, check_program
 from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.ranking import Ranking
@@ -51,7 +57,7 @@ from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.shedding import SLACK, hopeless
 from rsrv.runtime.scheduler.snapshot import Counts, Snapshot
 from rsrv.runtime.scheduler.waiting import Lane
-from rsrv.runtime.scheduler.weights import Residency, Weights
+from rsrv.runtime.scheduler.weights import Residency
 
 _ANSWERED = Outcome.ANSWERED
 
@@ -74,8 +80,8 @@ class Scheduler:
         self._draining: dict[str, ModelState] = {}
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
-        self._weights = Weights(self.settings.weight_budget_bytes)
-        self._loads = Loads(self._models, self._weights, self.settings.residency_factor)
+        self._memory = Memory(self._models, self._draining, self._queues, self.settings)
+        self._loads = self._memory.loads
         #: models that are held back for more requests, by when that ends.
         self._unripe = Ranking()
         #: at most `depth` executions.
@@ -104,12 +110,18 @@ class Scheduler:
                 pass
             case RequestsCancelled():
                 self._queues.cancel(event.requests, now, out)
-            case WeightsLoaded():
-                self._weights_loaded(event, now, out)
-            case LoadFailed():
-                self._load_failed(event, now, out)
+            case WeightsLoaded() | LoadFailed() | LoadAbandoned():
+                model = self._memory.ended(event, now, out)
+                if model is not None and model.draining:
+                    self._drain(model, now, out)
             case ModelAdded():
                 self._add(event, now, out)
+            case WarmUpEnded():
+                self._warmed_up(event, now, out)
+            case Pinned():
+                self._memory.pin(self._models[event.model], event.pinned, now)
+            case Compact():
+                self._memory.compaction.ask(reload=True)
             case ModelRemoved():
                 self._remove(event.model, now, out)
             case SettingsChanged():
@@ -121,6 +133,7 @@ class Scheduler:
         self._settle(now)
         if self._discipline.sheds:
             self._shed(now, out)
+        self._compact(now, out)
         self._load(now, out)
         self._dispatch(now, out)
         if self._discipline.sheds:
@@ -143,6 +156,7 @@ class Scheduler:
                     )
             case ModelAdded():
                 check_program(event.program)
+                self._memory.weights.check(event.program.tensors or {})
                 name = event.program.model
                 if name in self._models:
                     raise CallerError(f"model {name!r} is loaded already: remove it first")
@@ -150,11 +164,15 @@ class Scheduler:
                     raise CallerError(f"model {name!r} is draining: add it again after its EvictWeights")
             case SettingsChanged():
                 self._check_settings(event.settings)
-            case ModelRemoved():
+            case ModelRemoved() | Pinned():
                 if event.model not in self._models:
-                    raise CallerError(f"there is no model {event.model!r} to remove")
-            case WeightsLoaded() | LoadFailed():
-                self._weights.check(event.model, event.epoch)
+                    raise CallerError(f"there is no model {event.model!r}")
+            case WarmUpEnded():
+                warming = self._models.get(event.model) or self._draining.get(event.model)
+                if warming is None or not warming.warming:
+                    raise CallerError(f"model {event.model!r} is not being warmed up")
+            case WeightsLoaded() | LoadFailed() | LoadAbandoned():
+                self._memory.weights.check_epoch(event.model, event.epoch)
             case _:
                 pass
 
@@ -169,7 +187,7 @@ class Scheduler:
 
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Give the device work until it has enough or nobody has any."""
-        while len(self._running) < self.settings.depth:
+        while len(self._running) < self.settings.depth and not self._memory.compaction.due:
             if self._running and self._running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
                 return
             name = self._discipline.choose()
@@ -206,8 +224,14 @@ class Scheduler:
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
         running = self._running.end(event.dispatch, now)
         model, execute = running.model, running.execute
-        model.ended(execute, event.seconds)
+        model.device_seconds += event.seconds
         model.holding.used = now
+        if event.out_of_memory and not execute.again:
+            model.story.add(now, "no memory", event)
+            self._memory.compaction.retries.append(running)
+            return
+        model.ended(execute)
+        self._discipline.end(running.charged, event.seconds)
         self._queues.forget(execute.requests)
         if event.error is None:
             model.lanes[execute.variant].costs.learn(execute.size, event.seconds)
@@ -219,7 +243,6 @@ class Scheduler:
             model.counts.failed += len(execute.requests)
             model.story.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in execute.requests])
-        self._discipline.end(event.dispatch, event.seconds)
         if model.draining:
             self._drain(model, now, out)
         else:
@@ -228,30 +251,45 @@ class Scheduler:
     # --- models and weights ------------------------------------------------------------------------------
 
     def _add(self, event: ModelAdded, now: float, out: list[Instruction]) -> None:
-        settings, program = self.settings, event.program
-        costs = variant_costs(
+        program = event.program
+        model = ModelState(
+            program,
+            self._variant_costs(program, program.costs),
+            self._memory.add(program),
+            warm_up=event.warm_up,
+            story_length=self.settings.story_length,
+        )
+        self._models[model.name] = model
+        model.story.add(now, "added", f"sizes={sorted(program.costs)}")
+        self._memory.admit(model, resident=event.resident, now=now, out=out)
+
+    def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:
+        model = self._models.get(event.model) or self._draining[event.model]
+        self._memory.warmed_up(model)
+        model.story.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
+        if model.draining:
+            self._drain(model, now, out)
+        elif event.costs is not None:
+            model.learn(self._variant_costs(model.program, event.costs))
+
+    def _variant_costs(
+        self, program: Program, costs: Mapping[tuple[int, int], float]
+    ) -> dict[int, VariantCosts]:
+        settings = self.settings
+        return variant_costs(
             program.model,
-            program.costs,
+            costs,
             max_rows=program.max_batch_rows,
             alpha=settings.cost_ema_alpha,
             outlier_factor=settings.cost_outlier_factor,
             relax=settings.cost_relax,
         )
-        model = ModelState(program, costs, settings.story_length)
-        self._models[model.name] = model
-        model.story.add(now, "added", f"sizes={sorted(program.costs)}")
-        budget = self._weights.budget
-        model.too_large = budget is not None and program.weight_bytes > budget
-        if event.resident:
-            self._weights.adopt(model.holding, now)
-            for victim in self._loads.overdue():
-                self._evict(victim, now, out)
 
     def _change(self, settings: SchedulerSettings, now: float) -> None:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._loads.obey(settings.residency_factor)
+        self._memory.obey(settings)
         for model in self._models.values():
             for lane in model.lanes.values():
                 lane.costs.obey(settings)
@@ -266,8 +304,6 @@ class Scheduler:
             raise CallerError(
                 f"discipline must be one of {sorted(self._disciplines)}, not {settings.discipline!r}"
             )
-        if self._now > -inf and settings.weight_budget_bytes != self.settings.weight_budget_bytes:
-            raise CallerError("weight_budget_bytes cannot change while the scheduler runs")
 
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
@@ -282,71 +318,32 @@ class Scheduler:
 
     def _drain(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Let a removed model go once nothing executes on its weights and no load of them is under way."""
-        residency = model.holding.residency
-        if model.executions or residency is Residency.LOADING:
-            return
-        if residency is Residency.RESIDENT:
-            evict = self._weights.evict(model.holding)
-            model.story.add(now, "evict weights", evict)
-            out.append(evict)
-        self._loads.retry()
-        del self._draining[model.name]
-        self._queues.departed.add(model.counts)
+        if self._memory.release(model, now, out):
+            del self._draining[model.name]
+            self._queues.departed.add(model.counts)
 
-    def _weights_loaded(self, event: WeightsLoaded, now: float, out: list[Instruction]) -> None:
-        model = self._loading(event.model, event.epoch)
-        if model is None:
-            return
-        self._weights.loaded(model.holding, event.seconds, now)
-        self._discipline.link(False)
-        model.story.add(now, "weights loaded", event)
-        if model.draining:
-            self._drain(model, now, out)
-        else:
-            self._queues.touched[model] = None
-
-    def _load_failed(self, event: LoadFailed, now: float, out: list[Instruction]) -> None:
-        model = self._loading(event.model, event.epoch)
-        if model is None:
-            return
-        self._weights.failed(model.holding)
-        self._discipline.link(False)
-        model.story.add(now, "load failed", event)
-        if model.draining:
-            self._drain(model, now, out)
-            return
-        self._queues.fail(model, event.error, out)
-        self._queues.touched[model] = None
-        self._loads.retry()
-
-    def _loading(self, name: str, epoch: int) -> ModelState | None:
-        """The model whose current load has this epoch; None if that load is over."""
-        model = self._models.get(name) or self._draining.get(name)
-        if model is None or model.holding.epoch != epoch or model.holding.residency is not Residency.LOADING:
-            return None
-        return model
+    # --- weights -----------------------------------------------------------------------------------------
 
     def _load(self, now: float, out: list[Instruction]) -> None:
-        """Start the load that the discipline wants next, if the link is free and room can be made."""
-        planned = self._loads.plan(self._discipline, now)
-        if planned is None:
-            return
-        model, victims = planned
-        for victim in victims:
-            self._evict(victim, now, out)
-        load = self._weights.load(model.holding, now)
-        self._discipline.link(not victims)
-        model.story.add(now, "load weights", load)
-        out.append(load)
-        self._queues.touched[model] = None
+        """Start the load that comes next, after making room; evict what is above the budget."""
+        self._memory.trim(now, out)
+        if not self._memory.compaction.due:
+            self._memory.load(now, out)
         self._settle(now)
 
-    def _evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        evict = self._weights.evict(model.holding)
-        model.story.add(now, "evict weights", evict)
-        model.holding.evictions += 1
-        out.append(evict)
-        self._queues.touched[model] = None
+    def _compact(self, now: float, out: list[Instruction]) -> None:
+        """Carry out a compaction that is due, once the device has nothing to do, and try again what had no memory."""
+        compaction = self._memory.compaction
+        if not compaction.due or self._running or not self._memory.idle:
+            return
+        self._memory.compact(now, out)
+        if compaction.retries:
+            first = compaction.retries.popleft()
+            again = replace(first.execute, dispatch=self._running.started + 1, again=True)
+            self._running.start(again, first.model, now, charged=first.charged)
+            first.model.story.add(now, "execute again", again)
+            out.append(again)
+        self._settle(now)
 
     # --- what follows from changes ------------------------------------------------------------------------
 
@@ -400,7 +397,7 @@ class Scheduler:
         """End what cannot be in time any more."""
         queues = self._queues
         free = now + self._running.seconds(now)
-        for lost in hopeless(queues.starts, self._models, self._weights, free, now):
+        for lost in hopeless(queues.starts, self._models, self._memory.weights, free, now):
             queues.shed(lost.entry, lost.lane, now, out)
             if lost.cold:
                 self._loads.missed(lost.model)
@@ -491,7 +488,14 @@ class Scheduler:
             queued=self._queues.queued,
             executing=len(self._queues.live) - self._queues.queued,
             running=len(self._running),
-            weight_bytes=self._weights.bytes,
+            weight_bytes=self._memory.weights.bytes,
+            pinned_bytes=self._memory.weights.pinned_bytes,
+            logical_bytes=sum(
+                state.program.weight_bytes
+                for state in states
+                if state.holding.residency is not Residency.ABSENT
+            ),
+            weight_budget_bytes=self._memory.weights.budget,
         )
 
     def validate(self) -> None:

@@ -18,8 +18,10 @@ class SchedulerSettings:
     #: a model with waiting requests keeps its weights on the device for at least this many times the time
     #: that loading them took; see `residency`.
     residency_factor: float = 4.0
-    #: device bytes that weights may take; None: no limit.
+    #: device bytes that weights may take, pinned ones included; None: no limit.
     weight_budget_bytes: int | None = None
+    #: loads after which the device's memory is compacted; 0: only on request.
+    compaction_interval: int = 0
     #: share of a new sample in the learned cost, in (0, 1]; see `costs`.
     cost_ema_alpha: float = 0.2
     #: a sample counts at most this many times the estimate, > 1; see `costs`.
@@ -35,6 +37,7 @@ class SchedulerSettings:
         self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
         budget = self.weight_budget_bytes
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
+        self._require("compaction_interval", self.compaction_interval >= 0, "at least 0")
         self._require("cost_ema_alpha", 0.0 < self.cost_ema_alpha <= 1.0, "in (0, 1]")
         self._require("cost_outlier_factor", self.cost_outlier_factor > 1.0, "above 1")
         self._require("cost_relax", 0.0 <= self.cost_relax <= 1.0, "in [0, 1]")

@@ -46,6 +46,6 @@ def hopeless(
             yield Hopeless(entry, lane, model, free <= latest + SLACK)
         else:
             absent = model.holding.residency is Residency.ABSENT
-            later.append((entry, latest - model.holding.load_seconds if absent else latest))
+            later.append((entry, latest - model.holding.remaining_seconds if absent else latest))
     for entry, latest in later:
         starts.push(entry, latest)

@@ -60,6 +60,8 @@ class ModelSnapshot:
     """One model."""
 
     residency: Residency
+    #: whether it stays on the device.
+    pinned: bool
     #: removed, but its last executions or its load still run.
     draining: bool
     #: requests that wait, and their rows.
@@ -82,7 +84,11 @@ class ModelSnapshot:
     sizes: Mapping[tuple[int, int], int]
     #: (variant, size) -> expected seconds of one execution, as learned.
     costs: Mapping[tuple[int, int], float]
+    #: of all its weights; and of those that differ, which is what it takes on the device alone.
     weight_bytes: int
+    device_bytes: int
+    #: requests that found its weights elsewhere.
+    misses: int
     #: completed loads of the weights, and how long the next one is expected to take.
     loads: int
     load_seconds: float
@@ -106,5 +112,8 @@ class Snapshot:
     executing: int
     #: executions in flight.
     running: int
-    #: device bytes of weights, resident or on their way.
+    #: device bytes of weights, resident or on their way; pinned ones; as if no model shared any; and allowed.
     weight_bytes: int
+    pinned_bytes: int
+    logical_bytes: int
+    weight_budget_bytes: int | None

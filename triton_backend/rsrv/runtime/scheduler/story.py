@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
     EvictWeights,
     Execute,
     ExecutionFinished,
@@ -19,6 +20,7 @@ Subject = (
     | LoadWeights
     | WeightsLoaded
     | LoadFailed
+    | AbandonLoad
     | EvictWeights
     | Sequence[int]
     | str
@@ -61,7 +63,7 @@ def _details(subject: Subject) -> str:
             return f"epoch={subject.epoch} seconds={subject.seconds:.6f}"
         case LoadFailed():
             return f"epoch={subject.epoch} error={subject.error}"
-        case LoadWeights() | EvictWeights():
+        case LoadWeights() | AbandonLoad() | EvictWeights():
             return f"epoch={subject.epoch}"
         case _:
             return f"requests={_ids(subject)}"

@@ -1,17 +1,23 @@
-"""Whose weights are on the device, whose come next, and who gives way: the one place that loads or evicts.
+"""What is on the device: whose weights, in which bytes, under which budget. The one place that loads or evicts.
+
+Tensors are known by their content, and models that have equal ones share their bytes. Tensors that exactly
+the same models have are one `Piece`, so that sums cost O(pieces), and a model that shares nothing is one piece.
 
 Every load has an epoch of its own, rising over all models and loads, so a completion names exactly one
 load and a late one hurts nobody. One load is under way at a time: the link to the device is one, and who
 comes next is decided as late as possible.
 """
 
+from collections.abc import Mapping
 from enum import Enum
 
 from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights
+from rsrv.runtime.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
 
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
+#: share of a model's bytes that a load must move to say something of how long a whole one takes.
+_TELLING = 0.5
 
 
 class Residency(Enum):
@@ -22,39 +28,84 @@ class Residency(Enum):
     RESIDENT = "resident"
 
 
+class Piece:
+    """Tensors that exactly the same loaded models have. They are on the device while one of these uses them."""
+
+    __slots__ = ("bytes", "owners", "pins", "tensors", "users")
+
+    def __init__(self, tensors: dict[str, int], size: int, owners: list["Holding"]) -> None:
+        #: key -> bytes; empty for the weights of a model whose tensors nobody told.
+        self.tensors = tensors
+        self.bytes = size
+        self.owners = owners
+        #: owners whose weights are resident or on their way, and those of them that are pinned.
+        self.users = 0
+        self.pins = 0
+
+
 class Holding:
     """The weights of one model."""
 
     __slots__ = (
-        "bytes",
+        "abandoned",
         "epoch",
         "evictions",
         "gap",
         "load_seconds",
         "loads",
         "model",
+        "moved",
+        "pieces",
+        "pinned",
         "residency",
         "since",
+        "starved",
+        "takes",
         "used",
     )
 
-    def __init__(self, model: str, size: int, load_seconds: float) -> None:
-        self.model = model
-        self.bytes = size
+    def __init__(self, program: Program) -> None:
+        self.model = program.model
+        #: all of its tensors; `Weights` divides them.
+        self.pieces: list[Piece] = []
+        #: whether it stays on the device, whoever else needs room.
+        self.pinned = program.pinned
         self.residency = Residency.ABSENT
         #: of the current or latest load; 0 before the first.
         self.epoch = 0
+        #: bytes that this load moves, or moved: those that no other model had there.
+        self.moved = 0
+        #: whether the latest load that is over was abandoned, or found no memory.
+        self.abandoned = False
+        self.starved = False
         #: completed loads, and evictions other than the one at the model's end.
         self.loads = 0
         self.evictions = 0
-        #: how long a load takes: as the latest one, or as the program says.
-        self.load_seconds = load_seconds
-        #: when the current residency, or the load under way, began.
+        #: how long a load of all its bytes takes: as the latest telling one, or as the program says.
+        self.load_seconds = program.load_seconds
+        #: when the current residency, or the load under way, began; and how long the latter was expected to take.
         self.since = 0.0
+        self.takes = 0.0
         #: when an execution on it ended last, or when it came.
         self.used = 0.0
         #: how long the model usually has no work between two requests; 0.0 before that was seen.
         self.gap = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """What it takes on the device if nobody else has any of it there."""
+        return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def absent_bytes(self) -> int:
+        """What a load of it has to move now."""
+        return sum(piece.bytes for piece in self.pieces if not piece.users)
+
+    @property
+    def remaining_seconds(self) -> float:
+        """How long a load of it would take now."""
+        size = self.bytes
+        return self.load_seconds * self.absent_bytes / size if size else self.load_seconds
 
     def needed(self, now: float) -> None:
         """A request came after a pause."""
@@ -68,20 +119,108 @@ class Holding:
 class Weights:
     """The weights of all models."""
 
-    __slots__ = ("_epoch", "budget", "bytes", "loading")
+    __slots__ = (
+        "_epoch",
+        "_pieces",
+        "abandoning",
+        "budget",
+        "bytes",
+        "evictable",
+        "loading",
+        "loads",
+        "pinned_bytes",
+    )
 
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
-        #: device bytes that weights may take; None: no limit.
+        #: tensor -> the piece that it belongs to.
+        self._pieces: dict[str, Piece] = {}
+        #: device bytes that weights may take, pinned ones included; None: no limit.
         self.budget = budget
-        #: device bytes of all weights that are resident or on their way.
+        #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
         self.bytes = 0
+        self.pinned_bytes = 0
+        #: models whose weights are resident or on their way, and not pinned.
+        self.evictable = 0
         #: whose load is under way.
         self.loading: Holding | None = None
+        #: whether its end was asked for.
+        self.abandoning = False
+        #: loads since the start that ended well.
+        self.loads = 0
 
-    def missing(self, size: int) -> int:
-        """Bytes that must be freed before `size` more fit; <= 0: none."""
-        return 0 if self.budget is None else self.bytes + size - self.budget
+    # --- whose tensors there are -----------------------------------------------------------------------------
+
+    def check(self, tensors: Mapping[str, int]) -> None:
+        """Refuse tensors that contradict those of other models.
+
+        Raises:
+            CallerError: a tensor has another size.
+        """
+        for key, size in tensors.items():
+            piece = self._pieces.get(key)
+            if piece is not None and piece.tensors[key] != size:
+                raise CallerError(f"tensor {key!r} has {size} bytes here and {piece.tensors[key]} elsewhere")
+
+    def add(self, program: Program) -> Holding:
+        """The absent weights of a model. Costs O(its tensors)."""
+        holding = Holding(program)
+        if program.tensors is None:
+            holding.pieces.append(Piece({}, program.weight_bytes, [holding]))
+            return holding
+        fresh: dict[str, int] = {}
+        common: dict[Piece, dict[str, int]] = {}
+        for key, size in program.tensors.items():
+            piece = self._pieces.get(key)
+            (fresh if piece is None else common.setdefault(piece, {}))[key] = size
+        for piece, tensors in common.items():
+            whole = len(tensors) == len(piece.tensors)
+            shared = piece if whole else self._split(piece, tensors)
+            shared.owners.append(holding)
+            holding.pieces.append(shared)
+        if fresh or not common:
+            own = Piece(fresh, sum(fresh.values()), [holding])
+            self._pieces.update(dict.fromkeys(fresh, own))
+            holding.pieces.append(own)
+        return holding
+
+    def _split(self, piece: Piece, tensors: dict[str, int]) -> Piece:
+        """Make some of a piece's tensors a piece of their own."""
+        part = Piece(tensors, sum(tensors.values()), list(piece.owners))
+        part.users, part.pins = piece.users, piece.pins
+        piece.bytes -= part.bytes
+        for key in tensors:
+            del piece.tensors[key]
+            self._pieces[key] = part
+        for owner in part.owners:
+            owner.pieces.append(part)
+        return part
+
+    def remove(self, holding: Holding) -> None:
+        """Forget the absent weights of a model that is gone."""
+        for piece in holding.pieces:
+            piece.owners.remove(holding)
+            if not piece.owners:
+                for key in piece.tensors:
+                    del self._pieces[key]
+
+    # --- how much room there is --------------------------------------------------------------------------------
+
+    def missing(self, holding: Holding) -> int:
+        """Bytes that others must give up before its absent weights fit; <= 0: none.
+
+        Pinned weights, and what is larger than all that they leave, go beyond the budget: the latter alone.
+        """
+        if self.budget is None:
+            return 0
+        alone = self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
+        return self.bytes + holding.absent_bytes - max(self.budget, alone)
+
+    def excess(self) -> int:
+        """Bytes above the budget that are not those of pinned models and of one other; <= 0: none."""
+        if self.budget is None or self.evictable <= 1:
+            return 0
+        return self.bytes - self.budget
 
     def expected_wait(self, holding: Holding, now: float) -> float:
         """Seconds until it can be resident at the earliest."""
@@ -89,10 +228,12 @@ class Weights:
             case Residency.RESIDENT:
                 return 0.0
             case Residency.LOADING:
-                return max(0.0, holding.since + holding.load_seconds - now)
+                return max(0.0, holding.since + holding.takes - now)
             case Residency.ABSENT:
                 ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
-                return ahead + holding.load_seconds
+                return ahead + holding.remaining_seconds
+
+    # --- what happens to them --------------------------------------------------------------------------------
 
     def adopt(self, holding: Holding, now: float) -> None:
         """Weights that are on the device already."""
@@ -100,7 +241,7 @@ class Weights:
         holding.epoch = self._epoch
         holding.residency = Residency.RESIDENT
         holding.since = holding.used = now
-        self.bytes += holding.bytes
+        self._take(holding)
 
     def load(self, holding: Holding, now: float) -> LoadWeights:
         """Start the load of absent weights, while none is under way."""
@@ -108,11 +249,18 @@ class Weights:
         holding.epoch = self._epoch
         holding.residency = Residency.LOADING
         holding.since = now
+        holding.moved = holding.absent_bytes
+        holding.takes = holding.remaining_seconds
         self.loading = holding
-        self.bytes += holding.bytes
+        self._take(holding)
         return LoadWeights(holding.model, holding.epoch)
 
-    def check(self, model: str, epoch: int) -> None:
+    def abandon(self, holding: Holding) -> AbandonLoad:
+        """Ask for the end of the load under way; it may still end well."""
+        self.abandoning = True
+        return AbandonLoad(holding.model, holding.epoch)
+
+    def check_epoch(self, model: str, epoch: int) -> None:
         """Refuse the completion of a load that was never asked for.
 
         Raises:
@@ -125,20 +273,56 @@ class Weights:
 
     def loaded(self, holding: Holding, seconds: float, now: float) -> None:
         """The load under way ended well."""
-        self.loading = None
+        self.loading, self.abandoning = None, False
+        self.loads += 1
         holding.residency = Residency.RESIDENT
         holding.loads += 1
-        holding.load_seconds = seconds
+        holding.abandoned = holding.starved = False
+        size = holding.bytes
+        if holding.moved >= _TELLING * size:
+            holding.load_seconds = seconds * size / holding.moved if size else seconds
         holding.since = holding.used = now
 
-    def failed(self, holding: Holding) -> None:
+    def failed(self, holding: Holding, *, abandoned: bool = False) -> None:
         """The load under way ended without weights."""
-        self.loading = None
+        self.loading, self.abandoning = None, False
+        holding.abandoned = abandoned
         holding.residency = Residency.ABSENT
-        self.bytes -= holding.bytes
+        self._give(holding)
 
     def evict(self, holding: Holding) -> EvictWeights:
         """Free resident weights on which nothing executes."""
         holding.residency = Residency.ABSENT
-        self.bytes -= holding.bytes
+        self._give(holding)
         return EvictWeights(holding.model, holding.epoch)
+
+    def pin(self, holding: Holding, pinned: bool) -> None:
+        """From now on they stay on the device, or no longer."""
+        held = holding.residency is not Residency.ABSENT
+        if held:
+            self._give(holding)
+        holding.pinned = pinned
+        if held:
+            self._take(holding)
+
+    def _take(self, holding: Holding) -> None:
+        self.evictable += not holding.pinned
+        for piece in holding.pieces:
+            if not piece.users:
+                self.bytes += piece.bytes
+            piece.users += 1
+            if holding.pinned:
+                if not piece.pins:
+                    self.pinned_bytes += piece.bytes
+                piece.pins += 1
+
+    def _give(self, holding: Holding) -> None:
+        self.evictable -= not holding.pinned
+        for piece in holding.pieces:
+            piece.users -= 1
+            if not piece.users:
+                self.bytes -= piece.bytes
+            if holding.pinned:
+                piece.pins -= 1
+                if not piece.pins:
+                    self.pinned_bytes -= piece.bytes

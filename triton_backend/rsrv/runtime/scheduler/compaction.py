@@ -1,0 +1,47 @@
+"""Freeing all evictable weights at once, so that the device's allocator finds its memory in one piece again.
+
+While a compaction is due nothing new starts on the device. Once nothing executes, loads or warms up, all
+weights that are not pinned are evicted; then everything goes on. There are two reasons for one:
+
+- somebody asked for it, or `compaction_interval` loads have passed since the last: what was there comes back;
+- an execution, or a load, found no memory: it gets a second try, with the device to itself.
+"""
+
+from collections import deque
+
+from rsrv.runtime.scheduler.inflight import Running
+
+
+class Compaction:
+    """Whether one is due, and for whom."""
+
+    __slots__ = ("_mark", "asked", "reload", "retries")
+
+    def __init__(self) -> None:
+        #: `Weights.loads` at the last one.
+        self._mark = 0
+        self.asked = False
+        #: whether what it evicts comes back.
+        self.reload = False
+        #: executions that found no memory, in their order. Their requests are in flight still.
+        self.retries: deque[Running] = deque()
+
+    @property
+    def due(self) -> bool:
+        return self.asked or bool(self.retries)
+
+    def ask(self, *, reload: bool) -> None:
+        self.asked = True
+        self.reload = reload
+
+    def count(self, loads: int, interval: int) -> None:
+        """A load ended, the `loads`-th; ask for a compaction at regular numbers of them."""
+        if interval and loads - self._mark >= interval:
+            self.ask(reload=True)
+
+    def done(self, loads: int) -> bool:
+        """It is carried out; returns whether what was evicted comes back."""
+        self._mark = loads
+        reload = self.reload and not self.retries
+        self.asked = self.reload = False
+        return reload

@@ -1,0 +1,205 @@
+"""The device's memory: carries out what `Loads` decides, and takes in how loads end.
+
+Nothing else changes what is on the device. Models are the scheduler's; whatever changes of one is marked in
+`Queues.touched`, so that the scheduler settles it.
+"""
+
+from collections.abc import Mapping
+
+from rsrv.runtime.scheduler.compaction import Compaction
+from rsrv.runtime.scheduler.events import (
+    GiveUp,
+    Instruction,
+    LoadAbandoned,
+    LoadFailed,
+    Program,
+    WarmUp,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.loads import Loads, evictable
+from rsrv.runtime.scheduler.model import ModelState
+from rsrv.runtime.scheduler.queues import Queues
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.weights import Holding, Residency, Weights
+
+
+class Memory:
+    """Whose weights are on the device, come next, and leave."""
+
+    __slots__ = ("_draining", "_interval", "_models", "_queues", "compaction", "loads", "warming", "weights")
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelState],
+        draining: Mapping[str, ModelState],
+        queues: Queues,
+        settings: SchedulerSettings,
+    ) -> None:
+        self._models = models
+        self._draining = draining
+        self._queues = queues
+        self.weights = Weights(settings.weight_budget_bytes)
+        self.loads = Loads(models, self.weights, settings.residency_factor)
+        self.compaction = Compaction()
+        self._interval = settings.compaction_interval
+        #: models that are being warmed up.
+        self.warming = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing comes to the device, or warms up there."""
+        return self.weights.loading is None and not self.warming
+
+    # --- models ------------------------------------------------------------------------------------------
+
+    def add(self, program: Program) -> Holding:
+        """The absent weights of a model that is added."""
+        return self.weights.add(program)
+
+    def admit(self, model: ModelState, *, resident: bool, now: float, out: list[Instruction]) -> None:
+        """An added model's weights are there already, or are to come if they must."""
+        if resident:
+            self.weights.adopt(model.holding, now)
+            self._warm(model, out)
+        elif model.holding.pinned or model.warm_up:
+            self.loads.want(model)
+
+    def release(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
+        """Let a removed model go, once nothing uses its weights or loads them; whether it is gone."""
+        self.loads.forget(model.name)
+        if model.busy or model.holding.residency is Residency.LOADING:
+            return False
+        if model.holding.residency is Residency.RESIDENT:
+            evict = self.weights.evict(model.holding)
+            model.story.add(now, "evict weights", evict)
+            out.append(evict)
+        self.weights.remove(model.holding)
+        self.loads.retry()
+        return True
+
+    def pin(self, model: ModelState, pinned: bool, now: float) -> None:
+        """Keep a model's weights on the device from now on, or no longer."""
+        if pinned == model.holding.pinned:
+            return
+        self.weights.pin(model.holding, pinned)
+        model.story.add(now, "pinned" if pinned else "unpinned", "")
+        if pinned and model.holding.residency is Residency.ABSENT:
+            self.loads.want(model)
+        elif not pinned and not model.warm_up:
+            self.loads.forget(model.name)
+        self._queues.touched[model] = None
+        self.loads.retry()
+
+    def warmed_up(self, model: ModelState) -> None:
+        """A model's warm-up is over, well or not."""
+        model.warming = False
+        self.warming -= 1
+        self._queues.touched[model] = None
+
+    def obey(self, settings: SchedulerSettings) -> None:
+        """Decide by other settings, or by another discipline."""
+        self.weights.budget = settings.weight_budget_bytes
+        self._interval = settings.compaction_interval
+        self.loads.obey(settings.residency_factor)
+
+    # --- loads end ---------------------------------------------------------------------------------------
+
+    def ended(
+        self, event: WeightsLoaded | LoadFailed | LoadAbandoned, now: float, out: list[Instruction]
+    ) -> ModelState | None:
+        """Take in how a load ended; the model that was loaded, or None if that load is over already."""
+        model = self._models.get(event.model) or self._draining.get(event.model)
+        if model is None or model.holding.epoch != event.epoch:
+            return None
+        if model.holding.residency is not Residency.LOADING:
+            return None
+        self._queues.discipline.link(False)
+        self._queues.touched[model] = None
+        match event:
+            case WeightsLoaded():
+                self.weights.loaded(model.holding, event.seconds, now)
+                self.compaction.count(self.weights.loads, self._interval)
+                model.story.add(now, "weights loaded", event)
+                if not model.draining:
+                    self._warm(model, out)
+            case LoadAbandoned():
+                self.weights.failed(model.holding, abandoned=True)
+                model.story.add(now, "load abandoned", "")
+                self.loads.retry()
+            case LoadFailed():
+                model.story.add(now, "load failed", event)
+                self._failed(model, event, out)
+        return model
+
+    def _failed(self, model: ModelState, event: LoadFailed, out: list[Instruction]) -> None:
+        holding = model.holding
+        self.weights.failed(holding)
+        self.loads.retry()
+        if model.draining:
+            return
+        if event.out_of_memory and not holding.starved:
+            holding.starved = True
+            self.compaction.ask(reload=False)
+            self.loads.want(model)
+            return
+        holding.starved = False
+        if holding.pinned or model.warm_up:
+            out.append(GiveUp(model.name, event.error))
+            model.warm_up = False
+        self._queues.fail(model, event.error, out)
+
+    def _warm(self, model: ModelState, out: list[Instruction]) -> None:
+        if model.warm_up:
+            model.warm_up, model.warming = False, True
+            self.warming += 1
+            out.append(WarmUp(model.name))
+
+    # --- loads begin, weights go -------------------------------------------------------------------------
+
+    def load(self, now: float, out: list[Instruction]) -> None:
+        """Start the load that comes next, if the link is free and room can be made; end one that is in vain."""
+        loading = self.weights.loading
+        if loading is not None:
+            model = self._models.get(loading.model) or self._draining[loading.model]
+            if not self.weights.abandoning and (model.draining or self.loads.in_vain(model)):
+                abandon = self.weights.abandon(loading)
+                model.story.add(now, "abandon load", abandon)
+                out.append(abandon)
+            return
+        planned = self.loads.plan(self._queues.discipline, now)
+        if planned is None:
+            return
+        model, victims = planned
+        for victim in victims:
+            self.evict(victim, now, out)
+        load = self.weights.load(model.holding, now)
+        self.loads.wanted.pop(model.name, None)
+        self._queues.discipline.link(not victims)
+        model.story.add(now, "load weights", load)
+        out.append(load)
+        self._queues.touched[model] = None
+
+    def trim(self, now: float, out: list[Instruction]) -> None:
+        """Evict what is above the budget, as far as it is free."""
+        if self.weights.excess() <= 0:
+            return
+        for model in self.loads.overdue(self._queues.discipline):
+            if self.weights.excess() <= 0:
+                return
+            self.evict(model, now, out)
+
+    def compact(self, now: float, out: list[Instruction]) -> None:
+        """Evict all that is neither pinned nor in use; nothing loads or executes."""
+        evicted = [model for model in self._models.values() if evictable(model)]
+        for model in evicted:
+            self.evict(model, now, out)
+        if self.compaction.done(self.weights.loads):
+            self.loads.come_back(evicted)
+
+    def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        """Free a model's resident weights."""
+        evict = self.weights.evict(model.holding)
+        model.story.add(now, "evict weights", evict)
+        model.holding.evictions += 1
+        out.append(evict)
+        self._queues.touched[model] = None

@@ -6,14 +6,25 @@ time; a response sender takes one response, and asking it anything afterwards is
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.runtime.device import Array, DeviceError, Executable, Launched, Weights
+from rsrv.runtime.device import (
+    Abandoned,
+    Array,
+    Buffer,
+    DeviceError,
+    Executable,
+    Launched,
+    OutOfMemory,
+    never,
+)
 from rsrv_bundle.modules import Signature
 
 Compute = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
@@ -25,19 +36,52 @@ class Gate:
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
+        self._pass = 0
         self.waiting = threading.Event()
 
-    def clear(self) -> None:
+    def clear(self, after: int = 0) -> None:
+        """Hold whoever comes, but for the next `after`."""
+        self._pass = after
         self._open.clear()
 
     def set(self) -> None:
         self._open.set()
 
     def enter(self) -> None:
-        if not self._open.is_set():
-            self.waiting.set()
-            self._open.wait(30)
-            self.waiting.clear()
+        if self._open.is_set():
+            return
+        if self._pass:
+            self._pass -= 1
+            return
+        self.waiting.set()
+        self._open.wait(30)
+        self.waiting.clear()
+
+
+Operation = Literal["upload", "launch", "read", "page_lock"]
+
+
+@dataclass(slots=True, eq=False)
+class FakeBuffer:
+    """A tensor on a `FakeDevice`: a copy, as on a real one."""
+
+    array: Array
+    live: bool = True
+
+
+@dataclass(slots=True)
+class _Failures:
+    """What becomes of the next calls of each operation: None is well."""
+
+    _next: dict[Operation, deque[Exception | None]] = field(default_factory=dict)
+
+    def put(self, operation: Operation, fates: Iterable[Exception | None]) -> None:
+        self._next[operation] = deque(fates)
+
+    def meet(self, operation: Operation) -> None:
+        fates = self._next.get(operation)
+        if fates and (error := fates.popleft()) is not None:
+            raise error
 
 
 class FakeDevice:
@@ -45,8 +89,12 @@ class FakeDevice:
 
     `compute(inputs, weights)` stands for every module. `executed` collects the rows that each execution was
     given, padding included; `launched` takes them when it is launched. An asynchronous one computes as late
-    as it may, when it is read: so it sees whatever anyone did to its inputs meanwhile, and fails, if it was to
-    fail when it was launched. Clear `gate` to hold executions, `uploads` and `compiles` to hold those.
+    as it may, when it is read: so it sees whatever anyone did to its inputs and weights meanwhile, and fails, if
+    it was to fail when it was launched. Clear `gate` to hold executions, `uploads` to hold transfers, tensor by
+    tensor, and `compiles` to hold those. Executing on freed weights and freeing twice are errors.
+
+    `memory_limit` is kept to by uploads, as far as there is one; `scratch` is what every execution is said to take
+    beside its weights.
     """
 
     def __init__(self, compute: Compute, *, asynchronous: bool = False) -> None:
@@ -54,6 +102,7 @@ class FakeDevice:
         self.asynchronous = asynchronous
         self._lock = threading.Lock()
         self._executing = threading.Lock()
+        self._failures = _Failures()
         self.gate = Gate()
         self.uploads = Gate()
         self.compiles = Gate()
@@ -62,28 +111,82 @@ class FakeDevice:
         self.warm = False
         self.fail: str | None = None
         self.seconds = 0.001
+        self.memory_limit: int | None = None
+        self.scratch = 0
+        #: tensors on the device now, their bytes, and tensors that ever came there
         self.resident = 0
+        self.device_bytes = 0
         self.uploaded = 0
+        #: {address: bytes} of page-locked host memory
+        self.locked: dict[int, int] = {}
+
+    def fail_next(
+        self, operation: Operation, *, after: int = 0, times: int = 1, error: Exception | None = None
+    ) -> None:
+        """The next `times` such calls, but for `after` that go well, raise `error`: OutOfMemory if not given.
+
+        An upload is as many calls as it has tensors.
+        """
+        error = error or OutOfMemory(f"{operation}: told to")
+        self._failures.put(operation, [None] * after + [error] * times)
 
     def compile(self, module: bytes, signature: Signature) -> Executable:
         self.compiles.enter()
         return Executable(signature)
 
-    def upload(self, arrays: Sequence[Array]) -> Weights:
-        self.uploads.enter()
+    def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
+        return self.scratch
+
+    def memory_in_use(self) -> int | None:
+        return None if self.memory_limit is None else self.device_bytes
+
+    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
+        buffers: list[Buffer] = []
+        try:
+            for array in arrays:
+                self.uploads.enter()
+                if abandoned():
+                    raise Abandoned
+                buffers.append(self._move(array))
+        except BaseException:
+            self.free(buffers)
+            raise
+        return buffers
+
+    def _move(self, array: Array) -> Buffer:
         with self._lock:
+            self._failures.meet("upload")
+            if self.memory_limit is not None and self.device_bytes + array.nbytes > self.memory_limit:
+                raise OutOfMemory(f"{array.nbytes} bytes more than {self.memory_limit}")
             self.resident += 1
+            self.device_bytes += array.nbytes
             self.uploaded += 1
-        return Weights(list(arrays))
+            return Buffer(FakeBuffer(array.copy()))
 
-    def free(self, weights: Weights) -> None:
-        assert isinstance(weights, list)
-        weights.clear()
+    def free(self, buffers: Iterable[Buffer]) -> None:
         with self._lock:
-            self.resident -= 1
+            for buffer in buffers:
+                assert isinstance(buffer, FakeBuffer)
+                assert buffer.live, "freed twice"
+                buffer.live = False
+                self.resident -= 1
+                self.device_bytes -= buffer.array.nbytes
 
-    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
+    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
+        with self._lock:
+            self._failures.meet("page_lock")
+            assert address not in self.locked, "page-locked twice"
+            self.locked[address] = nbytes
+        return partial(self._unlock, address)
+
+    def _unlock(self, address: int) -> None:
+        with self._lock:
+            del self.locked[address]
+
+    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
         rows = len(inputs[0]) if inputs and inputs[0].ndim else 0
+        with self._lock:
+            self._failures.meet("launch")
         execution = partial(self._execute, rows, weights, inputs, self.fail)
         self.launched.put(rows)
         if self.asynchronous:
@@ -93,16 +196,24 @@ class FakeDevice:
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         assert callable(launched)
+        with self._lock:
+            self._failures.meet("read")
         return launched(), self.seconds
 
-    def _execute(self, rows: int, weights: Weights, inputs: Sequence[Array], fail: str | None) -> list[Array]:
-        assert isinstance(weights, list)
+    def _execute(
+        self, rows: int, weights: Sequence[Buffer], inputs: Sequence[Array], fail: str | None
+    ) -> list[Array]:
         with self._executing:
             self.gate.enter()
             if fail is not None:
                 raise DeviceError(fail)
+            arrays = []
+            for buffer in weights:
+                assert isinstance(buffer, FakeBuffer)
+                assert buffer.live, "executes on freed weights"
+                arrays.append(buffer.array)
             self.executed.append(rows)
-            return self._compute(inputs, weights)
+            return self._compute(inputs, arrays)
 
 
 class FakeTensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from rsrv.runtime import device
 from rsrv.runtime.__main__ import main
-from rsrv.runtime.device import Array, Executable, JaxDevice, Launched, Weights
+from rsrv.runtime.device import Array, Buffer, Executable, JaxDevice, Launched
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 
@@ -21,7 +21,7 @@ SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 class PacedDevice(JaxDevice):
     """jax's device, slowed down to SECONDS an execution."""
 
-    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
+    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
         started = time.perf_counter()
         launched = super().launch(executable, weights, inputs)
         time.sleep(max(0.0, started + SECONDS - time.perf_counter()))

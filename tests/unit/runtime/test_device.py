@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import DeviceError, JaxDevice, run
+from rsrv.runtime.device import Abandoned, Array, DeviceError, JaxDevice, run
 from rsrv.runtime.models import build, describe, identify
 from rsrv.settings import load_settings
 from rsrv_bundle.modules import check_signatures
@@ -83,3 +85,53 @@ def test_the_interface_says_what_the_modules_take(doubling: Path) -> None:
     ]
     assert variant.sizes == (1, 4, 8)
     assert not interface.exact
+
+
+def tensors(count: int, failing: Exception | None = None) -> Iterator[Array]:
+    for i in range(count):
+        yield np.full((100, 100), i, np.float32)
+    if failing is not None:
+        raise failing
+
+
+def test_an_upload_brings_every_tensor_in_order() -> None:
+    """From an iterator, which is read as the transfers proceed; freeing makes them unusable."""
+    device = JaxDevice("cpu")
+
+    buffers = device.upload(tensors(5))
+
+    assert [np.asarray(buffer)[7, 7] for buffer in buffers] == [0, 1, 2, 3, 4]
+    device.free(buffers)
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(buffers[0])
+
+
+def test_an_upload_that_ends_early_leaves_nothing() -> None:
+    """Given up between tensors, given up while the last ones move, or its source failing."""
+    device = JaxDevice("cpu")
+    before = len(jax.live_arrays())
+    for given_up_at in (0, 2, 5):
+        answers = iter([False] * given_up_at + [True])
+        with pytest.raises(Abandoned):
+            device.upload(tensors(5), lambda answers=answers: next(answers))  # type: ignore[misc]
+    with pytest.raises(OSError, match="disk"):
+        device.upload(tensors(3, OSError("disk")))
+
+    assert len(jax.live_arrays()) == before
+
+
+def test_a_cpus_memory_has_no_stated_limit() -> None:
+    """And page-locking does nothing there."""
+    device = JaxDevice("cpu")
+
+    assert (device.memory_limit, device.memory_in_use()) == (None, None)
+    device.page_lock(0, 4096)()
+
+
+def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doubling: Path) -> None:
+    """y = 2 x + w with three columns: x and y, and the tuple that holds y, nothing in between."""
+    device = JaxDevice("cpu")
+    model = build(identify(str(doubling)), device, load_settings(), "doubling")
+
+    for (_, size), executable in model.executables.items():
+        assert 0 <= device.scratch_bytes(executable, 12) - 2 * 12 * size <= 64

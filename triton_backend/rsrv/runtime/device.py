@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,32 @@ from rsrv_bundle.modules import Signature
 log = logging.getLogger("rsrv.device")
 
 Array = npt.NDArray[Any]
-#: a compiled module, weights in device memory, and an execution under way: opaque to everyone but the device
-#: that made them
+#: a compiled module, one tensor in device memory, and an execution under way: opaque to everyone but the
+#: device that made them
 Executable = NewType("Executable", object)
-Weights = NewType("Weights", object)
+Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
+
+#: bytes that may be on their way to the device at once, and tensors that may be in any case: enough to keep a link
+#: of 60 GB/s busy for milliseconds, while the rest of an unpinned model is still on the disk
+_IN_FLIGHT_BYTES = 256 << 20
+_IN_FLIGHT_TENSORS = 2
 
 
 class DeviceError(Exception):
     """The device refused or failed; the message is for the log, not for clients."""
+
+
+class OutOfMemory(DeviceError):
+    """The device's allocator has no room. Giving something up and trying again may help."""
+
+
+class Abandoned(Exception):
+    """Whoever wanted an upload does not want it any more; nothing of it is left on the device."""
+
+
+def never() -> bool:
+    return False
 
 
 class Device(Protocol):
@@ -39,23 +57,46 @@ class Device(Protocol):
     def asynchronous(self) -> bool:
         """Whether `launch` returns before the execution is done, so that launching ahead keeps the device busy."""
 
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that the device's allocator may take in all. None: not known, as on a CPU."""
+
+    def memory_in_use(self) -> int | None:
+        """Bytes that it has given out: weights, and what executions take while they run. None: not known."""
+
     def compile(self, module: bytes, signature: Signature) -> Executable: ...
 
-    def upload(self, arrays: Sequence[Array]) -> Weights:
-        """Copy weights, in argument order, to the device; returns when they are there."""
+    def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
+        """Bytes that one execution takes beside its `weight_bytes` of weights: inputs, outputs, intermediates."""
 
-    def free(self, weights: Weights) -> None:
-        """Give the memory back at once. Nothing may execute on these weights."""
+    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
+        """Copy arrays to the device, in order; returns when they are there.
 
-    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
-        """Start an execution. Nobody may write to its inputs before it is read."""
+        `arrays` is consumed as the transfers proceed; between tensors `abandoned` is asked. Raises Abandoned,
+        OutOfMemory, and whatever `arrays` raises; then nothing is left on the device, nor reads from the arrays.
+        """
+
+    def free(self, buffers: Iterable[Buffer]) -> None:
+        """Give the memory back at once. Nothing may execute on these buffers."""
+
+    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Keep host memory where it is, so that the device reads it by itself; returns what undoes it.
+
+        The memory must stay mapped until then. Raises DeviceError.
+        """
+
+    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
+        """Start an execution; `weights` in argument order. Nobody may write to its inputs before it is read.
+
+        Raises OutOfMemory, as `read` does: where the device finds out is its own affair.
+        """
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device."""
 
 
 def run(
-    device: Device, executable: Executable, weights: Weights, inputs: Sequence[Array]
+    device: Device, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]
 ) -> tuple[list[Array], float]:
     """One execution from its launch to its outputs."""
     return device.read(device.launch(executable, weights, inputs))
@@ -145,23 +186,83 @@ class JaxDevice:
         self._jax.clear_caches()
         return Executable(compiled)
 
-    def upload(self, arrays: Sequence[Array]) -> Weights:
-        if self._device.platform == "cpu":
-            # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
-            arrays = [np.array(array) for array in arrays]
-        buffers = [self._jax.device_put(array, self._device) for array in arrays]
-        return Weights(self._jax.block_until_ready(buffers))
+    @property
+    def memory_limit(self) -> int | None:
+        return self._memory("bytes_limit")
 
-    def free(self, weights: Weights) -> None:
-        for buffer in _buffers(weights):
+    def memory_in_use(self) -> int | None:
+        return self._memory("bytes_in_use")
+
+    def _memory(self, figure: str) -> int | None:
+        figures: dict[str, int] | None = self._device.memory_stats()
+        return None if figures is None else figures.get(figure)
+
+    def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
+        """Inputs + outputs + temporaries, from the compiler's own account of the program's buffers.
+
+        argument_size - weight_bytes + output_size + temp_size - alias_size (an output in an argument's place).
+        """
+        compiled: Any = executable
+        size = compiled.memory_analysis()
+        if size is None:
+            raise DeviceError("the compiler does not say how much memory an execution takes")
+        outside = size.argument_size_in_bytes - weight_bytes
+        return int(outside + size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes)
+
+    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
+        buffers: list[Any] = []
+        moving: deque[Any] = deque()
+        try:
+            for array in arrays:
+                self._settle(moving, _IN_FLIGHT_TENSORS - 1, _IN_FLIGHT_BYTES - array.nbytes)
+                if abandoned():
+                    raise Abandoned
+                buffers.append(self._jax.device_put(self._own(array), self._device))
+                moving.append(buffers[-1])
+            while moving:
+                if abandoned():
+                    raise Abandoned
+                self._settle(moving, len(moving) - 1)
+        except BaseException as error:
+            # A transfer under way reads host memory that the caller may be about to unmap.
+            for buffer in moving:
+                with suppress(Exception):
+                    self._jax.block_until_ready(buffer)
+            self.free(buffers)
+            if _exhausted(error):
+                raise OutOfMemory(str(error)) from None
+            raise
+        return buffers
+
+    def _settle(self, moving: deque[Any], tensors: int, nbytes: int = 0) -> None:
+        """Wait for transfers, the oldest first, until no more than `tensors`, or than `nbytes`, are under way."""
+        while len(moving) > tensors and sum(buffer.nbytes for buffer in moving) > nbytes:
+            self._jax.block_until_ready(moving.popleft())
+
+    def _own(self, array: Array) -> Array:
+        """What jax is to be given."""
+        # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
+        return np.array(array) if self._device.platform == "cpu" else array
+
+    def free(self, buffers: Iterable[Buffer]) -> None:
+        buffer: Any
+        for buffer in buffers:
             buffer.delete()
 
-    def launch(self, executable: Executable, weights: Weights, inputs: Sequence[Array]) -> Launched:
+    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
+        return lambda: None
+
+    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
         # Locked: the order of the launches is that of the executions, and on a CPU one executes at a time.
         with self._lock:
             started = time.perf_counter()
-            outputs = call(*inputs, *_buffers(weights))
+            try:
+                outputs = call(*inputs, *weights)
+            except Exception as error:
+                if _exhausted(error):
+                    raise OutOfMemory(str(error)) from None
+                raise
             if not self.asynchronous:
                 outputs = [np.asarray(out) for out in outputs]
                 return Launched((outputs, time.perf_counter() - started))
@@ -180,6 +281,10 @@ class JaxDevice:
         try:
             ready = self._wait(execution)
             outputs = [np.asarray(out) for out in execution.outputs]
+        except Exception as error:
+            if _exhausted(error):
+                raise OutOfMemory(str(error)) from None
+            raise
         finally:
             # The next one remembers this one: not its memory, and not its own predecessors.
             execution.outputs, execution.previous = (), None
@@ -204,6 +309,5 @@ class JaxDevice:
         return execution.ready
 
 
-def _buffers(weights: Weights) -> list[Any]:
-    assert isinstance(weights, list)
-    return weights
+def _exhausted(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

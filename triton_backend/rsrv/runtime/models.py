@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from rsrv.runtime.device import Array, Device, Executable, Weights, run
+from rsrv.runtime.device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.scheduler.events import Program
 from rsrv.settings import Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
@@ -35,7 +35,7 @@ class Model:
     executables: Mapping[tuple[int, int], Executable]
     #: in argument order; mapped from the bundle's file, or converted once (format 2.0)
     host_weights: list[Array]
-    weights: Weights | None
+    weights: Sequence[Buffer] | None
 
 
 def model_key(name: str, bundle: Bundle) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import CacheCounts, Device, Weights
+from rsrv.runtime.device import Buffer, CacheCounts, Device
 from rsrv.runtime.models import Model, build, identify, model_key, wire_ranks
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -268,7 +268,9 @@ class Registry:
         if weights is not None and device is not None:
             self._mover.put(lambda: device.free(weights))
 
-    def _loaded(self, event: ev.WeightsLoaded | ev.LoadFailed, model: Model, weights: Weights | None) -> None:
+    def _loaded(
+        self, event: ev.WeightsLoaded | ev.LoadFailed, model: Model, weights: list[Buffer] | None
+    ) -> None:
         model.weights = weights
         self._feed(event)
         self.let_go(model.key)

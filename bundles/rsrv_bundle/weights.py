@@ -1,7 +1,7 @@
 """`weights.safetensors`: checking the header of an untrusted file, and loading what it describes.
 
-The file is 8 bytes of header length (little endian), a JSON header, and one buffer of tensor bytes. Nothing is
-mapped before the header has shown that every tensor lies inside the file and that the tensors neither overlap nor
+The file is 8 bytes of header length (little endian), a JSON header, and one buffer of tensor bytes. No tensor is
+read before the header has shown that every tensor lies inside the file and that the tensors neither overlap nor
 leave holes.
 
 Layout: format 3.0 stores each tensor as the modules take it. Format 2.0 stores the reversed shape, row-major for
@@ -12,19 +12,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError, Problems
 from rsrv_bundle.spec import Bundle, WeightSpec
 
 FILE = "weights.safetensors"
+
+Bytes = npt.NDArray[np.uint8]
 
 # The reference implementation's cap; checked before a byte of the header is read.
 MAX_HEADER_BYTES = 100_000_000
@@ -200,40 +205,93 @@ def _argument_order(
     return tuple(dict.fromkeys(names))
 
 
-def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:
-    """The weights in argument order, row-major, contiguous and read-only, as the modules take them.
+class WeightsFile:
+    """The weights file of a bundle, held open: a name that is given to another file, or to none, changes nothing.
 
-    In format 3.0 they are views into a read-only mapping of the file (copies only where an element would be
-    misaligned), so nothing is read before it is used, and the mapping lives as long as any of them. In format 2.0
-    each is a transposed copy in memory of its own. Raises BundleError if the file is gone or has shrunk since the
-    bundle was read.
+    Read into memory rather than mapped: a mapping of a file that somebody truncates kills the process. Weights may
+    be read by several threads at once, but not while the file is closed.
     """
-    if bundle.weights_file is None or not bundle.weights:
-        return []
-    path = bundle.weights_file
-    last = max(weight.offset + weight.nbytes for weight in bundle.weights)
-    try:
-        size = path.stat().st_size
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Raises BundleError if the file is gone or has shrunk since the bundle was read."""
+        self._weights = bundle.weights
+        self._reverse = bundle.manifest.format_version == "2.0"
+        self._fd = -1
+        if bundle.weights_file is None or not bundle.weights:
+            return
+        last = max(weight.offset + weight.nbytes for weight in bundle.weights)
+        try:
+            self._fd = os.open(bundle.weights_file, os.O_RDONLY | os.O_CLOEXEC)
+            self._opened = os.fstat(self._fd)
+        except OSError as e:
+            self.close()
+            raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
+        size = self._opened.st_size
         if size < last:
+            self.close()
             raise BundleError(
                 f"{FILE}: changed since the bundle was read: {size} bytes, {last} were expected"
             )
-        # The plain view: numpy.memmap slices carry a mapping and a file name each.
-        mapping = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-    except OSError as e:
-        raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
-    reverse = bundle.manifest.format_version == "2.0"
-    return [_load(mapping, weight, reverse) for weight in bundle.weights]
+
+    def read_into(self, index: int, out: Bytes) -> None:
+        """Fill `out`, as long as the weight and aligned for it, row-major, as the modules take it.
+
+        Raises BundleError if the file was written to since it was opened; `out` is then in any state.
+        """
+        weight = self._weights[index]
+        if not self._reverse or len(weight.shape) < 2:
+            self._fill(out, weight.offset)
+            return
+        raw = np.empty(weight.nbytes, np.uint8)
+        self._fill(raw, weight.offset)
+        # As whole numbers of that size, which numpy moves without holding the interpreter's lock.
+        word = np.dtype(f"u{dtypes.itemsize(weight.dtype)}")
+        out.view(word).reshape(weight.shape)[...] = raw.view(word).reshape(weight.shape[::-1]).T
+
+    def _fill(self, out: Bytes, offset: int) -> None:
+        rest = out.data
+        try:
+            while rest and (count := os.preadv(self._fd, [rest], offset)):
+                rest, offset = rest[count:], offset + count
+            now = os.fstat(self._fd)
+        except OSError as e:
+            raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
+        # Asked after reading: what was written before or meanwhile shows.
+        then = self._opened
+        if rest or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+            raise changed_since_loaded()
+
+    def close(self) -> None:
+        """Further calls do nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
-def _load(mapping: np.ndarray[Any, Any], weight: WeightSpec, reverse: bool) -> np.ndarray[Any, Any]:
-    raw = mapping[weight.offset : weight.offset + weight.nbytes].view(dtypes.numpy_dtype(weight.dtype))
-    if reverse and len(weight.shape) > 1:
-        array = np.ascontiguousarray(raw.reshape(weight.shape[::-1]).T)
-    else:
-        array = raw.reshape(weight.shape)
-        # Zero-copy consumers assume natural alignment; the format only promises it for tidy writers.
-        if weight.offset % dtypes.itemsize(weight.dtype):
-            array = array.copy()
+def changed_since_loaded() -> BundleError:
+    """The error for weights that are not any more what they were when the file was opened."""
+    return BundleError(
+        f"{FILE}: was written to since the model was loaded; reload the model, "
+        "and replace bundles by renaming new ones into place"
+    )
+
+
+def as_array(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """The bytes of a weight as a read-only array, without a copy."""
+    array = raw.view(dtypes.numpy_dtype(dtype)).reshape(shape)
     array.flags.writeable = False
     return array
+
+
+def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:
+    """The weights in argument order, row-major, contiguous and read-only, as the modules take them.
+
+    Raises BundleError if the file is gone or has changed since the bundle was read.
+    """
+    with closing(WeightsFile(bundle)) as file:
+        arrays = []
+        for index, weight in enumerate(bundle.weights):
+            raw = np.empty(weight.nbytes, np.uint8)
+            file.read_into(index, raw)
+            arrays.append(as_array(raw, weight.dtype, weight.shape))
+    return arrays

@@ -22,7 +22,8 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_written_reads_back_the_same() -> None:
     """The effective settings beside the models say what was effective."""
     settings = load_settings(
-        "models: {a: {max_queue_depth: 3}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}"
+        "models: {a: {max_queue_depth: 3}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}\n"
+        "runtime: {shared_host_weights: true, shared_host_weights_mode: '0660'}"
     )
 
     assert load_settings(dump_settings(settings)) == settings
@@ -52,6 +53,8 @@ def test_the_dump_documents_every_key() -> None:
         ("scheduler: {launch_ahead_ms: .inf}", "scheduler.launch_ahead_ms: "),
         ("scheduler: {residency_factor: -1}", "scheduler.residency_factor: "),
         ("runtime: {weight_budget_bytes: -1}", "runtime.weight_budget_bytes: "),
+        ("runtime: {shared_host_weights_mode: '0666'}", "Input should be '0600' or '0660'"),
+        ("runtime: {shared_host_weights_mode: 0600}", "Input should be '0600' or '0660'"),
         ("models: {m: {weight: 0}}", "models.m.weight: "),
         ("models: {m: {max_delay_us: 1.5}}", "models.m.max_delay_us: "),
     ],

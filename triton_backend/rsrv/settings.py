@@ -80,6 +80,16 @@ class RuntimeSection(_Section):
         description="Device bytes that weights may take; more are kept on the host and loaded on demand, the least "
         "recently used giving way. null: no limit.",
     )
+    shared_host_weights: bool = Field(
+        False,
+        description="Whether the runtimes of several GPUs of a node share one host copy of the weights, in /dev/shm, "
+        "which must hold them all (a container's --shm-size).",
+    )
+    shared_host_weights_mode: Literal["0600", "0660"] = Field(
+        "0600",
+        description="Who shares it. '0600': runtimes of the same user; '0660': of the same group, whose members are "
+        "trusted with each other's weights.",
+    )
 
 
 class StubSection(_Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv_bundle import BundleError, dtypes, load_weights, read_bundle, writer
+from rsrv_bundle.weights import WeightsFile, as_array
 from tests.unit.bundle.forge import GOOD, changed, make_bundle, one_weight, problems_of, safetensors_bytes
 
 F32_6 = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -85,7 +87,9 @@ ATTACKS: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("content", "fragment"), [a[1:] for a in ATTACKS], ids=[a[0] for a in ATTACKS])
-def test_a_hostile_file_is_refused_before_it_is_mapped(tmp_path: Path, content: bytes, fragment: str) -> None:
+def test_a_hostile_file_is_refused_before_a_tensor_is_read(
+    tmp_path: Path, content: bytes, fragment: str
+) -> None:
     """Each refusal names the file, the tensor and the rule."""
     lines = problems_of(make_bundle(tmp_path, weights=content))
     assert any(line.startswith("weights.safetensors: ") and fragment in line for line in lines), lines
@@ -155,8 +159,8 @@ def test_every_element_type_is_written_and_read_back(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded, array)
 
 
-def test_misaligned_elements_are_copied(tmp_path: Path) -> None:
-    """A header of odd length is legal; a view at an odd address would be a trap for whoever takes its address."""
+def test_elements_that_the_file_misaligns_are_aligned_in_memory(tmp_path: Path) -> None:
+    """A header of odd length is legal; an array at an odd address would be a trap for whoever takes it."""
     content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
     length = int.from_bytes(content[:8], "little")
     padded = (
@@ -171,8 +175,40 @@ def test_misaligned_elements_are_copied(tmp_path: Path) -> None:
     assert array.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.parametrize("version", ["2.0", "3.0"])
+def test_a_weight_that_comes_in_pieces_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """A read gives at most 2 GiB, and from a network's file system perhaps less."""
+    content = one_weight(buffer=np.arange(6, dtype="<f4").tobytes())
+    bundle = read_bundle(make_bundle(tmp_path, changed(GOOD, format_version=version), weights=content))
+    whole = load_weights(bundle)[0].tolist()
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, [buffers[0][:5]], offset))
+
+    assert load_weights(bundle)[0].tolist() == whole
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_refused(tmp_path: Path) -> None:
+    """But one whose name is given to another file is the one that was opened."""
+    made = make_bundle(tmp_path, weights=one_weight(buffer=np.arange(6, dtype="<f4").tobytes()))
+    file = WeightsFile(read_bundle(made))
+    raw = np.empty(24, np.uint8)
+    (made / "weights.safetensors").rename(made / "old")
+    (made / "weights.safetensors").write_bytes(b"other")
+    file.read_into(0, raw)
+    assert as_array(raw, "f32", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+    os.truncate(made / "old", 100)
+
+    with pytest.raises(BundleError, match="was written to since the model was loaded; reload the model"):
+        file.read_into(0, raw)
+
+    file.close()
+    file.close()
+
+
 def test_a_file_that_changed_after_reading_is_refused(tmp_path: Path) -> None:
-    """A mapping of a file that became too short would crash the process."""
+    """Its header is not what the bundle says any more."""
     made = make_bundle(tmp_path, weights=one_weight())
     bundle = read_bundle(made)
     (made / "weights.safetensors").write_bytes(b"")

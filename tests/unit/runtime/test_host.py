@@ -1,0 +1,463 @@
+"""The host tier: each tensor once, kept as long as some model wants it, and read from the file otherwise."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from rsrv.runtime import host
+from rsrv.runtime.host import HostCounts, HostStore
+from rsrv.runtime.host_memory import LARGE, Block, Bytes, HostMemoryError, PrivateMemory, SharedMemory
+from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
+from tests.unit.bundle.forge import make_bundle
+from tests.unit.runtime.weights import Array, large, small, write_bundle
+
+MakeBundle = Callable[..., Bundle]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> MakeBundle:
+    """make(w=array, ...) writes a bundle."""
+    count = iter(range(1000))
+
+    def make_one(version: Literal["2.0", "3.0"] = "3.0", **arrays: Array) -> Bundle:
+        return write_bundle(tmp_path, arrays, f"bundle_{next(count)}", version)
+
+    return make_one
+
+
+@pytest.fixture(params=["private", "shared"])
+def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
+    """A store; its books are right when the test is over, and nothing of it stays in /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
+        memory = PrivateMemory() if request.param == "private" else SharedMemory("0600", Path(shm))
+        store = HostStore(memory)
+        yield store
+        store.validate()
+        store.close()
+        store.validate()
+        assert store.counts == HostCounts(0, 0, 0)
+        assert list(Path(shm).glob("*/*")) == []
+
+
+@pytest.fixture
+def private() -> HostStore:
+    return HostStore(PrivateMemory())
+
+
+def weights_file(bundle: Bundle) -> Path:
+    assert bundle.weights_file is not None
+    return bundle.weights_file
+
+
+def rewrite(bundle: Bundle, offset: int = -1, *, dated: bool = True) -> None:
+    """Change one byte in place; `dated` as any file system does it, however fast the test is."""
+    path = weights_file(bundle)
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + (1_000_000 if dated else 0)))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_equal_tensors_of_two_models_are_held_once(store: HostStore, make: MakeBundle) -> None:
+    """And until the last of the two gives them up."""
+    first = store.open(make(a=large(1), b=small(2)), keep=True)
+    alone = store.counts
+    second = store.open(make(x=small(2), y=large(1)), keep=True)
+
+    assert store.counts == HostCounts(2 * alone.logical, alone.physical, 2)
+    assert first.tensors == second.tensors[::-1]
+    assert np.shares_memory(first.read(0), second.read(1))
+    first.close()
+    assert store.counts == alone
+    assert (second.read(1) == 1).all()
+
+
+def test_a_model_that_differs_in_one_tensor_costs_one_tensor(store: HostStore, make: MakeBundle) -> None:
+    """A fine-tuned head, say."""
+    store.open(make(a=large(1), b=large(2), head=small(3)), keep=True)
+    before = store.counts
+
+    store.open(make(a=large(1), b=large(2), head=small(4)), keep=True)
+
+    assert store.counts.physical - before.physical == small(4).nbytes
+    assert store.counts.tensors == before.tensors + 1
+
+
+def test_a_tensor_that_a_model_has_twice_is_held_once(store: HostStore, make: MakeBundle) -> None:
+    """Tied embeddings that an exporter has untied."""
+    weights = store.open(make(a=large(1), b=large(1)), keep=True)
+
+    assert store.counts == HostCounts(2 * large(1).nbytes, large(1).nbytes, 1)
+    weights.drop()
+    assert store.counts == HostCounts(0, 0, 0)
+
+
+def test_equal_bytes_of_another_type_or_shape_are_another_tensor_in_the_same_memory(
+    store: HostStore, make: MakeBundle
+) -> None:
+    """A device must not take one for the other; the host's bytes do not care."""
+    array = large(1)
+    weights = store.open(make(a=array, b=array.view(np.int32), c=array.reshape(-1)), keep=True)
+
+    assert len({tensor.key for tensor in weights.tensors}) == 3
+    assert len({tensor.key.digest for tensor in weights.tensors}) == 1
+    assert store.counts.tensors == 1
+    for index, expected in enumerate([array, array.view(np.int32), array.reshape(-1)]):
+        read = weights.read(index)
+        assert (read.dtype, read.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(read, expected)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_both_format_versions_give_what_the_modules_take(
+    store: HostStore, make: MakeBundle, keep: bool
+) -> None:
+    """Format 2.0 stores transposes; the same tensor has the same key, and one copy."""
+    arrays = {
+        "matrix": np.arange(LARGE, dtype=np.int16).reshape(4, -1),
+        "cube": np.arange(24, dtype=np.float64).reshape(2, 3, 4),
+        "vector": np.arange(5, dtype=np.uint8),
+    }
+    old, new = (store.open(make(version, **arrays), keep=keep) for version in ("2.0", "3.0"))
+
+    assert old.tensors == new.tensors
+    assert store.counts.tensors == (3 if keep else 0)
+    for index, expected in enumerate(arrays.values()):
+        np.testing.assert_array_equal(old.read(index), expected)
+        np.testing.assert_array_equal(new.read(index), expected)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("token", dtypes.TOKENS)
+def test_every_element_type_and_every_shape(
+    private: HostStore, make: MakeBundle, token: str, keep: bool
+) -> None:
+    """Scalars and tensors without elements as well; read-only, contiguous and aligned."""
+    dtype = dtypes.numpy_dtype(token)
+    arrays = [np.ones(shape).astype(dtype) for shape in ((), (0,), (2, 0, 3), (5,), (3, 7))]
+    bundle = make(**{f"w{i}": array for i, array in enumerate(arrays)})
+    weights = private.open(bundle, keep=keep)
+
+    for index, (expected, loaded) in enumerate(zip(arrays, load_weights(bundle), strict=True)):
+        for array in (weights.read(index), loaded):
+            assert (array.dtype, array.shape) == (dtype, expected.shape)
+            assert array.tobytes() == expected.tobytes()
+            assert array.flags.c_contiguous
+            assert array.flags.aligned
+            assert not array.flags.writeable
+        if expected.size:
+            assert weights.read(index).ctypes.data % 64 == 0
+    private.validate()
+    private.close()
+
+
+def test_a_model_without_weights_is_nothing(store: HostStore, make: MakeBundle, tmp_path: Path) -> None:
+    """With or without a file."""
+    for bundle in (make(), read_bundle(make_bundle(tmp_path, name="none"))):
+        weights = store.open(bundle, keep=True)
+        assert weights.kept
+        assert weights.tensors == ()
+        weights.drop()
+        weights.keep()
+
+
+def test_keeping_and_dropping_are_idempotent(store: HostStore, make: MakeBundle) -> None:
+    """A model's residency may be set to what it is."""
+    weights = store.open(make(a=large(1), b=small(1)), keep=False)
+    assert store.counts == HostCounts(0, 0, 0)
+    weights.drop()
+
+    weights.keep()
+    kept = store.counts
+    weights.keep()
+
+    assert weights.kept
+    assert store.counts == kept == HostCounts(weights.nbytes, weights.nbytes, 2)
+    store.validate()
+    weights.drop()
+    weights.drop()
+    assert store.counts == HostCounts(0, 0, 0)
+    weights.close()
+    weights.close()
+
+
+def test_what_another_model_keeps_is_not_read_again(store: HostStore, make: MakeBundle) -> None:
+    """The content is known: neither keeping nor reading needs the file, even if it has changed."""
+    keeper = store.open(make(a=large(1)), keep=True)
+    bundle = make(a=large(1))
+    other = store.open(bundle, keep=False)
+    rewrite(bundle)
+
+    assert np.shares_memory(other.read(0), keeper.read(0))
+    other.keep()
+
+    keeper.close()
+    assert (other.read(0) == 1).all()
+
+
+def test_dropping_gives_the_memory_back_to_the_system_at_once(store: HostStore, make: MakeBundle) -> None:
+    """Not to an allocator that keeps it for the next one."""
+    size = 32 << 20
+    bundle = make(**{f"w{i}": np.full(size // 16, i, np.uint8) for i in range(16)})
+    gc.collect()
+    without = resident_bytes()
+    weights = store.open(bundle, keep=True)
+    arrays = [weights.read(index) for index in range(16)]
+    assert sum(int(array[::4096].sum()) for array in arrays)  # shared pages count when they are touched
+    del arrays
+    kept = resident_bytes()
+    weights.drop()
+
+    assert kept - without > 0.9 * size
+    assert resident_bytes() - without < 0.1 * size
+
+
+def test_arrays_outlive_everything(make: MakeBundle, store: HostStore) -> None:
+    """A transfer may still read when its model is dropped."""
+    weights = store.open(make(a=large(1), b=small(2)), keep=True)
+    arrays = [weights.read(0), weights.read(1)]
+    weights.close()
+
+    assert (arrays[0] == 1).all()
+    assert (arrays[1] == 2).all()
+
+
+def test_a_bundle_that_is_replaced_as_it_should_be_can_still_be_read(
+    store: HostStore, make: MakeBundle
+) -> None:
+    """By a rename or a removal: the file lives as long as somebody has it open."""
+    bundle = make(a=large(1))
+    weights = store.open(bundle, keep=False)
+    os.replace(weights_file(make(a=large(2))), weights_file(bundle))
+    assert (weights.read(0) == 1).all()
+    weights_file(bundle).unlink()
+
+    weights.keep()
+
+    assert (weights.read(0) == 1).all()
+
+
+@pytest.mark.parametrize("change", ["rewritten", "truncated", "longer"])
+def test_a_file_that_is_written_to_is_an_error_that_says_what_to_do(
+    store: HostStore, make: MakeBundle, change: str
+) -> None:
+    """For who needs the file; what was kept is as good as before."""
+    bundle = make(a=large(1), b=large(2))
+    kept, unkept = store.open(bundle, keep=True), store.open(make(c=small(1)), keep=False)
+    absent = store.open(bundle, keep=False)
+    kept_before = kept.read(1).copy()
+    if change == "rewritten":
+        rewrite(bundle)
+    else:
+        size = weights_file(bundle).stat().st_size
+        os.truncate(weights_file(bundle), size - 1 if change == "truncated" else size + 1)
+
+    np.testing.assert_array_equal(kept.read(1), kept_before)
+    kept.drop()
+    for attempt in (absent.keep, kept.keep, lambda: absent.read(1)):
+        with pytest.raises(BundleError, match="was written to since the model was loaded; reload the model"):
+            attempt()
+        assert store.counts == HostCounts(0, 0, 0)
+        store.validate()
+    assert (unkept.read(0) == 1).all()
+
+
+def test_a_change_that_hides_its_time_is_found_by_content(store: HostStore, make: MakeBundle) -> None:
+    """What is kept under a key is what the key says, or models that share it would get another's weights."""
+    bundle = make(a=large(1), b=large(2))
+    weights = store.open(bundle, keep=False)
+    rewrite(bundle, dated=False)
+
+    with pytest.raises(BundleError, match="reload the model"):
+        weights.keep()
+
+    assert not weights.kept
+    assert store.counts == HostCounts(0, 0, 0)
+
+
+def test_a_file_that_is_gone_or_short_at_the_start_leaves_nothing_behind(
+    store: HostStore, make: MakeBundle
+) -> None:
+    """No reference and no descriptor."""
+    short, gone = make(a=large(1), b=large(2)), make(a=large(1))
+    before = len(os.listdir("/proc/self/fd"))
+    os.truncate(weights_file(short), weights_file(short).stat().st_size - 1)
+    weights_file(gone).unlink()
+
+    with pytest.raises(BundleError, match="changed since the bundle was read"):
+        store.open(short, keep=True)
+    with pytest.raises(BundleError, match="cannot be read"):
+        store.open(gone, keep=True)
+
+    assert store.counts == HostCounts(0, 0, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Interrupted(PrivateMemory):
+    """Calls `before` when memory is needed."""
+
+    def __init__(self, before: Callable[[], object]) -> None:
+        self.before = before
+        self.released: list[str] = []
+
+    def place(self, digest: str, filled: Bytes) -> Block:
+        self.before()
+        block = super().place(digest, filled)
+        return Block(block.bytes, lambda: self.released.append(digest))
+
+
+def test_a_file_that_changes_while_it_is_opened(make: MakeBundle) -> None:
+    """What was taken before is given up, and the file closed."""
+    before = len(os.listdir("/proc/self/fd"))
+    bundle = make(a=large(1), b=large(2))
+    memory = Interrupted(lambda: rewrite(bundle))
+    store = HostStore(memory)
+
+    with pytest.raises(BundleError, match="reload the model"):
+        store.open(bundle, keep=True)
+
+    assert len(memory.released) == 1
+    assert store.counts == HostCounts(0, 0, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+    store.validate()
+
+
+def test_memory_that_runs_out_leaves_all_as_it_was(make: MakeBundle) -> None:
+    """Half a model is of no use to anyone."""
+    left = [1, 1]
+
+    def run_out() -> None:
+        if not left.pop():
+            raise HostMemoryError("full")
+
+    left.insert(0, 0)
+    store = HostStore(Interrupted(run_out))
+    bundle = make(a=large(1), b=large(2), c=large(3))
+
+    with pytest.raises(HostMemoryError, match="full"):
+        store.open(bundle, keep=True)
+
+    assert store.counts == HostCounts(0, 0, 0)
+    store.validate()
+    left[:] = [0, 1]
+    weights = store.open(bundle, keep=False)
+    with pytest.raises(HostMemoryError, match="full"):
+        weights.keep()
+    assert not weights.kept
+    store.validate()
+
+
+def test_two_threads_that_keep_the_same_at_once_keep_it_once(make: MakeBundle) -> None:
+    """Both have read it when they meet: one copy stays, the other is released."""
+    meeting = threading.Barrier(2)
+    memory = Interrupted(lambda: None)
+    store = HostStore(memory)
+    bundle = make(a=large(1))
+    one, other = store.open(bundle, keep=False), store.open(bundle, keep=False)
+    for both in ((one, one), (one, other)):
+        memory.before = lambda: meeting.wait(10)
+        threads = [threading.Thread(target=weights.keep) for weights in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert store.counts.physical == large(1).nbytes
+        assert len(memory.released) == 1
+        store.validate()
+        one.drop()
+        other.drop()
+        assert len(memory.released) == 2
+        memory.released.clear()
+
+
+class Driver:
+    """Page-locks as a GPU's driver does."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def lock(self, address: int, nbytes: int) -> Callable[[], None]:
+        assert address not in self.locked
+        self.locked[address] = nbytes
+
+        def unlock() -> None:
+            # Still mapped: memory that is unmapped while it is locked is an error to a driver.
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            bounds = [[int(word, 16) for word in line.split()[0].split("-")] for line in maps]
+            assert any(start <= address < end for start, end in bounds)
+            del self.locked[address]
+
+        return unlock
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
+    make: MakeBundle, shared: bool, tmp_path: Path
+) -> None:
+    """However many models have it; small tensors have no pages of their own."""
+    driver = Driver()
+    store = HostStore(SharedMemory("0600", tmp_path) if shared else PrivateMemory(), driver.lock)
+    first = store.open(make(a=large(1), b=small(1)), keep=True)
+    second = store.open(make(a=large(1), b=large(2).view(np.int32)), keep=True)
+    array = second.read(1)
+    assert driver.locked == {first.read(0).ctypes.data: LARGE, array.ctypes.data: LARGE}
+
+    first.drop()
+    assert len(driver.locked) == 2
+    second.drop()
+
+    assert driver.locked == {array.ctypes.data: LARGE}
+    view = array.T[1:].view(np.float32)
+    del array
+    assert len(driver.locked) == 1
+    del view
+    assert driver.locked == {}
+    store.close()
+
+
+def test_memory_that_cannot_be_page_locked_is_used_all_the_same(
+    make: MakeBundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And said once, not for every tensor."""
+
+    def refuse(address: int, nbytes: int) -> Callable[[], None]:
+        raise OSError("no more")
+
+    store = HostStore(PrivateMemory(), refuse)
+    with caplog.at_level(logging.WARNING, host.log.name):
+        weights = store.open(make(a=large(1), b=large(2)), keep=True)
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "host memory is not page-locked, so loads take longer: no more"
+    ]
+    assert (weights.read(1) == 2).all()
+
+
+def test_a_violation_of_the_books_is_raised(private: HostStore, make: MakeBundle) -> None:
+    """`validate` is what all tests here rely on."""
+    weights = private.open(make(a=small(1)), keep=True)
+    (held,) = private._held.values()
+    held.count += 1
+
+    with pytest.raises(AssertionError):
+        private.validate()
+
+    held.count -= 1
+    private.validate()
+    weights.close()

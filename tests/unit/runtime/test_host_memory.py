@@ -1,0 +1,429 @@
+"""Host memory for weights: this process's own, and /dev/shm between processes that may die at any moment."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.runtime import host_memory
+from rsrv.runtime.host_memory import LARGE, Block, Bytes, HostMemoryError, PrivateMemory, SharedMemory, fresh
+from tests.unit.runtime.peers import Peer
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory of /dev/shm in the place of /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def start_peer(shm: Path) -> Iterator[Callable[..., Peer]]:
+    started = []
+
+    def start(access: str = "0600") -> Peer:
+        started.append(Peer(shm, access))
+        return started[-1]
+
+    yield start
+    for peer in started:
+        peer.kill()
+
+
+def filled(value: int, nbytes: int = LARGE) -> tuple[str, Bytes]:
+    """(digest, bytes) of a tensor, as a peer's `place VALUE NBYTES` makes it."""
+    content = np.full(nbytes, value, np.uint8)
+    return hashlib.sha256(content.data).hexdigest(), content
+
+
+def place(memory: SharedMemory, value: int, nbytes: int = LARGE) -> Block:
+    return memory.place(*filled(value, nbytes))
+
+
+def names(shm: Path) -> list[str]:
+    return sorted(path.name for path in shm.glob("rsrv-weights-*/*"))
+
+
+def inode(shm: Path, value: int) -> int:
+    (directory,) = shm.iterdir()
+    return (directory / filled(value)[0]).stat().st_ino
+
+
+def mapping_of(array: np.ndarray[Any, Any]) -> str:
+    """The line of /proc/self/maps that an array lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if start <= array.ctypes.data < end:
+            return line
+    raise AssertionError("an array lies in no mapping")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, LARGE - 1, LARGE, LARGE + 1])
+def test_memory_to_fill_is_aligned_and_as_long_as_asked(nbytes: int) -> None:
+    """To 64 bytes, which jax uses in place; from LARGE on to pages, which a GPU's driver locks."""
+    memory = fresh(nbytes)
+
+    assert memory.nbytes == nbytes
+    if nbytes:  # numpy says of an empty array that it is anywhere
+        assert memory.ctypes.data % (4096 if nbytes >= LARGE else 64) == 0
+    memory[:] = 1
+
+
+def test_memory_that_no_machine_has_is_an_error_that_says_what_to_do() -> None:
+    """The model fails to load; the runtime goes on."""
+    with pytest.raises(HostMemoryError, match="serve fewer models"):
+        fresh(1 << 60)
+
+
+def test_private_memory_stays_where_it_was_filled() -> None:
+    """No copy; but nobody writes to it any more."""
+    digest, content = filled(1)
+
+    block = PrivateMemory().place(digest, content)
+
+    assert block.bytes is content
+    assert not block.bytes.flags.writeable
+
+
+def test_a_shared_tensor_is_one_file_for_all_and_gone_with_its_last_user(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """Each process only counts itself."""
+    peers = [start_peer(), start_peer()]
+    assert peers[0].ask(f"place 1 {LARGE}") == "placed"
+    made = inode(shm, 1)
+    assert peers[1].ask(f"place 1 {LARGE}") == "placed"
+    assert inode(shm, 1) == made
+
+    assert peers[0].ask("release") == "released"
+    assert names(shm) == [filled(1)[0]]
+    assert peers[1].ask("release") == "released"
+    assert names(shm) == []
+
+
+def test_what_readers_get_can_be_written_by_nobody(shm: Path) -> None:
+    """Neither through the mapping nor through the file."""
+    block = place(SharedMemory("0600", shm), 1)
+
+    assert mapping_of(block.bytes).split()[1] == "r--s"
+    assert not block.bytes.flags.writeable
+    (file,) = shm.glob("*/*")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o400
+    block.release()
+
+
+def test_a_view_outlives_the_release(shm: Path) -> None:
+    """Its memory goes when it goes."""
+    memory = SharedMemory("0600", shm)
+    block = place(memory, 7)
+    view = block.bytes.view(np.uint16)
+    block.release()
+    del block
+
+    again = place(memory, 7)
+
+    assert view.tobytes() == b"\7" * LARGE
+    assert names(shm) == [filled(7)[0]]
+    again.release()
+
+
+def test_small_tensors_stay_private(shm: Path) -> None:
+    """A file, a mapping and two descriptors cost more than they do."""
+    assert place(SharedMemory("0600", shm), 1, LARGE - 1).bytes.tolist() == [1] * (LARGE - 1)
+    assert names(shm) == []
+
+
+def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
+    """Descriptors of the directory, of files that were made, and of files that were found."""
+    before = descriptors()
+    memory = SharedMemory("0600", shm)
+    blocks = [place(memory, 1), place(memory, 1), place(memory, 2)]
+    for block in blocks:
+        block.release()
+    del block, blocks
+    memory.close()
+
+    assert descriptors() == before
+
+
+def test_a_restarted_runtime_uses_what_a_killed_one_left(shm: Path, start_peer: Callable[..., Peer]) -> None:
+    """It is complete, or it would have no name."""
+    first = start_peer()
+    assert first.ask(f"place 1 {LARGE}") == "placed"
+    made = inode(shm, 1)
+    first.kill()
+
+    second = start_peer()
+    assert second.ask(f"place 1 {LARGE}") == "placed"
+
+    assert inode(shm, 1) == made
+    assert second.ask("release") == "released"
+    assert names(shm) == []
+
+
+def test_a_sweep_removes_what_nobody_holds_and_nothing_else(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """Whoever holds it, and whatever else lies there."""
+    killed, alive = start_peer(), start_peer()
+    assert killed.ask(f"place 1 {LARGE}") == "placed"
+    assert alive.ask(f"place 2 {LARGE}") == "placed"
+    memory = SharedMemory("0600", shm)
+    mine = place(memory, 3)
+    (memory.path / "notes").touch()
+    assert memory.sweep() == 0
+    killed.kill()
+
+    assert memory.sweep() == 1
+
+    assert names(shm) == sorted([filled(2)[0], filled(3)[0], "notes"])
+    mine.release()
+
+
+def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """The file has no name yet, so it ends with its process, memory and all."""
+    peer = start_peer()
+    peer.ask("pause link")
+    assert peer.ask(f"place 1 {LARGE}") == "at link"
+
+    peer.kill()
+
+    assert names(shm) == []
+
+
+def test_the_slower_of_two_publishers_takes_the_others(shm: Path, start_peer: Callable[..., Peer]) -> None:
+    """Both had filled a file; one name, one file."""
+    slow, fast = start_peer(), start_peer()
+    slow.ask("pause link")
+    assert slow.ask(f"place 1 {LARGE}") == "at link"
+    assert fast.ask(f"place 1 {LARGE}") == "placed"
+    made = inode(shm, 1)
+
+    assert slow.ask("go") == "placed"
+
+    assert fast.ask("release") == "released"
+    assert inode(shm, 1) == made
+    assert slow.ask("release") == "released"
+    assert names(shm) == []
+
+
+def test_a_file_that_is_removed_between_opening_and_locking_is_made_again(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """The lock alone says nothing: it is good on a file without a name, too."""
+    leaving, coming = start_peer(), start_peer()
+    assert leaving.ask(f"place 1 {LARGE}") == "placed"
+    coming.ask("pause flock")
+    assert coming.ask(f"place 1 {LARGE}") == "at flock"
+    assert leaving.ask("release") == "released"
+    assert names(shm) == []
+
+    assert coming.ask("go") == "placed"
+
+    assert names(shm) == [filled(1)[0]]
+    assert coming.ask("release") == "released"
+    assert names(shm) == []
+
+
+def test_who_opened_a_file_does_not_wait_for_the_views_of_one_who_left(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """They keep the memory, and with it the open file: its lock must not stay with them."""
+    leaving, coming = SharedMemory("0600", shm), start_peer()
+    block = place(leaving, 1)
+    view = block.bytes[:1]
+    coming.ask("pause flock")
+    assert coming.ask(f"place 1 {LARGE}") == "at flock"
+    block.release()
+    del block
+
+    assert coming.ask("go") == "placed"
+
+    assert view.tolist() == [1]
+
+
+def test_who_comes_while_the_last_user_removes_waits_and_makes_it_again(
+    shm: Path, start_peer: Callable[..., Peer]
+) -> None:
+    """The one who leaves has the exclusive lock and has not removed the name yet."""
+    leaving, coming = start_peer(), start_peer()
+    assert leaving.ask(f"place 1 {LARGE}") == "placed"
+    leaving.ask("pause unlink")
+    assert leaving.ask("release") == "at unlink"
+    coming.ask("pause flock")
+    assert coming.ask(f"place 1 {LARGE}") == "at flock"
+    # It opened the file; whether it waits for the lock when the name goes, or asks for it later, is the same.
+    coming.say("go")
+    assert leaving.ask("go") == "released"
+
+    assert coming.hear() == "placed"
+
+    assert names(shm) == [filled(1)[0]]
+
+
+def test_one_who_is_killed_while_removing_holds_up_nobody(shm: Path, start_peer: Callable[..., Peer]) -> None:
+    """Its lock goes with it, and what it did not remove is used."""
+    leaving, coming = start_peer(), start_peer()
+    assert leaving.ask(f"place 1 {LARGE}") == "placed"
+    made = inode(shm, 1)
+    leaving.ask("pause unlink")
+    assert leaving.ask("release") == "at unlink"
+    leaving.kill()
+
+    assert coming.ask(f"place 1 {LARGE}") == "placed"
+
+    assert inode(shm, 1) == made
+
+
+def test_a_sweep_and_a_publisher_do_not_meet(shm: Path, start_peer: Callable[..., Peer]) -> None:
+    """A file is locked before it has a name: there is no moment in which a sweep could take it for left behind."""
+    publisher = start_peer()
+    publisher.ask("pause link")
+    assert publisher.ask(f"place 1 {LARGE}") == "at link"
+    memory = SharedMemory("0600", shm)
+    assert memory.sweep() == 0
+    assert publisher.ask("go") == "placed"
+    assert memory.sweep() == 0
+
+    assert names(shm) == [filled(1)[0]]
+
+
+def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None:
+    """Somebody emptied the directory by hand, and another runtime made the tensor again."""
+    first, second = SharedMemory("0600", shm), SharedMemory("0600", shm)
+    old = place(first, 1)
+    (first.path / filled(1)[0]).unlink()
+    new = place(second, 1)
+
+    old.release()
+
+    assert names(shm) == [filled(1)[0]]
+    new.release()
+    assert names(shm) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        (
+            errno.ENOSPC,
+            "is full: no room for a tensor of 65536 bytes; make it larger (a container's --shm-size)",
+        ),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOMEM, "vm.max_map_count"),
+        (errno.EIO, "Input/output error; turn runtime.shared_host_weights off"),
+    ],
+)
+def test_what_the_system_refuses_is_said_with_what_to_do(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
+) -> None:
+    """Nothing half-made stays, and no descriptor is lost."""
+    memory = SharedMemory("0600", shm)
+    before = descriptors()
+
+    def refuse(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(HostMemoryError) as caught:
+        place(memory, 1)
+
+    assert remedy in str(caught.value)
+    assert (names(shm), descriptors()) == ([], before)
+
+
+def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has its name already when it is mapped."""
+    memory = SharedMemory("0600", shm)
+    before = descriptors()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no")
+
+    monkeypatch.setattr(host_memory, "_map", refuse)
+    with pytest.raises(HostMemoryError, match="max_map_count"):
+        place(memory, 1)
+
+    assert (names(shm), descriptors()) == ([], before)
+
+
+def test_the_directory_lets_in_whom_the_mode_says(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the umask is: what members of a group make belongs to the group."""
+    old = os.umask(0o077)
+    try:
+        user, group = SharedMemory("0600", shm), SharedMemory("0660", shm)
+        place(group, 1)
+    finally:
+        os.umask(old)
+
+    assert user.path.name == f"rsrv-weights-u{os.getuid()}"
+    assert group.path.name == f"rsrv-weights-g{os.getegid()}"
+    assert stat.S_IMODE(user.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(group.path.stat().st_mode) == 0o2770
+    assert stat.S_IMODE((group.path / filled(1)[0]).stat().st_mode) == 0o440
+
+
+@pytest.mark.parametrize(("access", "mode"), [("0600", 0o750), ("0600", 0o702), ("0660", 0o2772)])
+def test_a_directory_that_others_can_enter_is_refused(shm: Path, access: Any, mode: int) -> None:
+    """They could put anything there under any name."""
+    path = SharedMemory(access, shm).path
+    path.chmod(mode)
+
+    with pytest.raises(HostMemoryError, match="must belong to"):
+        SharedMemory(access, shm)
+
+
+@pytest.mark.parametrize("access", ["0600", "0660"])
+def test_another_users_directory_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch, access: Any) -> None:
+    """Somebody was there first, under our name."""
+    uid, gid = os.getuid() + 1, os.getegid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(os, "getegid", lambda: gid)
+
+    with pytest.raises(HostMemoryError, match="must belong to"):
+        SharedMemory(access, shm)
+
+
+def test_a_link_in_the_directorys_place_is_refused(shm: Path, tmp_path: Path) -> None:
+    """It may lead anywhere."""
+    (shm / f"rsrv-weights-u{os.getuid()}").symlink_to(tmp_path)
+
+    with pytest.raises(HostMemoryError, match="off"):
+        SharedMemory("0600", shm)
+
+
+@pytest.mark.parametrize("wrong", ["size", "mode", "pipe", "link"])
+def test_a_file_that_cannot_be_ours_is_refused(shm: Path, tmp_path: Path, wrong: str) -> None:
+    """Shorter than its name says, it would kill the process that reads it."""
+    memory = SharedMemory("0600", shm)
+    digest, content = filled(1)
+    path = memory.path / digest
+    if wrong == "pipe":
+        os.mkfifo(path, 0o400)
+    elif wrong == "link":
+        path.symlink_to(tmp_path)
+    else:
+        path.write_bytes(content[: -1 if wrong == "size" else None].tobytes())
+        path.chmod(0o400 if wrong == "size" else 0o600)
+    before = descriptors()
+
+    with pytest.raises(HostMemoryError):
+        memory.place(digest, content)
+
+    assert descriptors() == before
+    assert memory.sweep() == (wrong != "link")

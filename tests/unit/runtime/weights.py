@@ -1,0 +1,33 @@
+"""Tensors, large and small, and bundles that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rsrv.runtime.host_memory import LARGE
+from rsrv_bundle import Bundle, read_bundle, writer
+from tests.unit.bundle.forge import GOOD, changed, make_bundle
+
+Array = np.ndarray[Any, Any]
+
+
+def large(value: int) -> Array:
+    return np.full((4, LARGE // 16), value, np.float32)
+
+
+def small(value: int) -> Array:
+    return np.full(3, value, np.float32)
+
+
+def write_bundle(
+    parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3.0"] = "3.0"
+) -> Bundle:
+    """A bundle whose modules take these arrays, in this order."""
+    stored = [(key, array.T.copy() if version == "2.0" else array) for key, array in arrays.items()]
+    writer.write_weights(parent / "weights", stored)
+    content = (parent / "weights").read_bytes()
+    return read_bundle(make_bundle(parent, changed(GOOD, format_version=version), name=name, weights=content))

@@ -51,6 +51,12 @@ class SchedulerSection(_Section):
         description="With a depth above 1, the next execution is given to the device this long before the running "
         "one is expected to end; until then requests may still join it.",
     )
+    compaction_interval: int = Field(
+        0,
+        ge=0,
+        description="After this many loads of weights, all that are not pinned are freed at once and loaded again, so "
+        "that the device's memory has no holes. 0: only on request, and when memory runs out.",
+    )
     residency_factor: float = Field(
         4.0,
         ge=0,
@@ -61,7 +67,14 @@ class SchedulerSection(_Section):
 
 
 #: keys of the scheduler's section that a running runtime takes new values for
-CHANGEABLE = ("discipline", "depth", "launch_ahead_ms", "residency_factor", "cost_ema_alpha")
+CHANGEABLE = (
+    "discipline",
+    "depth",
+    "launch_ahead_ms",
+    "residency_factor",
+    "compaction_interval",
+    "cost_ema_alpha",
+)
 
 
 class RuntimeSection(_Section):
@@ -74,11 +87,24 @@ class RuntimeSection(_Section):
         Path("~/.cache/rsrv/xla"),
         description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
     )
+    weight_fraction: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the device's memory that weights may take at most, where the device says how much it has.",
+    )
+    weight_slack_fraction: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of the device's memory that stays free of weights and scratch, because no allocator packs "
+        "perfectly.",
+    )
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,
         description="Device bytes that weights may take; more are kept on the host and loaded on demand, the least "
-        "recently used giving way. null: no limit.",
+        "recently used giving way. null: what the device's memory leaves; no limit on a CPU.",
     )
     shared_host_weights: bool = Field(
         False,
@@ -104,6 +130,10 @@ class StubSection(_Section):
     sender_threads: int = Field(4, ge=1, le=32, description="Threads that answer later, and run slow hooks.")
 
 
+#: where the weights of a model are for sure
+Residency = Literal["unpinned", "system", "device"]
+
+
 class ModelSection(_Section):
     """What differs for one model; absent keys take the general value."""
 
@@ -119,6 +149,12 @@ class ModelSection(_Section):
         le=1e3,
         allow_inf_nan=False,
         description="Share of device time relative to other models, under `fair`.",
+    )
+    residency: Residency = Field(
+        "system",
+        description="Where its weights are for sure. system: in host memory, from where they are loaded onto the "
+        "device on demand; unpinned: only in the bundle's file, which each load reads; device: always on the device, "
+        "beyond the budget if need be.",
     )
     max_delay_us: int = Field(
         0, ge=0, description="Requests may be held back this long for others to share their execution."
@@ -180,6 +216,12 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
         lines = (explain(e, Settings, {"scheduler": dict(changes)}) for e in errors)
         raise SettingsError("\n".join(lines)) from None
     return settings.model_copy(update={"scheduler": section})
+
+
+def with_residency(settings: Settings, name: str, residency: Residency) -> Settings:
+    """The same with another residency of one model."""
+    section = settings.for_model(name).model_copy(update={"residency": residency})
+    return settings.model_copy(update={"models": {**settings.models, name: section}})
 
 
 def dump_settings(settings: Settings) -> str:

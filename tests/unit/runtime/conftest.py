@@ -3,16 +3,21 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.runtime.device import Device
+from rsrv.runtime.host import HostStore
+from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop
+from rsrv.runtime.models import Model, build, identify, warm_up
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.working_set import WorkingSet
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine, WireTensor
 from rsrv.stub.hooks import Hooks
@@ -26,18 +31,30 @@ from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice, FakePbUtils
 
 
-@pytest.fixture(scope="session")
-def doubling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle `doubling`: y = 2 x + w, x of 3 columns, sizes 1, 4, 8."""
-    path = tmp_path_factory.mktemp("bundles") / "doubling"
+def export_doubling(path: Path, **weights: list[float]) -> Path:
+    """A bundle: y = 2 x + w, x of 3 columns, sizes 1, 4, 8, `w` the first of these weights in alphabetical order."""
+    first = min(weights)
     export_bundle(
-        lambda params, x: {"y": 2 * x + params["w"]},
-        {"w": jnp.ones(3, jnp.float32)},
+        lambda params, x: {"y": 2 * x + params[first] + sum(0 * params[name].sum() for name in weights)},
+        {name: jnp.asarray(values, jnp.float32) for name, values in weights.items()},
         {"x": np.zeros((1, 3), np.float32)},
         batch_sizes=[1, 4, 8],
         out_dir=path,
     )
     return path
+
+
+@pytest.fixture(scope="session")
+def doubling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`export_doubling` with w = 1."""
+    return export_doubling(tmp_path_factory.mktemp("bundles") / "doubling", w=[1, 1, 1])
+
+
+@pytest.fixture(scope="session")
+def doublings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models `a` to `d`, with w = 1 to 4: they have no tensor in common."""
+    folder = tmp_path_factory.mktemp("bundles")
+    return {name: export_doubling(folder / name, w=[w, w, w]) for w, name in enumerate("abcd", 1)}
 
 
 @dataclass
@@ -100,6 +117,15 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 @pytest.fixture
 def runtime(start_runtime: StartRuntime) -> Runtime:
     return start_runtime()
+
+
+def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> Model:
+    """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
+    bundle = identify(str(path))
+    model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
+    model.weights = WorkingSet(device).load(model.host, lambda: False)
+    model.program = replace(model.program, costs=warm_up(model, device))
+    return model
 
 
 StartEngine = Callable[..., Engine]

@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.device import Abandoned, Array, DeviceError, JaxDevice, run
-from rsrv.runtime.models import build, describe, identify
-from rsrv.settings import load_settings
+from rsrv.runtime.models import describe, identify
 from rsrv_bundle.modules import check_signatures
+from tests.unit.runtime.conftest import build_here
 
 _BUILD = """
 import json, sys
 from pathlib import Path
 from rsrv.runtime.device import JaxDevice
-from rsrv.runtime.models import build, identify
-from rsrv.settings import load_settings
+from tests.unit.runtime.conftest import build_here
 device = JaxDevice("cpu", Path(sys.argv[1]))
-build(identify(sys.argv[2]), device, load_settings(), "doubling")
+build_here(sys.argv[2], device)
 counts = device.cache_counts
 print(json.dumps([counts.compiled, counts.from_cache]))
 """
@@ -53,7 +52,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
 def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
     """Each executable runs on the uploaded weights; freed weights are gone at once."""
     device = JaxDevice("cpu")
-    model = build(identify(str(doubling)), device, load_settings(), "doubling")
+    model = build_here(doubling, device)
     assert model.weights is not None
 
     for (_, size), executable in model.executables.items():
@@ -131,7 +130,7 @@ def test_a_cpus_memory_has_no_stated_limit() -> None:
 def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doubling: Path) -> None:
     """y = 2 x + w with three columns: x and y, and the tuple that holds y, nothing in between."""
     device = JaxDevice("cpu")
-    model = build(identify(str(doubling)), device, load_settings(), "doubling")
+    model = build_here(doubling, device)
 
     for (_, size), executable in model.executables.items():
         assert 0 <= device.scratch_bytes(executable, 12) - 2 * 12 * size <= 64

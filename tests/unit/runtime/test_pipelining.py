@@ -18,15 +18,15 @@ import pytest
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Array, Device, JaxDevice
 from rsrv.runtime.execution import Job, Part
-from rsrv.runtime.executor import Executor
-from rsrv.runtime.models import Model, build, identify
+from rsrv.runtime.executor import Executor, Failure
+from rsrv.runtime.models import Model
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.status import configure, read_status
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest, FakeResponse
-from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows, until
 
 
@@ -265,8 +265,8 @@ def serve_on_jax(path: str) -> None:
     """In a process of its own: print how many of 200 batches are answered right, and whether seconds add up."""
     device = JaxDevice("cpu", asynchronous_cpu=True)
     assert device.asynchronous
-    model = build(identify(path), device, load_settings(), "squares")
-    a, b = model.host_weights
+    model = build_here(path, device)
+    a, b = (model.host.read(index) for index in range(2))
     right = [right_answers(model, device, a @ b, depth) for depth in (1, 2)]
     print(json.dumps([*right, all(seconds_add_up(model, device, order) for order in permutations(range(3)))]))
 
@@ -282,7 +282,7 @@ def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
 
 def right_answers(model: Model, device: Device, product: Array, depth: int) -> int:
     rng = np.random.default_rng(2)
-    inbox, ended = Inbox(), list[tuple[int, str | None]]()
+    inbox, ended = Inbox(), list[tuple[int, Failure | None]]()
     executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)))
     jobs = []
     for dispatch in range(200):

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.runtime.host import HostStore
+from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.models import build, identify
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler.settings import SchedulerSettings
@@ -26,18 +28,19 @@ def test_the_depth_follows_the_device_unless_it_is_set(text: str, asynchronous: 
 
 
 def test_every_key_arrives() -> None:
-    """From both sections that the scheduler decides by."""
+    """And the budget, which the settings alone do not say."""
     settings = load_settings(
         """
-        scheduler: {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, cost_ema_alpha: 0.5}
-        runtime: {weight_budget_bytes: 1000}
+        scheduler:
+          {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, compaction_interval: 9, cost_ema_alpha: 0.5}
         """
     )
 
-    assert scheduler_settings(settings) == SchedulerSettings(
+    assert scheduler_settings(settings, weight_budget_bytes=1000) == SchedulerSettings(
         depth=4,
         launch_ahead_ms=1.5,
         residency_factor=2.0,
+        compaction_interval=9,
         cost_ema_alpha=0.5,
         weight_budget_bytes=1000,
     )
@@ -49,8 +52,9 @@ def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
     device = FakeDevice(lambda inputs, weights: [inputs[0]])
     bundle = identify(str(doubling))
 
-    own = build(bundle, device, settings, "doubling").program
-    others = build(bundle, device, settings, "other").program
+    host = HostStore(PrivateMemory())
+    own = build(bundle, device, host, settings, "doubling").program
+    others = build(bundle, device, host, settings, "other").program
 
     assert (own.weight, own.max_delay) == (2.5, 0.0005)
     assert (others.weight, others.max_delay) == (1.0, 0.0)

@@ -9,8 +9,9 @@ other one reads and scatters while the device is busy with the next.
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from rsrv.runtime.device import Device
+from rsrv.runtime.device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
 from rsrv.runtime.workers import Inbox, Worker
 
@@ -24,13 +25,21 @@ _SHORT = 0.0005
 _DECEIVED = 0.02
 
 
+class Failure(NamedTuple):
+    """Why an execution failed."""
+
+    error: str
+    #: whether another try may succeed when there is more room
+    out_of_memory: bool = False
+
+
 class Executor:
-    """`executed(job, seconds, error)` is called on the loop, once per job, in the order of the launches."""
+    """`executed(job, seconds, failure)` is called on the loop, once per job, in the order of the launches."""
 
     def __init__(
         self,
         inbox: Inbox,
-        executed: Callable[[Job, float, str | None], None],
+        executed: Callable[[Job, float, Failure | None], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
@@ -96,21 +105,30 @@ class Executor:
         flight = self._begin(job, device)
         self._reader.put(lambda: self._inbox.post(self._end(job, device, flight)))
 
-    def _begin(self, job: Job, device: Device) -> Flight | str:
+    def _begin(self, job: Job, device: Device) -> Flight | Failure:
         try:
             return launch(job, device, self._staging)
-        except Exception as error:
-            log.exception("%s: launching failed", job.model.key)
-            return f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - logged by _failure
+            return _failure(job, error)
 
-    def _end(self, job: Job, device: Device, flight: Flight | str) -> Callable[[], None]:
-        seconds, error = 0.0, None
-        if isinstance(flight, str):
-            error = flight
+    def _end(self, job: Job, device: Device, flight: Flight | Failure) -> Callable[[], None]:
+        seconds, failure = 0.0, None
+        if isinstance(flight, Failure):
+            failure = flight
         else:
             try:
                 seconds = finish(flight, device, self._staging)
-            except Exception as caught:
-                log.exception("%s: execution failed", job.model.key)
-                error = f"{type(caught).__name__}: {caught}"
-        return lambda: self._executed(job, seconds, error)
+            except Exception as error:  # noqa: BLE001 - logged by _failure
+                failure = _failure(job, error)
+        return lambda: self._executed(job, seconds, failure)
+
+
+def _failure(job: Job, error: Exception) -> Failure:
+    """To be called while the error is handled."""
+    if isinstance(error, OutOfMemory):
+        log.warning(
+            "%s: no memory on the device for an execution of %d rows: %s", job.model.key, job.size, error
+        )
+        return Failure(str(error), out_of_memory=True)
+    log.exception("%s: execution failed", job.model.key)
+    return Failure(f"{type(error).__name__}: {error}")

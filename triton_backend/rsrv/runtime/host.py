@@ -218,6 +218,9 @@ class HostWeights:
         #: in argument order
         self.tensors = tuple(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        #: each tensor once -> its bytes; and what they take on a device that has none of them
+        self.distinct = {tensor.key: tensor.nbytes for tensor in self.tensors}
+        self.device_bytes = sum(self.distinct.values())
 
     @property
     def kept(self) -> bool:

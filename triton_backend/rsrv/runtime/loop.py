@@ -9,12 +9,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, assert_never
 
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Device
 from rsrv.runtime.execution import Job, Part
-from rsrv.runtime.executor import Executor
+from rsrv.runtime.executor import Executor, Failure
 from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.registry import Registry
@@ -231,9 +232,13 @@ class Loop:
         return {**self._settings.scheduler.model_dump(mode="json"), "depth": self._scheduler.settings.depth}
 
     def _decide_by(self, settings: Settings) -> None:
-        """Called once more when there is a device: some of it depends on what that is."""
+        """Called once more when there is a device, and other models: some of it depends on what these are."""
         device = self._registry.device
-        wanted = scheduler_settings(settings, asynchronous=device is not None and device.asynchronous)
+        wanted = scheduler_settings(
+            settings,
+            asynchronous=device is not None and device.asynchronous,
+            weight_budget_bytes=self._registry.solve_budget().pool,
+        )
         if wanted != self._scheduler.settings:
             self._flush_arrivals()
             self._feed(ev.SettingsChanged(wanted))
@@ -258,6 +263,12 @@ class Loop:
                     self._registry.load(key, epoch)
                 case ev.EvictWeights(key):
                     self._registry.evict(key)
+                case ev.AbandonLoad(_, epoch):
+                    self._registry.abandon(epoch)
+                case ev.WarmUp(key):
+                    self._registry.warm_up(key)
+                case ev.GiveUp(key, error):
+                    self._registry.give_up(key, error)
                 case _:
                     assert_never(instruction)
 
@@ -287,7 +298,8 @@ class Loop:
             instruction.requests,
             tuple([self._pending[id] for id in instruction.requests]),
         )
-        self._executor.start(
+        start = partial(
+            self._executor.start,
             job,
             device,
             seconds=instruction.seconds,
@@ -295,11 +307,17 @@ class Loop:
             # While a model is built, its warm-up may hold the device for long.
             contended=self._registry.builds > 0,
         )
+        if instruction.again:
+            # It needs the memory of those that were evicted for it.
+            self._registry.when_moved(start)
+        else:
+            start()
 
-    def _executed(self, job: Job, seconds: float, error: str | None) -> None:
+    def _executed(self, job: Job, seconds: float, failure: Failure | None) -> None:
         # Arrivals of this same moment first: the next execution should take them along.
         self._flush_arrivals()
-        self._feed(ev.ExecutionFinished(job.dispatch, seconds, error), job, seconds)
+        error, out_of_memory = failure or (None, False)
+        self._feed(ev.ExecutionFinished(job.dispatch, seconds, error, out_of_memory), job, seconds)
         self._registry.let_go(job.model.key)
 
 

@@ -1,18 +1,19 @@
-"""From a bundle on disk to a model that can execute: read, check, compile, load, warm."""
+"""From a bundle on disk to a model that can execute: read, check, compile, know its weights, warm up."""
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from rsrv.runtime.device import Array, Buffer, Device, Executable, run
+from rsrv.runtime.host import HostStore, HostWeights
 from rsrv.runtime.scheduler.events import Program
-from rsrv.settings import Settings
+from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
-from rsrv_bundle import Bundle, BundleError, load_weights, read_bundle
+from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Signature, check_signatures, module_file
 
@@ -22,20 +23,26 @@ log = logging.getLogger("rsrv.models")
 _WARM_RUNS = 3
 #: seconds; nothing is faster, but a disturbed clock may say so
 _LEAST_COST = 1e-7
+#: seconds, until the warm-up
+_UNKNOWN_COST = 1e-3
 
 
 @dataclass(slots=True)
 class Model:
-    """A compiled model. Only `weights` changes, and only on the loop."""
+    """A compiled model. Only `program`, `residency` and `weights` change, and only on the loop."""
 
     key: str
+    name: str
     bundle: Bundle
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
-    #: in argument order; mapped from the bundle's file, or converted once (format 2.0)
-    host_weights: list[Array]
-    weights: Sequence[Buffer] | None
+    #: device bytes that its largest execution takes beside the weights
+    scratch: int
+    residency: Residency
+    host: HostWeights
+    #: in argument order, while they are on the device
+    weights: Sequence[Buffer] | None = None
 
 
 def model_key(name: str, bundle: Bundle) -> str:
@@ -56,60 +63,87 @@ def identify(path: str) -> Bundle:
     return bundle
 
 
-def build(bundle: Bundle, device: Device, settings: Settings, name: str) -> Model:
-    """Compile every module, put the weights on the device, and run every executable some times on zeros.
+def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, name: str) -> Model:
+    """Compile every module, and know the weights by their content; nothing of them is on the device yet.
 
-    The first run allocates; the fastest of the others is the cost that the scheduler starts from.
-    Raises BundleError, DeviceError and whatever the compiler raises.
+    What executions cost is not known before `warm_up`. Raises BundleError, HostMemoryError, DeviceError and
+    whatever the compiler raises.
     """
     started = time.perf_counter()
-    weight_bytes = sum(w.nbytes for w in bundle.weights)
-    budget = settings.runtime.weight_budget_bytes
-    if budget is not None and weight_bytes > budget:
-        raise BundleError(
-            [
-                f"its {weight_bytes} bytes of weights are more than runtime.weight_budget_bytes ({budget}) allows"
-            ]
-        )
     signatures = check_signatures(bundle)
-    interface = describe(bundle, signatures)
+    of_model = settings.for_model(name)
     executables = {}
-    for done, (key, signature) in enumerate(sorted(signatures.items()), 1):
-        executables[key] = device.compile(module_file(bundle, key).read_bytes(), signature)
-        log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(signatures), *key)
+    wanted = usable(signatures, of_model.max_batch_size)
+    for done, key in enumerate(wanted, 1):
+        executables[key] = device.compile(module_file(bundle, key).read_bytes(), signatures[key])
+        log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
     compiled = time.perf_counter() - started
-    host_weights = load_weights(bundle)
-    uploading = time.perf_counter()
-    weights = device.upload(host_weights)
-    load_seconds = time.perf_counter() - uploading
+    weights = host.open(bundle, keep=of_model.residency == "system")
+    program = Program(
+        model=model_key(name, bundle),
+        costs=dict.fromkeys(executables, _UNKNOWN_COST),
+        coalesce=coalesces(bundle),
+        max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,
+        max_batch_rows=of_model.max_batch_size,
+        weight_bytes=weights.nbytes,
+        tensors=weights.distinct,
+        pinned=of_model.residency == "device",
+        weight=of_model.weight,
+        max_delay=of_model.max_delay_us / 1e6,
+    )
+    scratch = max(device.scratch_bytes(executable, weights.nbytes) for executable in executables.values())
+    log.info(
+        "%s: built in %.2f s (compiling %.2f s), %d bytes of weights, %d of scratch",
+        name,
+        time.perf_counter() - started,
+        compiled,
+        weights.nbytes,
+        scratch,
+    )
+    return Model(
+        program.model,
+        name,
+        bundle,
+        describe(bundle, {key: signatures[key] for key in wanted}),
+        program,
+        executables,
+        scratch,
+        of_model.residency,
+        weights,
+    )
+
+
+def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
+    """The (variant, size) that can ever execute: of those that hold `max_rows` only the smallest of each variant.
+
+    So a cap on the rows of an execution also caps what it takes of the device's memory.
+    """
+    every = sorted(sizes)
+    if max_rows is None:
+        return every
+    largest: dict[int, int] = {}
+    for variant, size in every:
+        if size >= max_rows:
+            largest.setdefault(variant, size)
+    return [(variant, size) for variant, size in every if size <= largest.get(variant, size)]
+
+
+def warm_up(model: Model, device: Device) -> dict[tuple[int, int], float]:
+    """Run every executable some times on zeros, on weights that are there; seconds of one execution of each.
+
+    The first run allocates; the fastest of the others is the cost that the scheduler starts from.
+    """
+    weights = model.weights
+    assert weights is not None, "the scheduler warms up on resident weights only"
     costs = {}
-    for (variant, size), executable in executables.items():
-        inputs = zeros(interface.variants[variant].inputs, size)
+    for (variant, size), executable in model.executables.items():
+        inputs = zeros(model.interface.variants[variant].inputs, size)
         run(device, executable, weights, inputs)
         fastest = min(run(device, executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
         costs[variant, size] = max(fastest, _LEAST_COST)
     _smooth(costs)
-    of_model = settings.for_model(name)
-    program = Program(
-        model=model_key(name, bundle),
-        costs=costs,
-        coalesce=coalesces(bundle),
-        max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,
-        max_batch_rows=of_model.max_batch_size,
-        weight_bytes=weight_bytes,
-        load_seconds=load_seconds,
-        weight=of_model.weight,
-        max_delay=of_model.max_delay_us / 1e6,
-    )
-    log.info(
-        "%s: ready in %.2f s (compiling %.2f s), %d bytes of weights, costs %s",
-        name,
-        time.perf_counter() - started,
-        compiled,
-        program.weight_bytes,
-        {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()},
-    )
-    return Model(program.model, bundle, interface, program, executables, host_weights, weights)
+    log.info("%s: costs %s", model.name, {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()})
+    return costs
 
 
 def _smooth(costs: dict[tuple[int, int], float]) -> None:

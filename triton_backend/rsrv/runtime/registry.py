@@ -2,19 +2,22 @@
 
 import gc
 import logging
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import Buffer, CacheCounts, Device
-from rsrv.runtime.models import Model, build, identify, model_key, wire_ranks
+from rsrv.runtime.device import CacheCounts, Device
+from rsrv.runtime.host_memory import HostMemoryError
+from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.tiers import Tiers
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.workers import Inbox, Worker
-from rsrv.settings import Settings
+from rsrv.settings import Residency, Settings, with_residency
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError
 
@@ -23,10 +26,11 @@ log = logging.getLogger("rsrv.registry")
 
 @dataclass(slots=True)
 class _Entry:
-    """A model by its key: being built (no `model` yet) or loaded; with the connections that want it."""
+    """A model by its key: being built (no `model` yet), warmed up, or ready; with the connections that want it."""
 
     name: str
     model: Model | None = None
+    ready: bool = False
     connections: dict[int, Connection] = field(default_factory=dict)
     #: nobody wants it any more, but it still executes or loads
     leaving: bool = False
@@ -38,7 +42,7 @@ class Registry:
     """`feed` gives the scheduler an event and carries out what it says; `forget` drops what is kept per model's key.
 
     `make_device` runs on the build thread: importing jax takes seconds in which stubs may already connect.
-    `ready` is called when there is a device.
+    `rebudget` is called when what weights may take has changed: there is a device, or there are other models.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class Registry:
         feed: Callable[[ev.Event], None],
         forget: Callable[[str], None],
         make_device: Callable[[], Device],
-        ready: Callable[[], None],
+        rebudget: Callable[[], None],
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
@@ -58,23 +62,23 @@ class Registry:
         self._transport = transport
         self._feed = feed
         self._forget = forget
-        self._ready = ready
+        self._rebudget = rebudget
         self._builder = Worker("build")
-        # Their own thread: a compilation would hold back a load for seconds. And one for both ways, so that
-        # memory is given back before the load that needs it starts.
-        self._mover = Worker("weights")
         self._entries: dict[str, _Entry] = {}
         self._device_error = ""
-        #: models being built now
+        #: the latest complaint about the budget
+        self._tight: str | None = None
+        #: models being built or warmed up now
         self.builds = 0
         #: None until it is made
         self.device: Device | None = None
+        self.tiers: Tiers | None = None
         self._builder.put(lambda: self._make_device(make_device))
 
     def find(self, key: str | None) -> Model | None:
-        """The model, if it is built."""
+        """The model, if it is ready."""
         entry = self._entries.get(key or "")
-        return None if entry is None else entry.model
+        return None if entry is None or not entry.ready else entry.model
 
     def get(self, key: str) -> Model:
         """The model that the scheduler speaks of: it knows built ones only."""
@@ -99,7 +103,7 @@ class Registry:
         connection.registering = True
         if "key" in wanted:
             entry = self._entries.get(str(wanted["key"]))
-            if entry is None or entry.model is None or entry.leaving:
+            if entry is None or not entry.ready or entry.leaving:
                 connection.send(_rejected(f"{wanted['key']} is not loaded"))
             else:
                 self._join(connection, str(wanted["key"]), entry)
@@ -130,9 +134,14 @@ class Registry:
         del entry.connections[connection.id]
         if not entry.connections and entry.model is not None:
             log.info("%s: unloaded", entry.name)
-            entry.leaving = True
-            self._feed(ev.ModelRemoved(key))
-            self.let_go(key)
+            self._remove(key, entry)
+
+    def _remove(self, key: str, entry: _Entry) -> None:
+        if not entry.ready:
+            self.builds -= 1
+        entry.leaving = True
+        self._feed(ev.ModelRemoved(key))
+        self.let_go(key)
 
     def let_go(self, key: str) -> None:
         """A leaving model is gone when the scheduler has let go of it, with or without weights to evict."""
@@ -141,8 +150,15 @@ class Registry:
             return
         del self._entries[key]
         self._forget(key)
+        assert entry.model is not None
+        self._close(entry.model)
+        self._rebudget()
         for action in entry.afterwards:
             action()
+
+    def _close(self, model: Model) -> None:
+        """Give up its weights on the host, after what was asked for before: to free them, or to keep a copy."""
+        self._tiers.when_moved(lambda: self._builder.put(model.host.close))
 
     def _identified(self, connection: Connection, name: str, result: Bundle | str) -> None:
         if connection.closed:
@@ -164,24 +180,24 @@ class Registry:
     def _join(self, connection: Connection, key: str, entry: _Entry) -> None:
         entry.connections[connection.id] = connection
         connection.model = key
-        if entry.model is not None:
-            self._welcome(connection, entry.model)
+        if entry.ready:
+            self._welcome(connection, self.get(key))
 
     # --- building -----------------------------------------------------------------------------------------
 
     def _make_device(self, make: Callable[[], Device]) -> None:
         """On the build thread, before anything else."""
-        device, error = None, ""
+        device, tiers, error = None, None, ""
         try:
             device = make()
+            tiers = Tiers(device, self._settings, self._inbox)
         except Exception as caught:
             log.exception("no device")
             error = f"{type(caught).__name__}: {caught}"
 
         def ready() -> None:
-            self.device, self._device_error = device, error
-            if device is not None:
-                self._ready()
+            self.device, self.tiers, self._device_error = device, tiers, error
+            self._rebudget()
 
         self._inbox.post(ready)
 
@@ -189,14 +205,15 @@ class Registry:
         """On the build thread."""
         result: Model | str
         try:
-            if self.device is None:  # this thread made it, or failed to, before any bundle was read
+            if self.device is None or self.tiers is None:
+                # This thread made it, or failed to, before any bundle was read.
                 result = f"the runtime has no device: {self._device_error}"
             else:
-                result = build(bundle, self.device, self._settings, name)
+                result = build(bundle, self.device, self.tiers.host, self._settings, name)
                 # What a model is made of lives long: keep the collector from walking over it ever again.
                 gc.collect()
                 gc.freeze()
-        except BundleError as error:
+        except (BundleError, HostMemoryError) as error:
             result = str(error)
         except Exception as error:
             log.exception("%s: cannot be loaded", name)
@@ -204,24 +221,79 @@ class Registry:
         self._inbox.post(lambda: self._built(key, result))
 
     def _built(self, key: str, result: Model | str) -> None:
-        self.builds -= 1
         entry = self._entries[key]
-        waiting = list(entry.connections.values())
         if isinstance(result, str):
-            log.error("%s: not loaded: %s", entry.name, result)
-            del self._entries[key]
-            for connection in waiting:
-                connection.model = None
-                self._transport.guard(connection, connection.send, _rejected(result))
-            return
-        if not waiting:
-            del self._entries[key]
-            self._free(result)
+            self._fail(key, entry, result)
             return
         entry.model = result
-        self._feed(ev.ModelAdded(result.program, resident=True))
+        if not entry.connections:
+            del self._entries[key]
+            self.builds -= 1
+            self._close(result)
+            return
+        # Its executions need room beside all weights: first they get it, then its weights may come.
+        self._rebudget()
+        self._feed(ev.ModelAdded(result.program, warm_up=True))
+
+    def warm_up(self, key: str) -> None:
+        """A model's weights are there: execute every size of it, and then serve it."""
+        model, device = self.get(key), self.device
+        assert device is not None
+
+        def run() -> None:
+            costs, error = None, ""
+            try:
+                costs = warm_up(model, device)
+            except Exception as caught:
+                log.exception("%s: cannot be warmed up", model.name)
+                error = f"{type(caught).__name__}: {caught}"
+            self._inbox.post(lambda: self._warmed_up(model, costs, error))
+
+        # Before others are compiled: its weights stay on the device meanwhile.
+        self._builder.put(run, first=True)
+
+    def _warmed_up(self, model: Model, costs: dict[tuple[int, int], float] | None, error: str) -> None:
+        key = model.key
+        self._feed(ev.WarmUpEnded(key, costs))
+        entry = self._entries.get(key)
+        if entry is None or entry.leaving:
+            self.let_go(key)
+        elif costs is None:
+            self._fail(key, entry, error)
+        else:
+            model.program = replace(model.program, costs=costs)
+            entry.ready = True
+            self.builds -= 1
+            for connection in list(entry.connections.values()):
+                self._transport.guard(connection, self._welcome, connection, model)
+
+    def give_up(self, key: str, error: str) -> None:
+        """The weights of a model that should come for their own sake do not; what follows is the next event's."""
+
+        def give_up() -> None:
+            entry = self._entries.get(key)
+            if entry is None or entry.leaving:
+                return
+            if entry.ready:
+                log.error("%s: its weights should be on the device, and do not get there: %s", key, error)
+            else:
+                self._fail(key, entry, f"its weights cannot be loaded: {error}")
+
+        self._inbox.post(give_up)
+
+    def _fail(self, key: str, entry: _Entry, reason: str) -> None:
+        """A model does not get ready: say why to all that want it, and forget it."""
+        log.error("%s: not loaded: %s", entry.name, reason)
+        waiting, entry.connections = list(entry.connections.values()), {}
         for connection in waiting:
-            self._transport.guard(connection, self._welcome, connection, result)
+            connection.model = None
+        if entry.model is None:
+            self.builds -= 1
+            del self._entries[key]
+        else:
+            self._remove(key, entry)
+        for connection in waiting:
+            self._transport.guard(connection, connection.send, _rejected(reason))
 
     def _welcome(self, connection: Connection, model: Model) -> None:
         connection.send_document(
@@ -237,43 +309,73 @@ class Registry:
 
     # --- weights ------------------------------------------------------------------------------------------
 
+    @property
+    def _tiers(self) -> Tiers:
+        assert self.tiers is not None, "models are built when there is a device"
+        return self.tiers
+
     def load(self, key: str, epoch: int) -> None:
-        """Bring a model's weights to the device again, from where they are kept on the host."""
+        """Bring a model's weights to the device."""
         model = self.get(key)
-        device = self.device
-        assert device is not None
-        assert model.weights is None, "the scheduler loads absent weights only"
+        self._tiers.load(model, epoch, lambda event: self._loaded(event, model))
 
-        def load() -> None:
-            started = time.monotonic()
-            try:
-                weights = device.upload(model.host_weights)
-            except Exception as error:
-                log.exception("%s: loading weights failed", key)
-                failed = ev.LoadFailed(key, epoch, f"{type(error).__name__}: {error}")
-                self._inbox.post(lambda: self._loaded(failed, model, None))
-                return
-            done = ev.WeightsLoaded(key, epoch, time.monotonic() - started)
-            self._inbox.post(lambda: self._loaded(done, model, weights))
-
-        self._mover.put(load)
+    def abandon(self, epoch: int) -> None:
+        """Nobody waits for this load any more."""
+        self._tiers.abandon(epoch)
 
     def evict(self, key: str) -> None:
         """Give the memory of a model's weights back; nothing executes on them any more."""
-        self._free(self.get(key))
+        self._tiers.free(self.get(key))
 
-    def _free(self, model: Model) -> None:
-        weights, model.weights = model.weights, None
-        device = self.device
-        if weights is not None and device is not None:
-            self._mover.put(lambda: device.free(weights))
+    def when_moved(self, action: Callable[[], None]) -> None:
+        """Do something on the loop when all that was asked for before has been loaded or freed."""
+        self._tiers.when_moved(action)
 
-    def _loaded(
-        self, event: ev.WeightsLoaded | ev.LoadFailed, model: Model, weights: list[Buffer] | None
-    ) -> None:
-        model.weights = weights
+    def _loaded(self, event: ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned, model: Model) -> None:
         self._feed(event)
         self.let_go(model.key)
+
+    def set_residency(self, name: str, residency: Residency) -> bool:
+        """Where the weights of a model, in all its versions, are for sure from now on; whether there is such a model."""
+        self._settings = with_residency(self._settings, name, residency)
+        found = False
+        for key, entry in list(self._entries.items()):
+            model = entry.model
+            if entry.name != name or model is None or entry.leaving:
+                continue
+            found = True
+            if model.residency != residency:
+                log.info("%s: residency %s, was %s", name, residency, model.residency)
+                model.residency = residency
+                self._builder.put(partial(self._tiers.follow, model))
+                self._feed(ev.Pinned(key, residency == "device"))
+        if found:
+            self._rebudget()
+        return found
+
+    def solve_budget(self) -> Budget:
+        """What weights may take of the device's memory, as the models and the device are now. Says what is tight."""
+        runtime = self._settings.runtime
+        models = [entry.model for entry in self._entries.values() if entry.model is not None]
+        pinned = {
+            key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
+        }
+        depth = self._scheduler.settings.depth
+        budget = solve_budget(
+            arena=None if self.device is None else self.device.memory_limit,
+            fraction=runtime.weight_fraction,
+            slack=runtime.weight_slack_fraction,
+            # As many executions have their inputs, outputs and intermediate results there at once.
+            scratch=depth * max((model.scratch for model in models), default=0),
+            pinned=sum(pinned.values()),
+            limit=runtime.weight_budget_bytes,
+        )
+        largest = max((m.host.device_bytes for m in models if m.residency != "device"), default=0)
+        tight = budget.complaint(largest)
+        if tight and tight != self._tight:
+            log.warning("%s", tight)
+        self._tight = tight
+        return budget
 
 
 def _rejected(reason: str) -> bytes:

@@ -13,7 +13,7 @@ hundreds, are tuples: a frozen dataclass takes three times as long to make.)
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 
@@ -37,7 +37,7 @@ class Program:
     #: of all its weights, as if it had no tensor twice and shared none.
     weight_bytes: int = 0
     #: its tensors, each once: key -> bytes. Models share those with equal keys. None: it shares nothing.
-    tensors: Mapping[str, int] | None = None
+    tensors: Mapping[Any, int] | None = None
     #: expected duration of a load of its weights, until one was measured.
     load_seconds: float = 0.0
     #: whether its weights stay on the device, beyond the budget if need be.

@@ -26,7 +26,7 @@ Of models:
 from __future__ import annotations
 
 from math import inf, isclose
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rsrv.runtime.scheduler.errors import InvariantError
 from rsrv.runtime.scheduler.loads import evictable
@@ -157,7 +157,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     for state in states:
         for piece in state.holding.pieces:
             owners.setdefault(piece, []).append(state.holding)
-    tensors: dict[str, Piece] = {}
+    tensors: dict[Any, Piece] = {}
     for piece, those in owners.items():
         users = [one for one in those if one.residency is not Residency.ABSENT]
         _require(len(piece.owners) == len(those) and set(piece.owners) == set(those), "not its owners (8)")

@@ -430,12 +430,17 @@ class Scheduler:
         unripe = self._unripe.first()
         if unripe is not None:
             times.append(self._unripe.rank(unripe))
-        times.append(self._loads.next_try())
+        if not self._memory.compaction.due:
+            times += [self._loads.next_try(), self._next_launch()]
+        return min((time for time in times if time is not None), default=None)
+
+    def _next_launch(self) -> float | None:
+        """When the device is to be given its next execution, beside those that it has."""
         if 0 < len(self._running) < self.settings.depth:
             end, name = self._running.end_after(self._now), self._discipline.choose()
             if end is not None and name is not None and not self._keeps_for_room(name, self._now):
-                times.append(max(self._now, end - self.settings.launch_ahead_ms / 1e3))
-        return min((time for time in times if time is not None), default=None)
+                return max(self._now, end - self.settings.launch_ahead_ms / 1e3)
+        return None
 
     def backlog_seconds(self, now: float) -> float:
         """Expected device time until everything that waits or runs now is done; costs O(depth).

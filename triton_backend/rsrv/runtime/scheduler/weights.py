@@ -10,6 +10,7 @@ comes next is decided as late as possible.
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
@@ -33,7 +34,7 @@ class Piece:
 
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
-    def __init__(self, tensors: dict[str, int], size: int, owners: list["Holding"]) -> None:
+    def __init__(self, tensors: dict[Any, int], size: int, owners: list["Holding"]) -> None:
         #: key -> bytes; empty for the weights of a model whose tensors nobody told.
         self.tensors = tensors
         self.bytes = size
@@ -134,7 +135,7 @@ class Weights:
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
         #: tensor -> the piece that it belongs to.
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[Any, Piece] = {}
         #: device bytes that weights may take, pinned ones included; None: no limit.
         self.budget = budget
         #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
@@ -151,7 +152,7 @@ class Weights:
 
     # --- whose tensors there are -----------------------------------------------------------------------------
 
-    def check(self, tensors: Mapping[str, int]) -> None:
+    def check(self, tensors: Mapping[Any, int]) -> None:
         """Refuse tensors that contradict those of other models.
 
         Raises:
@@ -168,8 +169,8 @@ class Weights:
         if program.tensors is None:
             holding.pieces.append(Piece({}, program.weight_bytes, [holding]))
             return holding
-        fresh: dict[str, int] = {}
-        common: dict[Piece, dict[str, int]] = {}
+        fresh: dict[Any, int] = {}
+        common: dict[Piece, dict[Any, int]] = {}
         for key, size in program.tensors.items():
             piece = self._pieces.get(key)
             (fresh if piece is None else common.setdefault(piece, {}))[key] = size
@@ -184,7 +185,7 @@ class Weights:
             holding.pieces.append(own)
         return holding
 
-    def _split(self, piece: Piece, tensors: dict[str, int]) -> Piece:
+    def _split(self, piece: Piece, tensors: dict[Any, int]) -> Piece:
         """Make some of a piece's tensors a piece of their own."""
         part = Piece(tensors, sum(tensors.values()), list(piece.owners))
         part.users, part.pins = piece.users, piece.pins

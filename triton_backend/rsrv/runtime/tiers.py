@@ -1,0 +1,100 @@
+"""Where weights are: on the host, on the device, and on their way between the two.
+
+What moves is the scheduler's decision; the order is kept. One thread moves, in both directions, so that memory
+is given back before the load that needs it starts.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from rsrv.runtime.device import Abandoned, Buffer, Device, OutOfMemory
+from rsrv.runtime.host import HostStore
+from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
+from rsrv.runtime.models import Model
+from rsrv.runtime.scheduler import events as ev
+from rsrv.runtime.workers import Inbox, Worker
+from rsrv.runtime.working_set import WorkingSet
+from rsrv.settings import Settings
+from rsrv_bundle import BundleError
+
+log = logging.getLogger("rsrv.tiers")
+
+Ended = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
+
+
+class Tiers:
+    """The weights of all models. Methods are called on the loop; `follow` excepted, which takes long."""
+
+    def __init__(self, device: Device, settings: Settings, inbox: Inbox) -> None:
+        """Raises HostMemoryError if the memory to share with other runtimes is not safely ours."""
+        runtime = settings.runtime
+        shared = runtime.shared_host_weights
+        memory = SharedMemory(runtime.shared_host_weights_mode) if shared else PrivateMemory()
+        self.host = HostStore(memory, device.page_lock)
+        self.device = WorkingSet(device)
+        self._inbox = inbox
+        # A thread of its own: a compilation would hold back a load for seconds.
+        self._mover = Worker("weights")
+        #: the load under way; and whether nobody waits for it any more
+        self._epoch = 0
+        self._abandoned = False
+
+    def load(self, model: Model, epoch: int, ended: Callable[[Ended], None]) -> None:
+        """Bring a model's weights to the device; `ended` is called on the loop, when `model.weights` says how."""
+        assert model.weights is None, "the scheduler loads absent weights only"
+        self._epoch, self._abandoned = epoch, False
+
+        def load() -> None:
+            started = time.monotonic()
+            weights: Sequence[Buffer] | None = None
+            event: Ended
+            try:
+                weights = self.device.load(model.host, lambda: self._abandoned)
+                event = ev.WeightsLoaded(model.key, epoch, time.monotonic() - started)
+            except Abandoned:
+                event = ev.LoadAbandoned(model.key, epoch)
+            except OutOfMemory as error:
+                log.warning("%s: no memory on the device for its weights: %s", model.key, error)
+                event = ev.LoadFailed(model.key, epoch, str(error), out_of_memory=True)
+            except (BundleError, HostMemoryError) as error:
+                log.error("%s: loading weights failed: %s", model.key, error)
+                event = ev.LoadFailed(model.key, epoch, str(error))
+            except Exception as error:
+                log.exception("%s: loading weights failed", model.key)
+                event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
+
+            def end() -> None:
+                model.weights = weights
+                ended(event)
+
+            self._inbox.post(end)
+
+        self._mover.put(load)
+
+    def abandon(self, epoch: int) -> None:
+        """End a load early, unless it is over."""
+        if epoch == self._epoch:
+            self._abandoned = True
+
+    def free(self, model: Model) -> None:
+        """Give the memory of a model's loaded weights back."""
+        assert model.weights is not None, "the scheduler evicts resident weights only"
+        model.weights = None
+        self._mover.put(lambda: self.device.free(model.host))
+
+    def when_moved(self, action: Callable[[], None]) -> None:
+        """Have the loop do something when all that was asked for before is done."""
+        self._mover.put(lambda: self._inbox.post(action))
+
+    def follow(self, model: Model) -> None:
+        """Make or give up the host's copy, as the model's residency says. Takes as long as reading the weights."""
+        try:
+            if model.residency == "system":
+                model.host.keep()
+            else:
+                model.host.drop()
+        except (BundleError, HostMemoryError) as error:
+            log.warning(
+                "%s: the host keeps no copy of its weights, so each load reads the file: %s", model.key, error
+            )

@@ -184,5 +184,5 @@ def test_more_models_than_the_budget_holds(start_triton: StartTriton, tmp_path: 
                 assert_same(call(name, {"x": x}), {"y": x @ bundles.exact_kernel()})
 
     found = status(server)
-    assert sum(model["residency"] == "resident" for model in found.values()) == 2
+    assert sum(model["weights"] == "resident" for model in found.values()) == 2
     assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found

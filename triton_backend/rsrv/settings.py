@@ -218,9 +218,16 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     return settings.model_copy(update={"scheduler": section})
 
 
-def with_residency(settings: Settings, name: str, residency: Residency) -> Settings:
-    """The same with another residency of one model."""
-    section = settings.for_model(name).model_copy(update={"residency": residency})
+def with_residency(settings: Settings, name: str, residency: str) -> Settings:
+    """The same with another residency of one model. Raises SettingsError."""
+    changed = {**settings.for_model(name).model_dump(), "residency": residency}
+    try:
+        section = ModelSection(**changed)
+    except ValidationError as error:
+        (one,) = error.errors()
+        raise SettingsError(
+            explain({**one, "loc": ("models", name, *one["loc"])}, Settings, {"models": {name: changed}})
+        ) from None
     return settings.model_copy(update={"models": {**settings.models, name: section}})
 
 

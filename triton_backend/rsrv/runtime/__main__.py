@@ -84,6 +84,8 @@ def main(argv: list[str] | None = None) -> int:
             with suppress(OSError):  # ended just now
                 stubs[pid] = os.dup(fd)
         end_orphans(stubs)
+        with suppress(Exception):  # the loop still runs, and may be in the midst of it
+            loop.clear()
         os._exit(0)
 
     # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
@@ -96,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
     # Never through the interpreter's own end, which waits for threads: the stubs would wait as long.
     (options.directory / paths.SOCKET).unlink(missing_ok=True)
+    with suppress(Exception):
+        loop.clear()
     os._exit(70)
 
 

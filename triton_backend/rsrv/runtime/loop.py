@@ -21,7 +21,7 @@ from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.status import model_status
+from rsrv.runtime.status import memory_status, model_status
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, SettingsError, change_scheduler
@@ -117,6 +117,11 @@ class Loop:
     def _stop(self) -> None:
         self._serving = False
 
+    def clear(self) -> None:
+        """From any thread, as the process's last act: remove what would outlive it, weights in shared memory."""
+        if self._registry.tiers is not None:
+            self._registry.tiers.host.close()
+
     def _drain(self) -> None:
         for message in self._inbox.drain():
             message()
@@ -163,6 +168,8 @@ class Loop:
                 connection.send_document(Kind.STATUS_REPLY, self.status())
             case Kind.CONFIGURE:
                 connection.send(pack_json(Kind.CONFIGURED, self._configure(unpack_json(frame))))
+            case Kind.COMMAND:
+                connection.send(pack_json(Kind.COMMANDED, self._command(unpack_json(frame))))
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
 
@@ -213,10 +220,11 @@ class Loop:
             "connections": len(self._transport.connections),
             "compiled": counts.compiled,
             "from_cache": counts.from_cache,
+            "memory": memory_status(snapshot, self._registry.tiers, self._registry.device),
             "models": {
-                name: model_status(snapshot.models[key])
-                for key, name in self._registry.names().items()
-                if key in snapshot.models
+                model.name: model_status(snapshot.models[model.key], model.residency)
+                for model in self._registry.models()
+                if model.key in snapshot.models
             },
         }
 
@@ -230,6 +238,26 @@ class Loop:
             return {"error": str(error)[:4000]}
         self._decide_by(settings)
         return {**self._settings.scheduler.model_dump(mode="json"), "depth": self._scheduler.settings.depth}
+
+    def _command(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Do what an operator wants; returns what is wrong with it, if anything."""
+        match command:
+            case {"command": "compact", **rest} if not rest:
+                self._flush_arrivals()
+                self._feed(ev.Compact())
+                return {}
+            case {"command": "residency", "model": str(name), "residency": str(residency), **rest} if (
+                not rest
+            ):
+                self._flush_arrivals()
+                try:
+                    self._registry.set_residency(name, residency)
+                except SettingsError as error:
+                    return {"error": str(error)}
+                return {}
+        return {
+            "error": 'commands are {"command": "compact"} and {"command": "residency", "model", "residency"}'
+        }
 
     def _decide_by(self, settings: Settings) -> None:
         """Called once more when there is a device, and other models: some of it depends on what these are."""

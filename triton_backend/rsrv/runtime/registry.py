@@ -17,7 +17,7 @@ from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.tiers import Tiers
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.workers import Inbox, Worker
-from rsrv.settings import Residency, Settings, with_residency
+from rsrv.settings import Settings, SettingsError, with_residency
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError
 
@@ -86,9 +86,9 @@ class Registry:
         assert model is not None
         return model
 
-    def names(self) -> dict[str, str]:
-        """Key -> name."""
-        return {key: entry.name for key, entry in self._entries.items()}
+    def models(self) -> list[Model]:
+        """All that are built."""
+        return [entry.model for entry in self._entries.values() if entry.model is not None]
 
     @property
     def cache_counts(self) -> CacheCounts:
@@ -226,6 +226,12 @@ class Registry:
             self._fail(key, entry, result)
             return
         entry.model = result
+        residency = self._settings.for_model(entry.name).residency
+        if result.residency != residency:
+            # It was changed meanwhile.
+            result.residency = residency
+            result.program = replace(result.program, pinned=residency == "device")
+            self._builder.put(partial(self._tiers.follow, result))
         if not entry.connections:
             del self._entries[key]
             self.builds -= 1
@@ -264,6 +270,9 @@ class Registry:
             model.program = replace(model.program, costs=costs)
             entry.ready = True
             self.builds -= 1
+            if not self.builds:
+                # Whoever wants what other runtimes left in shared memory has taken it.
+                self._builder.put(self._tiers.host.sweep)
             for connection in list(entry.connections.values()):
                 self._transport.guard(connection, self._welcome, connection, model)
 
@@ -335,28 +344,30 @@ class Registry:
         self._feed(event)
         self.let_go(model.key)
 
-    def set_residency(self, name: str, residency: Residency) -> bool:
-        """Where the weights of a model, in all its versions, are for sure from now on; whether there is such a model."""
+    def set_residency(self, name: str, residency: str) -> None:
+        """Where the weights of a model, in all its versions, are for sure from now on.
+
+        Raises SettingsError: there is no such model, or no such residency.
+        """
+        entries = [entry for entry in self._entries.values() if entry.name == name and not entry.leaving]
+        if not entries:
+            raise SettingsError(f"there is no model {name!r}")
         self._settings = with_residency(self._settings, name, residency)
-        found = False
-        for key, entry in list(self._entries.items()):
+        wanted = self._settings.for_model(name).residency
+        for entry in entries:
             model = entry.model
-            if entry.name != name or model is None or entry.leaving:
+            if model is None or model.residency == wanted:
                 continue
-            found = True
-            if model.residency != residency:
-                log.info("%s: residency %s, was %s", name, residency, model.residency)
-                model.residency = residency
-                self._builder.put(partial(self._tiers.follow, model))
-                self._feed(ev.Pinned(key, residency == "device"))
-        if found:
-            self._rebudget()
-        return found
+            log.info("%s: residency %s, was %s", model.key, wanted, model.residency)
+            model.residency = wanted
+            self._builder.put(partial(self._tiers.follow, model))
+            self._feed(ev.Pinned(model.key, wanted == "device"))
+        self._rebudget()
 
     def solve_budget(self) -> Budget:
         """What weights may take of the device's memory, as the models and the device are now. Says what is tight."""
         runtime = self._settings.runtime
-        models = [entry.model for entry in self._entries.values() if entry.model is not None]
+        models = self.models()
         pinned = {
             key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
         }

@@ -1,14 +1,17 @@
-"""What the runtime says of itself, as the JSON of STATUS_REPLY."""
+"""What the runtime says of itself, as the JSON of STATUS_REPLY. Keys as in docs/protocol.md."""
 
 from typing import Any
 
-from rsrv.runtime.scheduler.snapshot import ModelSnapshot
+from rsrv.runtime.device import Device
+from rsrv.runtime.scheduler.snapshot import ModelSnapshot, Snapshot
+from rsrv.runtime.tiers import Tiers
 
 
-def model_status(model: ModelSnapshot) -> dict[str, Any]:
-    """Keys as in docs/protocol.md; sizes and costs by `variant/size`."""
+def model_status(model: ModelSnapshot, residency: str) -> dict[str, Any]:
+    """Sizes and costs by `variant/size`."""
     return {
-        "residency": model.residency.value,
+        "residency": residency,
+        "weights": model.residency.value,
         "queued": model.queued,
         "executing": model.executing,
         "outcomes": {outcome.value: count for outcome, count in model.outcomes.items()},
@@ -17,8 +20,32 @@ def model_status(model: ModelSnapshot) -> dict[str, Any]:
         "padded_rows": model.padded_rows,
         "device_seconds": model.device_seconds,
         "weight_bytes": model.weight_bytes,
+        "device_bytes": model.device_bytes,
+        "misses": model.misses,
         "loads": model.loads,
         "evictions": model.evictions,
+        "load_seconds": model.load_seconds,
         "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
+    }
+
+
+def memory_status(snapshot: Snapshot, tiers: Tiers | None, device: Device | None) -> dict[str, Any]:
+    """Bytes of weights on both tiers: as if no model shared a tensor (logical), and each tensor once (physical)."""
+    host = None if tiers is None else tiers.host.counts
+    return {
+        "device": {
+            "limit_bytes": None if device is None else device.memory_limit,
+            "budget_bytes": snapshot.weight_budget_bytes,
+            "pinned_bytes": snapshot.pinned_bytes,
+            "logical_bytes": snapshot.logical_bytes,
+            "physical_bytes": snapshot.weight_bytes,
+            # Differs from the one before while something moves.
+            "held_bytes": 0 if tiers is None else tiers.device.nbytes,
+        },
+        "host": {
+            "logical_bytes": 0 if host is None else host.logical,
+            "physical_bytes": 0 if host is None else host.physical,
+            "tensors": 0 if host is None else host.tensors,
+        },
     }

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     CANCEL = 6
     STATUS = 7
     CONFIGURE = 8
+    COMMAND = 9
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17
@@ -38,6 +39,7 @@ class Kind(IntEnum):
     DONE = 19
     STATUS_REPLY = 20
     CONFIGURED = 21
+    COMMANDED = 22
 
 
 class Status(IntEnum):

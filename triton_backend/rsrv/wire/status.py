@@ -10,7 +10,7 @@ from rsrv.wire.socket import Receiver, connect, send
 
 
 class Refused(Exception):
-    """The runtime does not take these settings; the message names the key and what to do."""
+    """The runtime does not do that, or not with these values; the message says why and what to do."""
 
 
 def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
@@ -33,6 +33,28 @@ def configure(
     if "error" in section:
         raise Refused(section["error"])
     return section
+
+
+def set_residency(server_pid: int, model: str, residency: str, gpu: str = "0", timeout: float = 10.0) -> None:
+    """Where a model's weights are for sure from now on: unpinned, system or device. Returns before they are there.
+
+    Raises Refused, then nothing has changed; and what `read_status` raises.
+    """
+    _command(server_pid, gpu, timeout, {"command": "residency", "model": model, "residency": residency})
+
+
+def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
+    """Have all weights that are not pinned freed at once and loaded again. Returns before that is done.
+
+    Raises what `read_status` raises.
+    """
+    _command(server_pid, gpu, timeout, {"command": "compact"})
+
+
+def _command(server_pid: int, gpu: str, timeout: float, command: dict[str, Any]) -> None:
+    answer = _ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, command), Kind.COMMANDED)
+    if "error" in answer:
+        raise Refused(answer["error"])
 
 
 def _ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> dict[str, Any]:

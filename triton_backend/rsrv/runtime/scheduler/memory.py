@@ -185,14 +185,16 @@ class Memory:
             return
         for model in self.loads.overdue(self._queues.discipline):
             if self.weights.excess() <= 0:
-                return
+                break
             self.evict(model, now, out)
+        self.loads.retry()
 
     def compact(self, now: float, out: list[Instruction]) -> None:
         """Evict all that is neither pinned nor in use; nothing loads or executes."""
         evicted = [model for model in self._models.values() if evictable(model)]
         for model in evicted:
             self.evict(model, now, out)
+        self.loads.retry()
         if self.compaction.done(self.weights.loads):
             self.loads.come_back(evicted)
 

@@ -58,10 +58,15 @@ class SchedulerSection(_Section):
         description="A model with waiting requests keeps its weights on the device for at least this many times the "
         "time that loading them took.",
     )
+    eviction: Literal["lru", "cost"] = Field(
+        "lru",
+        description="Whose weights give way among models that nobody waits for. lru: the least recently used; "
+        "cost: those whose bytes save the least time of loading, by how often the model was asked for of late.",
+    )
 
 
 #: keys of the scheduler's section that a running runtime takes new values for
-CHANGEABLE = ("discipline", "depth", "launch_ahead_ms", "residency_factor", "cost_ema_alpha")
+CHANGEABLE = ("discipline", "depth", "launch_ahead_ms", "residency_factor", "eviction", "cost_ema_alpha")
 
 
 class RuntimeSection(_Section):

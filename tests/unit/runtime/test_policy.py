@@ -29,7 +29,7 @@ def test_every_key_arrives() -> None:
     """From both sections that the scheduler decides by."""
     settings = load_settings(
         """
-        scheduler: {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, cost_ema_alpha: 0.5}
+        scheduler: {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, eviction: cost, cost_ema_alpha: 0.5}
         runtime: {weight_budget_bytes: 1000}
         """
     )
@@ -38,6 +38,7 @@ def test_every_key_arrives() -> None:
         depth=4,
         launch_ahead_ms=1.5,
         residency_factor=2.0,
+        eviction="cost",
         cost_ema_alpha=0.5,
         weight_budget_bytes=1000,
     )

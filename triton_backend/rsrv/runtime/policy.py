@@ -12,6 +12,7 @@ def scheduler_settings(settings: Settings, *, asynchronous: bool = False) -> Sch
         depth=section.depth or (2 if asynchronous else 1),
         launch_ahead_ms=section.launch_ahead_ms,
         residency_factor=section.residency_factor,
+        eviction=section.eviction,
         weight_budget_bytes=settings.runtime.weight_budget_bytes,
         cost_ema_alpha=section.cost_ema_alpha,
     )

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
-from rsrv.runtime.scheduler.eviction import Resident, make_room
+from rsrv.runtime.scheduler.eviction import POLICIES, Resident, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
@@ -40,16 +40,20 @@ class Loads:
         "_missed",
         "_missed_again",
         "_models",
+        "_policy",
         "_retry_at",
         "_stuck",
         "cold",
         "weights",
     )
 
-    def __init__(self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float, eviction: str
+    ) -> None:
         self._models = models
         self.weights = weights
         self._factor = residency_factor
+        self._policy = POLICIES[eviction]
         #: models with work whose weights are absent, by the discipline's rank.
         self.cold = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
@@ -82,9 +86,10 @@ class Loads:
         self._stuck = None
         self._changed.clear()
 
-    def obey(self, residency_factor: float) -> None:
+    def obey(self, residency_factor: float, eviction: str) -> None:
         """The settings have changed, or the discipline: all ranks will be told again."""
         self._factor = residency_factor
+        self._policy = POLICIES[eviction]
         self.cold.clear()
         self.retry()
 
@@ -135,7 +140,7 @@ class Loads:
                 evictable.append(_resident(model, discipline))
             else:
                 retry_at = min(retry_at, when)
-        victims = make_room(missing, evictable)
+        victims = make_room(missing, evictable, now, self._policy)
         planned = None if victims is None else (cold, [self._models[victim] for victim in victims])
         return planned, retry_at
 
@@ -151,10 +156,11 @@ class Loads:
             return None
         return self._retry_at
 
-    def overdue(self) -> list[ModelState]:
+    def overdue(self, now: float) -> list[ModelState]:
         """Who gives way, if more is on the device than the budget allows: of those nobody waits for."""
         idle = [_resident(one) for one in self._models.values() if _free(one) and one.place is None]
-        return [self._models[name] for name in make_room(self.weights.missing(0), idle) or ()]
+        victims = make_room(self.weights.missing(0), idle, now, self._policy)
+        return [self._models[name] for name in victims or ()]
 
     # --- who gives way ---------------------------------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class Loads:
         ]
         for name in self._missed:
             model = self._models[name]
-            victims = make_room(self.weights.missing(model.holding.bytes), idle)
+            victims = make_room(self.weights.missing(model.holding.bytes), idle, now, self._policy)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
         return None
@@ -229,4 +235,5 @@ def _free(model: ModelState) -> bool:
 
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = None if discipline is None or model.place is None else discipline.rank(model)
-    return Resident(model.name, model.holding.bytes, model.holding.used, rank)
+    holding = model.holding
+    return Resident(model.name, holding.bytes, holding.used, rank, holding.load_seconds, holding.uses)

@@ -12,6 +12,7 @@ from rsrv.runtime.scheduler.deadlines import Deadlines
 from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Finish, Instruction, Outcome, Reason, Request
+from rsrv.runtime.scheduler.eviction import remember
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.snapshot import Counts
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane, level_of
@@ -129,6 +130,7 @@ class Queues:
             self.touched[model] = None
             if model.queued == len(ids) and not model.executions:
                 model.holding.needed(now)
+            model.holding.uses = remember(model.holding.uses, len(ids), now)
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
         self.starts.clean(self.queued)

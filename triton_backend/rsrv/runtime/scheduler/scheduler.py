@@ -75,7 +75,9 @@ class Scheduler:
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
         self._weights = Weights(self.settings.weight_budget_bytes)
-        self._loads = Loads(self._models, self._weights, self.settings.residency_factor)
+        self._loads = Loads(
+            self._models, self._weights, self.settings.residency_factor, self.settings.eviction
+        )
         #: models that are held back for more requests, by when that ends.
         self._unripe = Ranking()
         #: at most `depth` executions.
@@ -244,14 +246,14 @@ class Scheduler:
         model.too_large = budget is not None and program.weight_bytes > budget
         if event.resident:
             self._weights.adopt(model.holding, now)
-            for victim in self._loads.overdue():
+            for victim in self._loads.overdue(now):
                 self._evict(victim, now, out)
 
     def _change(self, settings: SchedulerSettings, now: float) -> None:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._loads.obey(settings.residency_factor)
+        self._loads.obey(settings.residency_factor, settings.eviction)
         for model in self._models.values():
             for lane in model.lanes.values():
                 lane.costs.obey(settings)

@@ -9,6 +9,7 @@ from enum import Enum
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights
+from rsrv.runtime.scheduler.eviction import Uses
 
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
@@ -36,6 +37,7 @@ class Holding:
         "residency",
         "since",
         "used",
+        "uses",
     )
 
     def __init__(self, model: str, size: int, load_seconds: float) -> None:
@@ -55,6 +57,8 @@ class Holding:
         self.used = 0.0
         #: how long the model usually has no work between two requests; 0.0 before that was seen.
         self.gap = 0.0
+        #: when its latest requests came, wherever the weights were.
+        self.uses: Uses = ()
 
     def needed(self, now: float) -> None:
         """A request came after a pause."""

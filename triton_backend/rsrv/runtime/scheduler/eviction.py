@@ -7,10 +7,10 @@ discipline does.
 
     value = rate * load_seconds / bytes
 
-the greedy order of GreedyDual-Size-Frequency (L. Cherkasova: Improving WWW Proxies Performance with
-Greedy-Dual-Size-Frequency Caching Policy, HPL-98-69R1, 1998; after P. Cao and S. Irani: Cost-Aware WWW Proxy
-Caching Algorithms, USITS 1997), evaluated when room is needed, as in hyperbolic caching (A. Blankstein, S. Sen,
-M. Freedman: USENIX ATC 2017). What differs is how the rate of requests is estimated: see `rate`.
+as GreedyDual-Size-Frequency does (L. Cherkasova: Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency
+Caching Policy, HPL-98-69R1, 1998; after P. Cao and S. Irani: Cost-Aware WWW Proxy Caching Algorithms, USITS 1997).
+That one counts uses and ages them by evictions; here it is the `rate` that ages, and the value is taken when room is
+needed, as in hyperbolic caching (A. Blankstein, S. Sen, M. Freedman: Hyperbolic Caching, USENIX ATC 2017).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,7 @@ Uses = tuple[float, ...]
 
 def remember(uses: Uses, requests: int, now: float) -> Uses:
     """The latest uses, after that many more at `now`."""
-    return (*uses, *(now,) * min(requests, _MEMORY))[-_MEMORY:]
+    return (uses + (now,) * min(requests, _MEMORY))[-_MEMORY:]
 
 
 def rate(uses: Uses, now: float, grain: float) -> float:
@@ -42,9 +42,9 @@ def rate(uses: Uses, now: float, grain: float) -> float:
 
         (sum over uses of age ** -1/2) ** 2 / number of uses,          age = now - use + grain
 
-    What was asked for is the likelier to be asked for again the less time has passed: as the inverse square root
-    of it (J. Anderson and L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991).
-    That is a weight as in LRFU (D. Lee et al.: IEEE Trans. Computers 50, 2001), but without a unit of time: if
+    The less time has passed since something was asked for, the likelier it is asked for again: by a power of that
+    time (J. Anderson and L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991); -1/2
+    is the usual one (J. Anderson and C. Lebiere: The Atomic Components of Thought, 1998). It is a weight as in LRFU (D. Lee et al.: IEEE Trans. Computers 50, 2001), but without a unit of time: if
     everything took twice as long, the order would be the same. To remember a few uses, and also of what is
     not resident, is LRU-K's (E. O'Neil, P. O'Neil, G. Weikum: SIGMOD 1993).
 

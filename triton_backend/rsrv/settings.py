@@ -82,8 +82,8 @@ class RuntimeSection(_Section):
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,
-        description="Device bytes that weights may take; more are kept on the host and loaded on demand, the least "
-        "recently used giving way. null: no limit.",
+        description="Device bytes that weights may take; more are kept on the host and loaded on demand, and "
+        "scheduler.eviction says who gives way. null: no limit.",
     )
 
 

@@ -28,6 +28,7 @@ from rsrv.runtime.scheduler.events import (
     SettingsChanged,
     WeightsLoaded,
 )
+from rsrv.runtime.scheduler.eviction import POLICIES
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
@@ -94,9 +95,9 @@ class RandomEvents(RuleBasedStateMachine):
         )
         self.bytes: dict[str, int] = {}
 
-    @rule(discipline=disciplines, depth=st.integers(1, 3))
-    def change_the_settings(self, discipline: str, depth: int) -> None:
-        settings = replace(self.driver.settings, discipline=discipline, depth=depth)
+    @rule(discipline=disciplines, depth=st.integers(1, 3), eviction=st.sampled_from(sorted(POLICIES)))
+    def change_the_settings(self, discipline: str, depth: int, eviction: str) -> None:
+        settings = replace(self.driver.settings, discipline=discipline, depth=depth, eviction=eviction)
         self.driver.send(SettingsChanged(settings))
 
     # --- models --------------------------------------------------------------------------------------
@@ -231,6 +232,7 @@ def test_a_million_random_events() -> None:
             depth=1 + seed % 3,
             discipline=sorted(DISCIPLINES)[seed // 3 % 3],
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
+            eviction=sorted(POLICIES)[seed % 2],
         )
         driver = Driver(settings, validate_every=20)
         chance = Random(seed)

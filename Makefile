@@ -11,7 +11,7 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench scheduler-page lint format clean bundles
+.PHONY: help demo serve test test-unit test-long bench scheduler-page eviction-page lint format clean bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/bench
 
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py
+
+eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
+	$(BIN)/python tools/eviction_page.py
 
 lint: $(VENV) ## style and types
 	$(BIN)/ruff check

@@ -214,14 +214,14 @@ def runs(name: str) -> dict[str, Run]:
 def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
     """All of the page's, by name. `compared` is scenario -> scheduler -> run."""
     return {
-        "coalescing": _table(_coalescing()),
-        "settings": _table(_settings()),
-        **{name: _table(_comparison(name, those)) for name, those in compared.items()},
-        **{name: _table(_sweep(name)) for name in SWEEPS},
+        "coalescing": table(_coalescing()),
+        "settings": table(_settings()),
+        **{name: table(_comparison(name, those)) for name, those in compared.items()},
+        **{name: table(_sweep(name)) for name in SWEEPS},
     }
 
 
-def _table(rows: Iterator[Sequence[str]]) -> str:
+def table(rows: Iterator[Sequence[str]]) -> str:
     first, *rest = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([first, "|---" * (first.count(" | ") + 1) + "|", *rest])
 

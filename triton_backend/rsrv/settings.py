@@ -64,6 +64,11 @@ class SchedulerSection(_Section):
         description="A model with waiting requests keeps its weights on the device for at least this many times the "
         "time that loading them took.",
     )
+    eviction: Literal["lru", "cost"] = Field(
+        "lru",
+        description="Whose weights give way among models that nobody waits for. lru: the least recently used; "
+        "cost: those whose bytes save the least time of loading, by how often the model was asked for of late.",
+    )
 
 
 #: keys of the scheduler's section that a running runtime takes new values for
@@ -72,6 +77,7 @@ CHANGEABLE = (
     "depth",
     "launch_ahead_ms",
     "residency_factor",
+    "eviction",
     "compaction_interval",
     "cost_ema_alpha",
 )
@@ -103,8 +109,8 @@ class RuntimeSection(_Section):
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,
-        description="Device bytes that weights may take; more are kept on the host and loaded on demand, the least "
-        "recently used giving way. null: what the device's memory leaves; no limit on a CPU.",
+        description="Device bytes that weights may take; more are kept on the host and loaded on demand, and "
+        "scheduler.eviction says who gives way. null: what the device's memory leaves; no limit on a CPU.",
     )
     shared_host_weights: bool = Field(
         False,

@@ -20,10 +20,11 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
     assert before == {**SchedulerSection().model_dump(), "depth": 1}
 
     first = configure(os.getpid(), {"depth": 3, "discipline": "edf"})
-    second = configure(os.getpid(), {"launch_ahead_ms": 0.5, "cost_ema_alpha": 1, "residency_factor": 0})
+    changes = {"launch_ahead_ms": 0.5, "cost_ema_alpha": 1.0, "residency_factor": 0.0, "eviction": "cost"}
+    second = configure(os.getpid(), changes)
 
     assert first == {**before, "depth": 3, "discipline": "edf"}
-    assert second == {**first, "launch_ahead_ms": 0.5, "cost_ema_alpha": 1.0, "residency_factor": 0.0}
+    assert second == {**first, **changes}
     assert configure(os.getpid(), {"depth": None})["depth"] == 1
     (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
     assert answer.error is None
@@ -39,6 +40,7 @@ def test_what_is_changed_holds_from_then_on(runtime: Runtime, doubling: Path) ->
         ({"residency_factor": float("inf")}, "scheduler.residency_factor: "),
         ({"launch_ahead_ms": float("nan")}, "scheduler.launch_ahead_ms: "),
         ({"discipline": "lifo"}, "scheduler.discipline: "),
+        ({"eviction": "random"}, "scheduler.eviction: "),
         ({"depth": [0] * 10_000}, "scheduler.depth: "),
         ({f"depth{i}": 0 for i in range(6_000)}, "scheduler.depth0: unknown key"),
         ({"max_queue_depth": 3}, "scheduler.max_queue_depth: cannot be changed while the runtime runs"),

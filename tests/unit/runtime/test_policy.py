@@ -32,7 +32,8 @@ def test_every_key_arrives() -> None:
     settings = load_settings(
         """
         scheduler:
-          {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, compaction_interval: 9, cost_ema_alpha: 0.5}
+          {depth: 4, launch_ahead_ms: 1.5, residency_factor: 2, eviction: cost,
+            compaction_interval: 9, cost_ema_alpha: 0.5}
         """
     )
 
@@ -40,6 +41,7 @@ def test_every_key_arrives() -> None:
         depth=4,
         launch_ahead_ms=1.5,
         residency_factor=2.0,
+        eviction="cost",
         compaction_interval=9,
         cost_ema_alpha=0.5,
         weight_budget_bytes=1000,

@@ -31,6 +31,7 @@ from rsrv.runtime.scheduler.events import (
     SettingsChanged,
     WeightsLoaded,
 )
+from rsrv.runtime.scheduler.eviction import POLICIES
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
@@ -104,10 +105,19 @@ class RandomEvents(RuleBasedStateMachine):
         )
         self.programs: dict[str, Program] = {}
 
-    @rule(discipline=disciplines, depth=st.integers(1, 3), budget=st.none() | st.integers(0, 8))
-    def change_the_settings(self, discipline: str, depth: int, budget: int | None) -> None:
+    @rule(
+        discipline=disciplines,
+        depth=st.integers(1, 3),
+        budget=st.none() | st.integers(0, 8),
+        eviction=st.sampled_from(sorted(POLICIES)),
+    )
+    def change_the_settings(self, discipline: str, depth: int, budget: int | None, eviction: str) -> None:
         settings = replace(
-            self.driver.settings, discipline=discipline, depth=depth, weight_budget_bytes=budget
+            self.driver.settings,
+            discipline=discipline,
+            depth=depth,
+            weight_budget_bytes=budget,
+            eviction=eviction,
         )
         self.driver.send(SettingsChanged(settings))
 
@@ -285,6 +295,7 @@ def test_a_million_random_events() -> None:
             depth=1 + seed % 3,
             discipline=sorted(DISCIPLINES)[seed // 3 % 3],
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
+            eviction=sorted(POLICIES)[seed % 2],
         )
         driver = Driver(settings, validate_every=20)
         chance = Random(seed)

@@ -114,3 +114,19 @@ def test_the_scenario_is_echoed() -> None:
     result = metrics("discipline: fifo\nseed: 4\nduration: 3\nmodels: {a: {cost: {1: 1}}}\narrivals: []")
 
     assert (result["discipline"], result["seed"], result["duration"]) == ("fifo", 4, 3.0)
+
+
+def test_a_request_hits_if_its_weights_are_there_when_it_arrives() -> None:
+    """a starts on the device; b's first request finds nothing, the second a load under way, the third weights."""
+    result = metrics(
+        """
+        device: {warm: true, weight_budget_bytes: 100, h2d_bytes_per_s: 1000}
+        models: {a: {cost: {1: 0.01}, weight_bytes: 100}, b: {cost: {1: 0.01}, weight_bytes: 80}}
+        arrivals: [{t: 0, model: a}, {t: 1, model: b}, {t: 1.01, model: b}, {t: 1.5, model: b}, {t: 2, model: a}]
+        """
+    )
+
+    assert result["models"]["a"]["hit_ratio"] == 0.5
+    assert result["models"]["b"]["hit_ratio"] == pytest.approx(1 / 3)
+    assert result["total"]["hit_ratio"] == 0.4
+    assert (result["total"]["loads"], result["total"]["loaded_bytes"]) == (2, 180)

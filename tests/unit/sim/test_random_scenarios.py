@@ -49,7 +49,9 @@ _scenario = st.fixed_dictionaries(
                 "weight_budget_bytes": st.integers(50, 200),
             },
         ),
-        "settings": st.fixed_dictionaries({"depth": st.integers(1, 2)}),
+        "settings": st.fixed_dictionaries(
+            {"depth": st.integers(1, 2), "eviction": st.sampled_from(["lru", "cost"])}
+        ),
         "models": st.dictionaries(st.sampled_from(["a", "b", "c"]), _model, min_size=1),
         "arrivals": st.fixed_dictionaries(
             {},

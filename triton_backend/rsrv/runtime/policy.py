@@ -17,6 +17,7 @@ def scheduler_settings(
         depth=section.depth or (2 if asynchronous else 1),
         launch_ahead_ms=section.launch_ahead_ms,
         residency_factor=section.residency_factor,
+        eviction=section.eviction,
         weight_budget_bytes=weight_budget_bytes,
         compaction_interval=section.compaction_interval,
         cost_ema_alpha=section.cost_ema_alpha,

@@ -53,6 +53,7 @@ class _Tally:
 
     ends: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(_NAMES, 0))
     arrived: int = 0
+    hits: int = 0
     in_time: int = 0
     waits: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -61,6 +62,7 @@ class _Tally:
     useful_rows: int = 0
     padded_rows: int = 0
     loads: int = 0
+    loaded_bytes: int = 0
     evictions: int = 0
     #: when it had requests in the system: disjoint, ascending.
     busy: list[Span] = field(default_factory=list)
@@ -68,6 +70,7 @@ class _Tally:
     def add(self, sent: Sent) -> None:
         assert sent.outcome is not None
         self.arrived += 1
+        self.hits += sent.hit
         self.ends[sent.outcome] += 1
         if self.busy and sent.arrived <= self.busy[-1][1]:
             self.busy[-1] = (self.busy[-1][0], max(self.busy[-1][1], sent.ended))
@@ -114,6 +117,7 @@ def summarize(record: Record) -> dict[str, Any]:
             load_seconds += min(load.ended, window) - load.started
             for tally in (models[load.model], total):
                 tally.loads += 1
+                tally.loaded_bytes += scenario.programs[load.model].weight_bytes
     for model, at in record.evictions:
         if at <= window:
             for tally in (models[model], total):
@@ -123,6 +127,7 @@ def summarize(record: Record) -> dict[str, Any]:
         name: {
             **{label: tally.ends[outcome] for outcome, label in _NAMES.items()},
             "arrived": tally.arrived,
+            "hit_ratio": _ratio(tally.hits, tally.arrived),
             "device_seconds": tally.device_seconds,
             "share": _ratio(tally.device_seconds, total.device_seconds),
             **tally.times(),
@@ -130,6 +135,7 @@ def summarize(record: Record) -> dict[str, Any]:
             "useful_rows": tally.useful_rows,
             "padded_rows": tally.padded_rows,
             "loads": tally.loads,
+            "loaded_bytes": tally.loaded_bytes,
             "evictions": tally.evictions,
         }
         for name, tally in models.items()
@@ -137,6 +143,7 @@ def summarize(record: Record) -> dict[str, Any]:
     totals = {
         **{label: total.ends[outcome] for outcome, label in _NAMES.items()},
         "arrived": total.arrived,
+        "hit_ratio": _ratio(total.hits, total.arrived),
         "window_s": window,
         "makespan_s": makespan,
         "device_seconds": total.device_seconds,
@@ -152,6 +159,7 @@ def summarize(record: Record) -> dict[str, Any]:
         "padded_rows": total.padded_rows,
         "padding_ratio": _ratio(total.padded_rows, total.padded_rows + total.useful_rows),
         "loads": total.loads,
+        "loaded_bytes": total.loaded_bytes,
         "evictions": total.evictions,
         "load_seconds": load_seconds,
         "link_utilisation": _ratio(load_seconds, window),

@@ -55,6 +55,8 @@ class Sent:
 
     request: Request
     arrived: float
+    #: whether its model's weights were on the device when it arrived.
+    hit: bool
     started: float | None = None
     ended: float = inf
     outcome: Outcome | None = None
@@ -128,6 +130,8 @@ class _Simulation:
         self.sequence = count()
         self.arrivals = open_arrivals(scenario)
         self.next_arrival = next(self.arrivals, None)
+        #: models whose weights are on the device.
+        self.resident: set[str] = set()
         #: request -> the client that waits for its end.
         self.clients: dict[int, _Client] = {}
         #: until when the device and the link are taken.
@@ -162,6 +166,8 @@ class _Simulation:
         for program in self.scenario.programs.values():
             resident = self.scenario.warm and program.weight_bytes <= room
             room -= program.weight_bytes if resident else 0
+            if resident:
+                self.resident.add(program.model)
             self._tell(ModelAdded(program, resident))
 
     # --- what happens next ---------------------------------------------------------------------------------
@@ -208,7 +214,7 @@ class _Simulation:
         t, model, rows, deadline_s, priority, variant, committed = arrival
         deadline = None if deadline_s is None else instant(t + deadline_s)
         request = Request(len(self.record.requests) + 1, model, variant, rows, deadline, priority, committed)
-        self.record.requests.append(Sent(request, t))
+        self.record.requests.append(Sent(request, t, model in self.resident))
         return request
 
     def _push(self, t: float, kind: int, what: _Client | Event) -> None:
@@ -217,6 +223,8 @@ class _Simulation:
     # --- what the scheduler wants --------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
+        if isinstance(event, WeightsLoaded):
+            self.resident.add(event.model)
         for instruction in self.scheduler.handle(event, self.now):
             if isinstance(instruction, Finish):
                 self._end(instruction)
@@ -231,6 +239,7 @@ class _Simulation:
                     self._abandon(instruction)
                 case EvictWeights():
                     self.record.evictions.append((instruction.model, self.now))
+                    self.resident.remove(instruction.model)
 
     def _end(self, finish: Finish) -> None:
         sent = self.record.requests[finish.request - 1]

@@ -15,12 +15,13 @@ def table(metrics: dict[str, Any]) -> str:
     echo = f"{metrics['discipline']}, seed {metrics['seed']}"
     good = f"{_number(total['goodput'])}/s ({_percent(total['goodput_ratio'])})"
     over = f"{total['jain_models']} models, {_number(total['jain_seconds'])} s"
-    loads = f"{total['loads']} loads ({_number(total['load_seconds'])} s)"
+    loads = f"{total['loads']} loads ({_number(total['load_seconds'])} s, {_number(total['loaded_bytes'] / 1e9)} GB)"
+    hits = f"{_percent(total['hit_ratio'])} of requests found their weights"
     lines = [
         f"{echo}: {total['arrived']} requests in {total['makespan_s']:.6g} s, {ended}",
         f"device busy {_percent(total['utilisation'])}, goodput {good}, Jain {_number(total['jain'])} ({over})",
         f"{total['dispatches']} executions, padding {_percent(total['padding_ratio'])}, {loads}, "
-        + f"{total['evictions']} evictions",
+        + f"{total['evictions']} evictions, {hits}",
         "",
     ]
     head = (

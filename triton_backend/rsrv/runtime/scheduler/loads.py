@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
-from rsrv.runtime.scheduler.eviction import Resident, freed_by_all, in_order, make_room
+from rsrv.runtime.scheduler.eviction import POLICIES, Resident, freed_by_all, in_order, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
@@ -43,6 +43,7 @@ class Loads:
         "_missed",
         "_missed_again",
         "_models",
+        "_policy",
         "_retry_at",
         "_stuck",
         "cold",
@@ -50,10 +51,13 @@ class Loads:
         "weights",
     )
 
-    def __init__(self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float, eviction: str
+    ) -> None:
         self._models = models
         self.weights = weights
         self._factor = residency_factor
+        self._policy = POLICIES[eviction]
         #: absent models that are to come first, whoever waits for them: pinned, to be warmed up, or tried again.
         self.wanted: dict[str, None] = {}
         #: models with work whose weights are absent, by the discipline's rank.
@@ -101,9 +105,10 @@ class Loads:
         self._stuck = None
         self._changed.clear()
 
-    def obey(self, residency_factor: float) -> None:
+    def obey(self, residency_factor: float, eviction: str) -> None:
         """The settings have changed, or the discipline: all ranks will be told again."""
         self._factor = residency_factor
+        self._policy = POLICIES[eviction]
         self.cold.clear()
         self.retry()
 
@@ -163,7 +168,7 @@ class Loads:
                 candidates.append(_resident(model, discipline))
             else:
                 retry_at = min(retry_at, when)
-        victims = make_room(missing, candidates, keep)
+        victims = make_room(missing, candidates, keep, now, self._policy)
         planned = None if victims is None else (cold, [self._models[victim] for victim in victims])
         return planned, retry_at
 
@@ -190,10 +195,10 @@ class Loads:
             return None
         return self._retry_at
 
-    def overdue(self, discipline: Discipline) -> list[ModelState]:
+    def overdue(self, discipline: Discipline, now: float) -> list[ModelState]:
         """Who gives way, one after the other, while there is more on the device than allowed."""
         free = [_resident(one, discipline) for one in self._models.values() if evictable(one)]
-        return [self._models[one.model] for one in in_order(free)]
+        return [self._models[one.model] for one in in_order(free, now, self._policy)]
 
     # --- who gives way ---------------------------------------------------------------------------------------
 
@@ -244,7 +249,8 @@ class Loads:
         ]
         for name in self._missed:
             model = self._models[name]
-            victims = make_room(self.weights.missing(model.holding), idle, model.holding.pieces)
+            pieces, missing = model.holding.pieces, self.weights.missing(model.holding)
+            victims = make_room(missing, idle, pieces, now, self._policy)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
         return None
@@ -286,4 +292,5 @@ def evictable(model: ModelState) -> bool:
 
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = None if discipline is None or model.place is None else discipline.rank(model)
-    return Resident(model.name, model.holding.pieces, model.holding.used, rank)
+    holding = model.holding
+    return Resident(model.name, holding.pieces, holding.used, rank, holding.load_seconds, holding.uses)

@@ -39,7 +39,7 @@ class Memory:
         self._draining = draining
         self._queues = queues
         self.weights = Weights(settings.weight_budget_bytes)
-        self.loads = Loads(models, self.weights, settings.residency_factor)
+        self.loads = Loads(models, self.weights, settings.residency_factor, settings.eviction)
         self.compaction = Compaction()
         self._interval = settings.compaction_interval
         #: models that are being warmed up.
@@ -100,7 +100,7 @@ class Memory:
         """Decide by other settings, or by another discipline."""
         self.weights.budget = settings.weight_budget_bytes
         self._interval = settings.compaction_interval
-        self.loads.obey(settings.residency_factor)
+        self.loads.obey(settings.residency_factor, settings.eviction)
 
     # --- loads end ---------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Memory:
         """Evict what is above the budget, as far as it is free."""
         if self.weights.excess() <= 0:
             return
-        for model in self.loads.overdue(self._queues.discipline):
+        for model in self.loads.overdue(self._queues.discipline, now):
             if self.weights.excess() <= 0:
                 break
             self.evict(model, now, out)

@@ -13,6 +13,7 @@ from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Finish, Instruction, Outcome, Reason, Request
 from rsrv.runtime.scheduler.model import ModelState
+from rsrv.runtime.scheduler.popularity import remember
 from rsrv.runtime.scheduler.snapshot import Counts
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane, level_of
 from rsrv.runtime.scheduler.weights import Residency
@@ -129,6 +130,7 @@ class Queues:
                 model.holding.needed(now)
             if model.holding.residency is not Residency.RESIDENT:
                 model.misses += len(ids)
+            model.holding.uses = remember(model.holding.uses, len(ids), now)
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
         self.starts.clean(self.queued)

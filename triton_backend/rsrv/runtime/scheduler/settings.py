@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
+from rsrv.runtime.scheduler.eviction import POLICIES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
@@ -18,6 +20,8 @@ class SchedulerSettings:
     #: a model with waiting requests keeps its weights on the device for at least this many times the time
     #: that loading them took; see `residency`.
     residency_factor: float = 4.0
+    #: who gives way among models that nobody waits for; a key of `POLICIES`.
+    eviction: str = "lru"
     #: device bytes that weights may take, pinned ones included; None: no limit.
     weight_budget_bytes: int | None = None
     #: loads after which the device's memory is compacted; 0: only on request.
@@ -35,6 +39,7 @@ class SchedulerSettings:
         self._require("depth", self.depth >= 1, "at least 1")
         self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
         self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
+        self._require("eviction", self.eviction in POLICIES, f"one of {sorted(POLICIES)}")
         budget = self.weight_budget_bytes
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
         self._require("compaction_interval", self.compaction_interval >= 0, "at least 0")

@@ -14,6 +14,7 @@ from typing import Any
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
+from rsrv.runtime.scheduler.popularity import Uses
 
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
@@ -63,6 +64,7 @@ class Holding:
         "starved",
         "takes",
         "used",
+        "uses",
     )
 
     def __init__(self, program: Program) -> None:
@@ -91,6 +93,8 @@ class Holding:
         self.used = 0.0
         #: how long the model usually has no work between two requests; 0.0 before that was seen.
         self.gap = 0.0
+        #: when its latest requests came, wherever the weights were.
+        self.uses: Uses = ()
 
     @property
     def bytes(self) -> int:

@@ -164,25 +164,3 @@ def test_two_saturated_models_share_the_device_by_weight(server: RunningTriton) 
     }
 
     assert took["elastic"] / sum(took.values()) == pytest.approx(2 / 3, abs=0.08), (took, began)
-
-
-def test_more_models_than_the_budget_holds(start_triton: StartTriton, tmp_path: Path) -> None:
-    """Three models of 1536 bytes take turns on a budget for two: loaded, evicted, and every answer exact."""
-    (tmp_path / "bundles").mkdir()
-    names = ("first", "second", "third")
-    for name in names:
-        (tmp_path / "bundles" / name).symlink_to(bundles.ensure() / "exact")
-    (tmp_path / "settings.yaml").write_text("runtime: {weight_budget_bytes: 4000}")
-    options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
-    assert rsrv_gen.main([str(tmp_path / "bundles"), *options]) == 0
-    server = start_triton(tmp_path / "gen")
-    x = np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
-
-    with caller(server) as call:
-        for _ in range(5):
-            for name in names:
-                assert_same(call(name, {"x": x}), {"y": x @ bundles.exact_kernel()})
-
-    found = status(server)
-    assert sum(model["weights"] == "resident" for model in found.values()) == 2
-    assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found

@@ -16,9 +16,9 @@ from rsrv.runtime.scheduler.eviction import (
     lru,
     make_room,
 )
+from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.popularity import Uses, rate, remember
 from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.weights import Piece
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

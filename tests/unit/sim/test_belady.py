@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.scheduler.eviction import POLICIES, Resident, make_room
+from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.popularity import Uses, remember
-from rsrv.runtime.scheduler.weights import Piece
 from rsrv.sim.belady import most_hits
 
 

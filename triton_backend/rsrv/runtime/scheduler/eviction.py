@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.popularity import Uses, rate
 from rsrv.runtime.scheduler.ranking import Rank
-from rsrv.runtime.scheduler.weights import Piece
 
 _rank = attrgetter("rank")
 

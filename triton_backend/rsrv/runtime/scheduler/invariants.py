@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 from rsrv.runtime.scheduler.errors import InvariantError
 from rsrv.runtime.scheduler.loads import evictable
 from rsrv.runtime.scheduler.model import ModelState
+from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.waiting import level_of
-from rsrv.runtime.scheduler.weights import Holding, Piece, Residency
+from rsrv.runtime.scheduler.weights import Holding, Residency
 
 if TYPE_CHECKING:
     from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -166,7 +167,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(not piece.tensors or piece.bytes == sum(piece.tensors.values()), "not its bytes (8)")
         _require(tensors.keys().isdisjoint(piece.tensors), "a tensor is in two pieces (8)")
         tensors |= dict.fromkeys(piece.tensors, piece)
-    _require(weights._pieces == tensors, "the tensors known are not those of the models (8)")
+    _require(weights.pieces.by_tensor() == tensors, "the tensors known are not those of the models (8)")
     for state in states:
         if state.program.tensors is not None:
             own = {key for piece in state.holding.pieces for key in piece.tensors}

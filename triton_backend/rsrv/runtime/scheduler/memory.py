@@ -73,7 +73,7 @@ class Memory:
             evict = self.weights.evict(model.holding)
             model.story.add(now, "evict weights", evict)
             out.append(evict)
-        self.weights.remove(model.holding)
+        self.weights.pieces.leave(model.holding)
         self.loads.retry()
         return True
 

@@ -156,7 +156,7 @@ class Scheduler:
                     )
             case ModelAdded():
                 check_program(event.program)
-                self._memory.weights.check(event.program.tensors or {})
+                self._memory.weights.pieces.check(event.program.tensors or {})
                 name = event.program.model
                 if name in self._models:
                     raise CallerError(f"model {name!r} is loaded already: remove it first")

@@ -1,19 +1,18 @@
 """What is on the device: whose weights, in which bytes, under which budget. The one place that loads or evicts.
 
-Tensors are known by their content, and models that have equal ones share their bytes. Tensors that exactly
-the same models have are one `Piece`, so that sums cost O(pieces), and a model that shares nothing is one piece.
+Models that have equal tensors share their bytes (`pieces`): these are counted once, and are there while any of
+the models is.
 
 Every load has an epoch of its own, rising over all models and loads, so a completion names exactly one
 load and a late one hurts nobody. One load is under way at a time: the link to the device is one, and who
 comes next is decided as late as possible.
 """
 
-from collections.abc import Mapping
 from enum import Enum
-from typing import Any
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
+from rsrv.runtime.scheduler.pieces import Piece, Pieces
 from rsrv.runtime.scheduler.popularity import Uses
 
 #: share of the latest pause in the usual one.
@@ -28,21 +27,6 @@ class Residency(Enum):
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
-
-
-class Piece:
-    """Tensors that exactly the same loaded models have. They are on the device while one of these uses them."""
-
-    __slots__ = ("bytes", "owners", "pins", "tensors", "users")
-
-    def __init__(self, tensors: dict[Any, int], size: int, owners: list["Holding"]) -> None:
-        #: key -> bytes; empty for the weights of a model whose tensors nobody told.
-        self.tensors = tensors
-        self.bytes = size
-        self.owners = owners
-        #: owners whose weights are resident or on their way, and those of them that are pinned.
-        self.users = 0
-        self.pins = 0
 
 
 class Holding:
@@ -126,20 +110,19 @@ class Weights:
 
     __slots__ = (
         "_epoch",
-        "_pieces",
         "abandoning",
         "budget",
         "bytes",
         "evictable",
         "loading",
         "loads",
+        "pieces",
         "pinned_bytes",
     )
 
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
-        #: tensor -> the piece that it belongs to.
-        self._pieces: dict[Any, Piece] = {}
+        self.pieces = Pieces()
         #: device bytes that weights may take, pinned ones included; None: no limit.
         self.budget = budget
         #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
@@ -154,60 +137,14 @@ class Weights:
         #: loads since the start that ended well.
         self.loads = 0
 
-    # --- whose tensors there are -----------------------------------------------------------------------------
-
-    def check(self, tensors: Mapping[Any, int]) -> None:
-        """Refuse tensors that contradict those of other models.
-
-        Raises:
-            CallerError: a tensor has another size.
-        """
-        for key, size in tensors.items():
-            piece = self._pieces.get(key)
-            if piece is not None and piece.tensors[key] != size:
-                raise CallerError(f"tensor {key!r} has {size} bytes here and {piece.tensors[key]} elsewhere")
-
     def add(self, program: Program) -> Holding:
         """The absent weights of a model. Costs O(its tensors)."""
         holding = Holding(program)
         if program.tensors is None:
             holding.pieces.append(Piece({}, program.weight_bytes, [holding]))
-            return holding
-        fresh: dict[Any, int] = {}
-        common: dict[Piece, dict[Any, int]] = {}
-        for key, size in program.tensors.items():
-            piece = self._pieces.get(key)
-            (fresh if piece is None else common.setdefault(piece, {}))[key] = size
-        for piece, tensors in common.items():
-            whole = len(tensors) == len(piece.tensors)
-            shared = piece if whole else self._split(piece, tensors)
-            shared.owners.append(holding)
-            holding.pieces.append(shared)
-        if fresh or not common:
-            own = Piece(fresh, sum(fresh.values()), [holding])
-            self._pieces.update(dict.fromkeys(fresh, own))
-            holding.pieces.append(own)
+        else:
+            self.pieces.join(holding, program.tensors)
         return holding
-
-    def _split(self, piece: Piece, tensors: dict[Any, int]) -> Piece:
-        """Make some of a piece's tensors a piece of their own."""
-        part = Piece(tensors, sum(tensors.values()), list(piece.owners))
-        part.users, part.pins = piece.users, piece.pins
-        piece.bytes -= part.bytes
-        for key in tensors:
-            del piece.tensors[key]
-            self._pieces[key] = part
-        for owner in part.owners:
-            owner.pieces.append(part)
-        return part
-
-    def remove(self, holding: Holding) -> None:
-        """Forget the absent weights of a model that is gone."""
-        for piece in holding.pieces:
-            piece.owners.remove(holding)
-            if not piece.owners:
-                for key in piece.tensors:
-                    del self._pieces[key]
 
     # --- how much room there is --------------------------------------------------------------------------------
 

@@ -1,0 +1,118 @@
+"""Whose weights are where, seen by clients and operators of a real server."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from rsrv.wire.status import Refused, compact, read_status, set_residency
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.calls import assert_same, caller
+from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+
+#: of `exact`: its kernel of 64 x 6 f32
+_BYTES = 1536
+
+
+def serve(
+    start: StartTriton, folder: Path, settings: str, kernels: Mapping[str, bundles.Array]
+) -> RunningTriton:
+    """`exact` under other names, with these kernels."""
+    for name, kernel in kernels.items():
+        copy = folder / "bundles" / name
+        shutil.copytree(bundles.ensure() / "exact", copy)
+        file = copy / "weights.safetensors"
+        with safe_open(file, "numpy") as stored:
+            metadata, (key,) = stored.metadata(), stored.keys()
+        save_file({key: kernel}, file, metadata)
+    (folder / "settings.yaml").write_text(settings)
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    return start(folder / "gen")
+
+
+def different(*names: str) -> dict[str, bundles.Array]:
+    return {name: bundles.exact_kernel() + number for number, name in enumerate(names)}
+
+
+def where(server: RunningTriton) -> dict[str, str]:
+    models: dict[str, Any] = read_status(server.pid)["models"]
+    return {name: model["weights"] for name, model in models.items()}
+
+
+@pytest.fixture
+def x() -> bundles.Array:
+    return np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
+
+
+def test_more_models_than_the_budget_holds(
+    start_triton: StartTriton, tmp_path: Path, x: bundles.Array
+) -> None:
+    """Three models take turns on a budget for two: loaded, evicted, and every answer exact."""
+    kernels = different("first", "second", "third")
+    server = serve(start_triton, tmp_path, "runtime: {weight_budget_bytes: 4000}", kernels)
+
+    with caller(server) as call:
+        for _ in range(5):
+            for name, kernel in kernels.items():
+                assert_same(call(name, {"x": x}), {"y": x @ kernel})
+
+    found = read_status(server.pid)["models"]
+    assert sum(model["weights"] == "resident" for model in found.values()) == 2
+    assert all(model["loads"] >= 4 and model["evictions"] >= 4 for model in found.values()), found
+
+
+def test_equal_weights_are_there_once(start_triton: StartTriton, tmp_path: Path, x: bundles.Array) -> None:
+    """Three models with one kernel fit where one does, on the device and on the host."""
+    kernels = dict.fromkeys(("first", "second", "third"), bundles.exact_kernel())
+    server = serve(start_triton, tmp_path, f"runtime: {{weight_budget_bytes: {_BYTES}}}", kernels)
+
+    with caller(server) as call:
+        for name, kernel in kernels.items():
+            assert_same(call(name, {"x": x}), {"y": x @ kernel})
+
+    found = read_status(server.pid)
+    assert {model["evictions"] for model in found["models"].values()} == {0}
+    for tier in found["memory"].values():
+        assert (tier["logical_bytes"], tier["physical_bytes"]) == (3 * _BYTES, _BYTES)
+
+
+def test_an_operator_moves_weights_between_the_tiers(
+    start_triton: StartTriton, tmp_path: Path, x: bundles.Array
+) -> None:
+    """A pinned model stays while others take turns; an unpinned one is read from its file; both as soon as told."""
+    kernels = different("first", "second", "third")
+    settings = f"runtime: {{weight_budget_bytes: {2 * _BYTES}}}\nmodels: {{third: {{residency: unpinned}}}}"
+    server = serve(start_triton, tmp_path, settings, kernels)
+    assert read_status(server.pid)["memory"]["host"]["physical_bytes"] == 2 * _BYTES
+
+    set_residency(server.pid, "first", "device")
+    wait_until(lambda: where(server)["first"] == "resident", what="the pinned model's load")
+    with caller(server) as call:
+        for _ in range(3):
+            for name in ("second", "third"):
+                assert_same(call(name, {"x": x}), {"y": x @ kernels[name]})
+                assert where(server)["first"] == "resident"
+        compact(server.pid)
+        assert_same(call("first", {"x": x}), {"y": x @ kernels["first"]})
+        set_residency(server.pid, "first", "system")
+        for name in ("second", "third"):
+            assert_same(call(name, {"x": x}), {"y": x @ kernels[name]})
+    assert where(server) == {"first": "absent", "second": "resident", "third": "resident"}
+    wait_until(
+        lambda: read_status(server.pid)["memory"]["host"]["physical_bytes"] == 2 * _BYTES,
+        what="the host's copy",
+    )
+
+    with pytest.raises(Refused, match="no model 'fourth'"):
+        set_residency(server.pid, "fourth", "device")
+    with pytest.raises(Refused, match=r"models\.first\.residency: .*'unpinned', 'system' or 'device'"):
+        set_residency(server.pid, "first", "gpu")

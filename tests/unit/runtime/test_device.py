@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from rsrv.runtime.aligned import aligned_copy
 from rsrv.runtime.device import Abandoned, Array, DeviceError, JaxDevice, run
 from rsrv.runtime.models import build, describe, identify
 from rsrv.settings import load_settings
@@ -135,3 +136,44 @@ def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doublin
 
     for (_, size), executable in model.executables.items():
         assert 0 <= device.scratch_bytes(executable, 12) - 2 * 12 * size <= 64
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (1000, 33), (1024, 512)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, jax.numpy.bfloat16])
+def test_an_upload_to_a_cpu_is_one_copy(shape: tuple[int, ...], dtype: type) -> None:
+    """The buffer is what was copied, of any size and type, and not the file's mapping that it came from."""
+    device = JaxDevice("cpu")
+    source: Array = np.full(shape, 3, dtype)
+    source.flags.writeable = False
+
+    (buffer,) = device.upload([source])
+
+    assert isinstance(buffer, jax.Array)
+    if source.size:
+        assert buffer.unsafe_buffer_pointer() != source.ctypes.data
+    copy = aligned_copy(source)
+    in_place = jax.device_put(copy, buffer.device)
+    assert not source.size or in_place.unsafe_buffer_pointer() == copy.ctypes.data
+    np.testing.assert_array_equal(np.asarray(buffer), source)
+    device.free([buffer])
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(4, 16 << 20), (64, 1 << 20), (200, 128 << 10)])
+def test_freed_memory_goes_back_to_the_system(count: int, nbytes: int) -> None:
+    """At once, and after many rounds as after the first; weights of 64 MB and less in tensors of several sizes."""
+    device = JaxDevice("cpu")
+    sources = [np.full(nbytes, i, np.uint8) for i in range(count)]
+    device.free(device.upload(sources))
+    before = resident_bytes()
+
+    for _ in range(10):
+        buffers = device.upload(sources)
+        assert resident_bytes() > before + 0.9 * count * nbytes
+        device.free(buffers)
+
+        assert abs(resident_bytes() - before) < 0.02 * before

@@ -1,5 +1,7 @@
 """The device: compile, hold weights, execute. The one file of the runtime that imports jax."""
 
+import errno
+import gc
 import logging
 import os
 import time
@@ -14,6 +16,7 @@ from typing import Any, NewType, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.runtime.aligned import aligned_copy
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -211,21 +214,26 @@ class JaxDevice:
 
     def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
         buffers: list[Any] = []
-        moving: deque[Any] = deque()
+        moving: deque[tuple[Any, int]] = deque()
+        moving_bytes = 0
         try:
             for array in arrays:
-                self._settle(moving, _IN_FLIGHT_TENSORS - 1, _IN_FLIGHT_BYTES - array.nbytes)
+                while len(moving) >= _IN_FLIGHT_TENSORS and moving_bytes + array.nbytes > _IN_FLIGHT_BYTES:
+                    oldest, nbytes = moving.popleft()
+                    self._jax.block_until_ready(oldest)
+                    moving_bytes -= nbytes
                 if abandoned():
                     raise Abandoned
                 buffers.append(self._jax.device_put(self._own(array), self._device))
-                moving.append(buffers[-1])
+                moving.append((buffers[-1], array.nbytes))
+                moving_bytes += array.nbytes
             while moving:
                 if abandoned():
                     raise Abandoned
-                self._settle(moving, len(moving) - 1)
+                self._jax.block_until_ready(moving.popleft()[0])
         except BaseException as error:
             # A transfer under way reads host memory that the caller may be about to unmap.
-            for buffer in moving:
+            for buffer, _ in moving:
                 with suppress(Exception):
                     self._jax.block_until_ready(buffer)
             self.free(buffers)
@@ -234,20 +242,18 @@ class JaxDevice:
             raise
         return buffers
 
-    def _settle(self, moving: deque[Any], tensors: int, nbytes: int = 0) -> None:
-        """Wait for transfers, the oldest first, until no more than `tensors`, or than `nbytes`, are under way."""
-        while len(moving) > tensors and sum(buffer.nbytes for buffer in moving) > nbytes:
-            self._jax.block_until_ready(moving.popleft())
-
     def _own(self, array: Array) -> Array:
         """What jax is to be given."""
         # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
-        return np.array(array) if self._device.platform == "cpu" else array
+        return aligned_copy(array) if self._device.platform == "cpu" else array
 
     def free(self, buffers: Iterable[Buffer]) -> None:
         buffer: Any
         for buffer in buffers:
             buffer.delete()
+        if self._device.platform == "cpu":
+            # jax lets go of the arrays that it used in place with the next collection, of the youngest will do.
+            gc.collect(0)
 
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
         return lambda: None
@@ -310,4 +316,6 @@ class JaxDevice:
 
 
 def _exhausted(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

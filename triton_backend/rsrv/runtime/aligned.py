@@ -1,6 +1,7 @@
 """Copies of arrays where jax's CPU uses them in place, in memory that the system gets back."""
 
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if nbytes >= _MAPPED_BYTES:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE_PAGE_BYTES:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         raw = np.frombuffer(mapping, np.uint8)
     else:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -129,17 +130,27 @@ class JaxDevice:
     """jax's first device of a platform. Importing jax takes seconds, so this is made on a worker thread.
 
     A CPU executes within `launch`; with `asynchronous_cpu` it does as a GPU does. jax decides that once per
-    process, when it is first used.
+    process, when it is first used. Of a GPU's memory it may take `memory_fraction`, if `preallocate` at once,
+    unless the environment has jax's own variables for that.
     """
 
     def __init__(
-        self, platform: str = "auto", cache_dir: Path | None = None, *, asynchronous_cpu: bool = False
+        self,
+        platform: str = "auto",
+        cache_dir: Path | None = None,
+        *,
+        memory_fraction: float = 0.9,
+        preallocate: bool = True,
+        asynchronous_cpu: bool = False,
     ) -> None:
         import jax
         import jax.monitoring
 
         if platform != "auto":
             jax.config.update("jax_platforms", platform)
+        if platform == "cuda" or (platform == "auto" and has_plugin()):
+            options = client_options(memory_fraction, preallocate, os.environ)
+            jax.config.update("jax_pjrt_client_create_options", options)
         # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
         jax.config.update("jax_enable_x64", True)
         # A CPU that executes is not free for anything else; another thread would only add two switches.
@@ -167,6 +178,7 @@ class JaxDevice:
         self._lock = Lock()
         self._latest: _Execution | None = None
         self._noticing = Lock()
+        self._cuda: Driver | None = None
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -201,9 +213,11 @@ class JaxDevice:
         return None if figures is None else figures.get(figure)
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
-        """Inputs + outputs + temporaries, from the compiler's own account of the program's buffers.
+        """From the compiler's own account of the program's buffers, the same on a CPU and on a GPU:
 
-        argument_size - weight_bytes + output_size + temp_size - alias_size (an output in an argument's place).
+        argument_size - weight_bytes (leaves the inputs) + output_size + temp_size - alias_size (an output in an
+        argument's place, which both count). A GPU's code and constants are outside of its allocator. An allocator
+        rounds each buffer up, to 256 bytes on a GPU, which is not in here.
         """
         compiled: Any = executable
         size = compiled.memory_analysis()
@@ -256,7 +270,13 @@ class JaxDevice:
             gc.collect(0)
 
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
-        return lambda: None
+        if self._device.platform == "cpu":
+            return lambda: None
+        try:
+            self._cuda = self._cuda or Driver(self._device.local_hardware_id)
+            return self._cuda.page_lock(address, nbytes)
+        except CudaError as error:
+            raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
     def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]

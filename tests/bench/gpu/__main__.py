@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
 
-    device = JaxDevice()
-    on_gpu = jax.devices()[0].platform != "cpu"
-    plan = Plan() if on_gpu and not options.small else SMALL
-    chosen = {key: getattr(options, key) for key in ("traffic_models", "traffic_bytes")}
-    plan = Plan(**{**asdict(plan), **{key: value for key, value in chosen.items() if value is not None}})
-    results = Results(transfer.describe())
+    # As the runtime's own process has it.
+    sys.setswitchinterval(0.0005)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rsrv-gpu-", dir=options.directory) as directory:
         os.environ["RSRV_RUNTIME_DIR"] = str(Path(directory, "runtime"))
+        device = JaxDevice(cache_dir=Path(directory, "cache"))
+        on_gpu = jax.devices()[0].platform != "cpu"
+        plan = Plan() if on_gpu and not options.small else SMALL
+        chosen = {key: getattr(options, key) for key in ("traffic_models", "traffic_bytes")}
+        plan = replace(plan, **{key: value for key, value in chosen.items() if value is not None})
+        results = Results(transfer.describe())
         measure(device, plan, parts, Path(directory), results)
     check(results, device, on_gpu)
     targets = make_targets(results, plan) if on_gpu else []

@@ -20,11 +20,8 @@ from tests.bench.gpu.client import Client, Wrong, counts, serving
 from tests.bench.gpu.models import WIDTH, Model, Shape, make_models, spend
 
 
-def settings_for(budget: int, cache: Path) -> Settings:
-    return load_settings(
-        f"runtime: {{weight_budget_bytes: {budget}, compilation_cache_dir: {cache}}}\n"
-        "scheduler: {max_queue_depth: 100000}\n"
-    )
+def settings_for(budget: int) -> Settings:
+    return load_settings(f"runtime: {{weight_budget_bytes: {budget}}}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def measure_cold(
         names = [f"cold{size}", *(["evictor"] if size == ascending[-1] else [])]
         models += make_models(directory, Shape(size), names)
     results = []
-    with serving(device, settings_for(ascending[-1], directory / "cache"), models) as clients:
+    with serving(device, settings_for(ascending[-1]), models) as clients:
         *asked, evictor = clients
         for client in asked:
             cold, warm = [], []
@@ -114,7 +111,7 @@ def measure_turns(
     """Every model always has one request under way."""
     made = make_models(directory, shape, [f"turns{fit}{chr(ord('a') + i)}" for i in range(models)])
     budget = shape.nbytes * fit + shape.nbytes // 2
-    with serving(device, settings_for(budget, directory / "cache"), made) as clients:
+    with serving(device, settings_for(budget), made) as clients:
         alone = [clients[0].ask(x) for x in _inputs(6)]
         before = counts()
         started = time.perf_counter()
@@ -163,7 +160,7 @@ def measure_traffic(
     weights = np.arange(1, models + 1, dtype=float) ** -exponent
     weights /= weights.sum()
     starting = time.perf_counter()
-    with serving(device, settings_for(budget, directory / "cache"), made) as all_clients:
+    with serving(device, settings_for(budget), made) as all_clients:
         register_s = time.perf_counter() - starting
         # Until the popular ones are there.
         _run(all_clients, clients, seconds / 4, lambda _, rng: int(rng.choice(models, p=weights)))

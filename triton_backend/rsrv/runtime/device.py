@@ -29,9 +29,10 @@ Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
 
-#: bytes that may be on their way to the device at once, and tensors that may be in any case: enough to keep a link
-#: of 60 GB/s busy for milliseconds, while the rest of an unpinned model is still on the disk
-_IN_FLIGHT_BYTES = 256 << 20
+#: bytes that may be on their way to the device at once, and tensors that may be in any case. A GPU's transfers wait
+#: for the executions that were launched before them: many must be under way to keep a link busy beside those
+#: executions. And giving up an upload waits for them: 20 ms at 50 GB/s.
+_IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
 
 

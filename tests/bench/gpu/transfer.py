@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,12 @@ import jax
 import numpy as np
 
 from rsrv.runtime.aligned import aligned_copy
-from rsrv.runtime.cuda import Driver
 from rsrv.runtime.device import Array, Device, Executable, JaxDevice
+from tests.bench.gpu.raw import computes_with, raw
 
 #: the ways, in the order of the table
-LIMIT, LOCKED, PAGEABLE, BUSY, PINNED = "limit", "page-locked", "pageable", "page-locked, busy", "pinned_host"
+LIMIT, LOCKED, PAGEABLE, PINNED = "limit", "page-locked", "pageable", "pinned_host"
+BUSY, LIMIT_BUSY = "page-locked, busy", "limit, busy"
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,11 @@ class Rate:
     median: float
 
 
-def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> list[Rate]:
-    """Every way with the same `nbytes` in so many tensors. Raises AssertionError if something arrives wrong."""
+def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> tuple[list[Rate], str]:
+    """Every way with the same `nbytes` in so many tensors; and whether jax computes with memory that is not its own.
+
+    Raises AssertionError if something arrives wrong.
+    """
     memory = aligned_copy(np.arange(nbytes // 4, dtype=np.uint32))
     arrays = _slices(memory, tensors)
 
@@ -59,12 +62,15 @@ def measure(device: JaxDevice, nbytes: int, tensors: int, rounds: int) -> list[R
         rates.append(rate(LOCKED, upload))
         with _executing(device):
             rates.append(rate(BUSY, upload))
-        with _raw(device, arrays) as raw:
-            rates.append(rate(LIMIT, raw))
+        with raw(arrays) as own:
+            rates.append(rate(LIMIT, own.copy))
+            with _executing(device):
+                rates.append(rate(LIMIT_BUSY, own.copy))
+            imported = computes_with(own, arrays)
     finally:
         unlock()
     rates.append(rate(PINNED, _pinned(arrays)))
-    return rates
+    return rates, imported
 
 
 def _slices(memory: Array, tensors: int) -> list[Array]:
@@ -108,47 +114,6 @@ def _executing(device: JaxDevice) -> Iterator[None]:
         stop.set()
         thread.join()
         device.free(buffers)
-
-
-@contextmanager
-def _raw(device: JaxDevice, arrays: Sequence[Array]) -> Iterator[Callable[[], float]]:
-    """The limit: on CUDA, copies of the driver's own on a stream of its own; on a CPU, memcpy to warm memory."""
-    gpu = jax.devices()[0]
-    if gpu.platform == "cpu":
-        target = np.zeros(sum(a.nbytes for a in arrays), np.uint8)
-
-        def copy() -> float:
-            started = time.perf_counter()
-            at = 0
-            for array in arrays:
-                target[at : at + array.nbytes] = array.view(np.uint8)
-                at += array.nbytes
-            return time.perf_counter() - started
-
-        yield copy
-        return
-    driver = Driver(gpu.local_hardware_id)
-    with driver.current():
-        target_at, stream = ctypes.c_uint64(), ctypes.c_void_p()
-        nbytes = sum(array.nbytes for array in arrays)
-        driver.call("cuMemAlloc_v2", ctypes.byref(target_at), ctypes.c_size_t(nbytes))
-        driver.call("cuStreamCreate", ctypes.byref(stream), 1)  # waits for no other stream
-
-        def copy_asynchronously() -> float:
-            started = time.perf_counter()
-            at = target_at.value
-            for array in arrays:
-                source, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
-                driver.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(at), source, size, stream)
-                at += array.nbytes
-            driver.call("cuStreamSynchronize", stream)
-            return time.perf_counter() - started
-
-        try:
-            yield copy_asynchronously
-        finally:
-            driver.call("cuStreamDestroy_v2", stream)
-            driver.call("cuMemFree_v2", target_at)
 
 
 def _pinned(arrays: Sequence[Array]) -> Callable[[], float]:

@@ -11,7 +11,8 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench scheduler-page eviction-page lint format clean bundles
+.PHONY: help demo serve test test-unit test-long bench bench-gpu scheduler-page eviction-page lint format clean \
+	bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -48,6 +49,9 @@ test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench $(BENCH)
+
+bench-gpu: $(VENV) ## measure moving weights on a GPU (docs/weights.md; without one: only whether it works)
+	$(BIN)/python -m tests.bench.gpu $(BENCH)
 
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py

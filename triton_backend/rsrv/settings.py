@@ -93,6 +93,18 @@ class RuntimeSection(_Section):
         Path("~/.cache/rsrv/xla"),
         description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
     )
+    memory_fraction: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that weights and executions may take together. jax's variable "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION wins.",
+    )
+    preallocate: bool = Field(
+        True,
+        description="Take that share when the runtime starts, so that nobody else can, and so that no allocation "
+        "waits for the driver. jax's variable XLA_PYTHON_CLIENT_PREALLOCATE wins.",
+    )
     weight_fraction: float = Field(
         1.0,
         ge=0,

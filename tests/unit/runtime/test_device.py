@@ -6,12 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import Abandoned, Array, DeviceError, JaxDevice, run
+from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, JaxDevice, OutOfMemory, run
 from rsrv.runtime.models import describe, identify
 from rsrv_bundle.modules import check_signatures
 from tests.unit.runtime.conftest import build_here
@@ -119,6 +122,52 @@ def test_an_upload_that_ends_early_leaves_nothing() -> None:
     assert len(jax.live_arrays()) == before
 
 
+def test_an_upload_reads_what_it_moves_as_it_goes() -> None:
+    """A tensor is asked for when those before it are on the device, not all of them at the start."""
+    device = JaxDevice("cpu")
+    before = len(jax.live_arrays())
+    there: list[int] = []
+
+    def reading() -> Iterator[Array]:
+        for array in tensors(4):
+            there.append(len(jax.live_arrays()) - before)
+            yield array
+
+    device.free(device.upload(reading()))
+
+    assert there == [0, 1, 2, 3]
+
+
+#: more than any address space holds, so that no system overcommits it
+ENDLESS = (1 << 46,)
+
+
+def test_an_upload_without_room_says_so_and_leaves_nothing() -> None:
+    """The second tensor is larger than the memory; what came before it is freed."""
+    device = JaxDevice("cpu")
+    before = len(jax.live_arrays())
+
+    with pytest.raises(OutOfMemory):
+        device.upload([np.ones(3, np.float32), np.broadcast_to(np.float32(1), ENDLESS)])
+
+    assert len(jax.live_arrays()) == before
+
+
+def test_an_execution_without_room_says_so() -> None:
+    """Its output is larger than the memory; it is the allocator that refuses, and the next execution is well."""
+    device = JaxDevice("cpu")
+
+    def executable(shape: tuple[int, ...]) -> Executable:
+        struct: Any = jax.ShapeDtypeStruct
+        function = jax.jit(lambda x: (jnp.broadcast_to(x, shape) + 1,))
+        return Executable(function.lower(struct((), np.float32)).compile())
+
+    with pytest.raises(OutOfMemory, match="RESOURCE_EXHAUSTED"):
+        run(device, executable(ENDLESS), [], [np.array(1, np.float32)])
+    (y,), _ = run(device, executable((2,)), [], [np.array(1, np.float32)])
+    assert y.tolist() == [2, 2]
+
+
 def test_a_cpus_memory_has_no_stated_limit() -> None:
     """And page-locking does nothing there."""
     device = JaxDevice("cpu")
@@ -134,3 +183,60 @@ def test_the_scratch_of_an_execution_is_what_it_takes_beside_its_weights(doublin
 
     for (_, size), executable in model.executables.items():
         assert 0 <= device.scratch_bytes(executable, 12) - 2 * 12 * size <= 64
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (1000, 33), (1024, 512)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, jnp.bfloat16])
+def test_an_upload_to_a_cpu_is_one_copy(shape: tuple[int, ...], dtype: type) -> None:
+    """The buffer is what was copied, of any size and type, and not the file's mapping that it came from."""
+    device = JaxDevice("cpu")
+    source: Array = np.full(shape, 3, dtype)
+    source.flags.writeable = False
+
+    (buffer,) = device.upload([source])
+
+    assert isinstance(buffer, jax.Array)
+    if source.size:
+        assert buffer.unsafe_buffer_pointer() != source.ctypes.data
+    copy = aligned_copy(source)
+    in_place = jax.device_put(copy, buffer.device)
+    assert not source.size or in_place.unsafe_buffer_pointer() == copy.ctypes.data
+    np.testing.assert_array_equal(np.asarray(buffer), source)
+    device.free([buffer])
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(4, 16 << 20), (64, 1 << 20), (200, 128 << 10)])
+def test_freed_memory_goes_back_to_the_system(count: int, nbytes: int) -> None:
+    """At once, and after many rounds as after the first; weights of 64 MB and less in tensors of several sizes."""
+    device = JaxDevice("cpu")
+    sources = [np.full(nbytes, i, np.uint8) for i in range(count)]
+    device.free(device.upload(sources))
+    before = resident_bytes()
+
+    for _ in range(10):
+        buffers = device.upload(sources)
+        assert resident_bytes() > before + 0.9 * count * nbytes
+        device.free(buffers)
+
+        assert abs(resident_bytes() - before) < 0.02 * before
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_over_many_rounds() -> None:
+    """500 times 40 MB come and go, in 114 tensors from 1 kB to 8 MB: as much as after the first ten times."""
+    device = JaxDevice("cpu")
+    sizes = [1 << 10] * 60 + [64 << 10] * 40 + [1 << 20] * 12 + [8 << 20] * 2
+    sources = [np.full(nbytes, i, np.uint8) for i, nbytes in enumerate(sizes)]
+    for _ in range(10):
+        device.free(device.upload(sources))
+    before = resident_bytes()
+
+    for _ in range(500):
+        device.free(device.upload(sources))
+
+    assert abs(resident_bytes() - before) < 0.02 * before

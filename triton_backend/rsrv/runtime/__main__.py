@@ -72,7 +72,12 @@ def main(argv: list[str] | None = None) -> int:
         options.server_pid,
         settings,
         Scheduler(scheduler_settings(settings)),
-        lambda: JaxDevice(settings.runtime.platform, settings.runtime.compilation_cache_dir),
+        lambda: JaxDevice(
+            settings.runtime.platform,
+            settings.runtime.compilation_cache_dir,
+            memory_fraction=settings.runtime.memory_fraction,
+            preallocate=settings.runtime.preallocate,
+        ),
     )
 
     def follow_the_server() -> None:

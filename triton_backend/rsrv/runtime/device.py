@@ -1,5 +1,7 @@
 """The device: compile, hold weights, execute. The one file of the runtime that imports jax."""
 
+import errno
+import gc
 import logging
 import os
 import time
@@ -14,6 +16,8 @@ from typing import Any, NewType, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -25,9 +29,10 @@ Executable = NewType("Executable", object)
 Buffer = NewType("Buffer", object)
 Launched = NewType("Launched", object)
 
-#: bytes that may be on their way to the device at once, and tensors that may be in any case: enough to keep a link
-#: of 60 GB/s busy for milliseconds, while the rest of an unpinned model is still on the disk
-_IN_FLIGHT_BYTES = 256 << 20
+#: bytes that may be on their way to the device at once, and tensors that may be in any case. A GPU's transfers wait
+#: for the executions that were launched before them: many must be under way to keep a link busy beside those
+#: executions. And giving up an upload waits for them: 20 ms at 50 GB/s.
+_IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
 
 
@@ -126,17 +131,27 @@ class JaxDevice:
     """jax's first device of a platform. Importing jax takes seconds, so this is made on a worker thread.
 
     A CPU executes within `launch`; with `asynchronous_cpu` it does as a GPU does. jax decides that once per
-    process, when it is first used.
+    process, when it is first used. Of a GPU's memory it may take `memory_fraction`, if `preallocate` at once,
+    unless the environment has jax's own variables for that.
     """
 
     def __init__(
-        self, platform: str = "auto", cache_dir: Path | None = None, *, asynchronous_cpu: bool = False
+        self,
+        platform: str = "auto",
+        cache_dir: Path | None = None,
+        *,
+        memory_fraction: float = 0.9,
+        preallocate: bool = True,
+        asynchronous_cpu: bool = False,
     ) -> None:
         import jax
         import jax.monitoring
 
         if platform != "auto":
             jax.config.update("jax_platforms", platform)
+        if platform == "cuda" or (platform == "auto" and has_plugin()):
+            options = client_options(memory_fraction, preallocate, os.environ)
+            jax.config.update("jax_pjrt_client_create_options", options)
         # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
         jax.config.update("jax_enable_x64", True)
         # A CPU that executes is not free for anything else; another thread would only add two switches.
@@ -164,6 +179,7 @@ class JaxDevice:
         self._lock = Lock()
         self._latest: _Execution | None = None
         self._noticing = Lock()
+        self._cuda: Driver | None = None
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -198,9 +214,11 @@ class JaxDevice:
         return None if figures is None else figures.get(figure)
 
     def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
-        """Inputs + outputs + temporaries, from the compiler's own account of the program's buffers.
+        """From the compiler's own account of the program's buffers, the same on a CPU and on a GPU:
 
-        argument_size - weight_bytes + output_size + temp_size - alias_size (an output in an argument's place).
+        argument_size - weight_bytes (leaves the inputs) + output_size + temp_size - alias_size (an output in an
+        argument's place, which both count). A GPU's code and constants are outside of its allocator. An allocator
+        rounds each buffer up, to 256 bytes on a GPU, which is not in here.
         """
         compiled: Any = executable
         size = compiled.memory_analysis()
@@ -211,21 +229,26 @@ class JaxDevice:
 
     def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
         buffers: list[Any] = []
-        moving: deque[Any] = deque()
+        moving: deque[tuple[Any, int]] = deque()
+        moving_bytes = 0
         try:
             for array in arrays:
-                self._settle(moving, _IN_FLIGHT_TENSORS - 1, _IN_FLIGHT_BYTES - array.nbytes)
+                while len(moving) >= _IN_FLIGHT_TENSORS and moving_bytes + array.nbytes > _IN_FLIGHT_BYTES:
+                    oldest, nbytes = moving.popleft()
+                    self._jax.block_until_ready(oldest)
+                    moving_bytes -= nbytes
                 if abandoned():
                     raise Abandoned
                 buffers.append(self._jax.device_put(self._own(array), self._device))
-                moving.append(buffers[-1])
+                moving.append((buffers[-1], array.nbytes))
+                moving_bytes += array.nbytes
             while moving:
                 if abandoned():
                     raise Abandoned
-                self._settle(moving, len(moving) - 1)
+                self._jax.block_until_ready(moving.popleft()[0])
         except BaseException as error:
             # A transfer under way reads host memory that the caller may be about to unmap.
-            for buffer in moving:
+            for buffer, _ in moving:
                 with suppress(Exception):
                     self._jax.block_until_ready(buffer)
             self.free(buffers)
@@ -234,23 +257,27 @@ class JaxDevice:
             raise
         return buffers
 
-    def _settle(self, moving: deque[Any], tensors: int, nbytes: int = 0) -> None:
-        """Wait for transfers, the oldest first, until no more than `tensors`, or than `nbytes`, are under way."""
-        while len(moving) > tensors and sum(buffer.nbytes for buffer in moving) > nbytes:
-            self._jax.block_until_ready(moving.popleft())
-
     def _own(self, array: Array) -> Array:
         """What jax is to be given."""
         # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
-        return np.array(array) if self._device.platform == "cpu" else array
+        return aligned_copy(array) if self._device.platform == "cpu" else array
 
     def free(self, buffers: Iterable[Buffer]) -> None:
         buffer: Any
         for buffer in buffers:
             buffer.delete()
+        if self._device.platform == "cpu":
+            # jax lets go of the arrays that it used in place with the next collection, of the youngest will do.
+            gc.collect(0)
 
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
-        return lambda: None
+        if self._device.platform == "cpu":
+            return lambda: None
+        try:
+            self._cuda = self._cuda or Driver(self._device.local_hardware_id)
+            return self._cuda.page_lock(address, nbytes)
+        except CudaError as error:
+            raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
     def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
@@ -310,4 +337,6 @@ class JaxDevice:
 
 
 def _exhausted(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

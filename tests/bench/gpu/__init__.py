@@ -1,0 +1,4 @@
+"""Moving weights, measured on this machine's device through the real runtime. See docs/weights.md.
+
+Run from the project's root: python -m tests.bench.gpu
+"""

@@ -1,0 +1,108 @@
+"""A runtime in this process, as its own loop and scheduler run it on a real device, and its clients."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rsrv.runtime.device import Device
+from rsrv.runtime.loop import Loop
+from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.settings import Settings
+from rsrv.stub.lane import Lane
+from rsrv.stub.launch import greet
+from rsrv.wire.frames import Status, Submission
+from rsrv.wire.layout import Interface
+from rsrv.wire.paths import SOCKET, make_private, runtime_directory
+from rsrv.wire.socket import connect, listen
+from rsrv.wire.status import read_status
+from tests.bench.gpu.models import Model
+
+#: seconds that an answer may take
+_TIMEOUT = 120.0
+
+
+class Wrong(Exception):
+    """An answer that is not the model's, or none."""
+
+
+class Client:
+    """One model over one connection. One thread at a time may ask."""
+
+    def __init__(self, socket: Path, model: Model) -> None:
+        self.model = model
+        self.busy = threading.Lock()
+        self._lane = Lane(greet(connect(socket)))
+        document = self._lane.register({"model": model.name, "bundle": str(model.path)})
+        self._variant = Interface.from_json(document["interface"]).variants[0]
+        self._slab = self._lane.take(
+            self._variant.inputs.places(1)[1] + self._variant.outputs.places(1)[1], 1
+        )
+
+    def ask(self, x: np.ndarray[Any, Any]) -> float:
+        """Seconds until the answer was there. Raises Wrong if it is not the right one."""
+        started = time.perf_counter()
+        slab, variant = self._slab, self._variant
+        at = slab.place.offset
+        outputs_at = at + variant.inputs.places(1)[1]
+        slab.view(at, variant.inputs.tensors[0], 1)[...] = x
+        (id,) = self._lane.next_ids(1)
+        self._lane.submit([Submission(id, 0, 1, 0, 0, 0, slab.place.segment, at, outputs_at)])
+        (done,) = self._lane.receive(_TIMEOUT)
+        if done.status is not Status.OK:
+            raise Wrong(f"{self.model.name}: {done.status.name}: {done.text}")
+        y = slab.view(outputs_at, variant.outputs.tensors[0], 1)
+        if not np.array_equal(y, self.model.answer(x)):
+            raise Wrong(f"{self.model.name}: {y} for {x}, expected {self.model.answer(x)}")
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._lane.close()
+
+
+@contextmanager
+def serving(device: Device, settings: Settings, models: Sequence[Model]) -> Iterator[list[Client]]:
+    """A runtime with these models, registered one after the other. Finds its directory as a tritonserver's does."""
+    directory = runtime_directory(os.getpid(), "0")
+    make_private(directory)
+    socket = directory / SOCKET
+    listener = listen(socket)
+    loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
+    thread = threading.Thread(target=loop.run, name="loop")
+    thread.start()
+    with ExitStack() as stack:
+        stack.callback(socket.unlink)
+        stack.callback(listener.close)
+        stack.callback(thread.join)
+        stack.callback(loop.stop)
+        clients = []
+        for model in models:
+            clients.append(Client(socket, model))
+            stack.callback(clients[-1].close)
+        yield clients
+        for client in clients:
+            client.close()
+        _until_nothing_is_left()
+
+
+def _until_nothing_is_left(seconds: float = 30) -> None:
+    """Every model has left: its weights are freed, or the next part would find the device full."""
+    end = time.monotonic() + seconds
+    while read_status(os.getpid())["models"]:
+        if time.monotonic() > end:
+            raise Wrong("models do not leave with their clients")
+        time.sleep(0.01)
+
+
+def counts() -> tuple[int, int]:
+    """Requests answered and weights loaded so far, over all models of the runtime."""
+    models = read_status(os.getpid())["models"].values()
+    return sum(m["outcomes"].get("answered", 0) for m in models), sum(m["loads"] for m in models)

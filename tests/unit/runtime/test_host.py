@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import host
+from rsrv.runtime.aligned import LARGE, Bytes
 from rsrv.runtime.host import HostCounts, HostStore
-from rsrv.runtime.host_memory import LARGE, Block, Bytes, HostMemoryError, PrivateMemory, SharedMemory
+from rsrv.runtime.host_memory import Block, HostMemoryError, PrivateMemory, SharedMemory
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from tests.unit.bundle.forge import make_bundle
 from tests.unit.runtime.weights import Array, large, small, write_bundle

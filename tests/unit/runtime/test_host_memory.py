@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import host_memory
-from rsrv.runtime.host_memory import LARGE, Block, Bytes, HostMemoryError, PrivateMemory, SharedMemory, fresh
+from rsrv.runtime.aligned import LARGE, Bytes
+from rsrv.runtime.host_memory import Block, HostMemoryError, PrivateMemory, SharedMemory, fresh
 from tests.unit.runtime.peers import Peer
 
 

@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from rsrv.runtime.aligned import LARGE
 from rsrv.runtime.host import HostStore, HostWeights
-from rsrv.runtime.host_memory import LARGE, SharedMemory
+from rsrv.runtime.host_memory import SharedMemory
 from tests.unit.runtime.weights import Array, large, small, write_bundle
 
 

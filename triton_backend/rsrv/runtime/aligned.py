@@ -1,4 +1,4 @@
-"""Copies of arrays where jax's CPU uses them in place, in memory that the system gets back."""
+"""Memory that jax's CPU uses in place, and that goes back to the system when it is dropped."""
 
 import mmap
 from contextlib import suppress
@@ -7,30 +7,37 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Bytes = npt.NDArray[np.uint8]
+
 #: bytes to which arrays must be aligned for jax's CPU to use them in place
 _ALIGNMENT = 64
-#: malloc's own first threshold for mappings
-_MAPPED_BYTES = 128 << 10
+#: bytes from which on memory is a mapping of its own: rounding to whole pages costs 6 % at most. Below, a mapping
+#: costs more than it saves.
+LARGE = 64 << 10
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy that jax's CPU need not copy again, and whose memory goes back to the system when it is dropped.
+def aligned(nbytes: int, *, huge_pages: bool = False) -> Bytes:
+    """Memory to fill. A large one goes back to the system with its last view. Raises OSError and MemoryError.
 
-    A large one is a mapping of its own. malloc would do that only until the first one is freed: it then keeps as
-    much for the next, in a heap that other allocations keep from shrinking.
+    malloc would give it back only until the first one is freed: it then keeps as much for the next, in a heap that
+    other allocations keep from shrinking. With `huge_pages` a very large one is filled faster, but neighbours may
+    share a page, and give it back together.
     """
-    nbytes = array.nbytes
-    if nbytes >= _MAPPED_BYTES:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE_PAGE_BYTES:
-            with suppress(OSError):  # a kernel without huge pages
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        raw = np.frombuffer(mapping, np.uint8)
-    else:
+    if nbytes < LARGE:
         spare = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -spare.ctypes.data % _ALIGNMENT
-        raw = spare[start : start + nbytes]
-    copy = raw.view(array.dtype).reshape(array.shape)
+        return spare[start : start + nbytes]
+    mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages and nbytes >= _HUGE_PAGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    # The array keeps the mapping alive.
+    return np.frombuffer(mapping, np.uint8)
+
+
+def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy that jax's CPU need not copy again."""
+    copy = aligned(array.nbytes, huge_pages=True).view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rsrv.runtime.aligned import aligned
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Array, Device, Launched
 from rsrv.runtime.models import Model
@@ -46,39 +47,31 @@ class Job:
     parts: tuple[Part, ...]
 
 
-#: of one execution, by the input's index; made on first use
-Buffers = dict[int, Array]
-
-
 @dataclass(slots=True)
 class Staging:
-    """Buffers that batches are assembled in, a set for each execution that may still read its own.
+    """Memory that batches are assembled in: a block for each execution that may still read its own.
 
-    Used by the loop and the executor's threads: what they share is touched in single steps only.
+    Blocks serve all models, and grow with the largest batch. Used by the loop and the executor's threads: what they
+    share is touched in single steps only.
     """
 
-    #: sets that nobody uses, by (model, variant, size)
-    _idle: dict[tuple[str, int, int], list[Buffers]] = field(default_factory=dict)
+    #: blocks that nobody uses
+    _idle: list[Array] = field(default_factory=list)
 
-    def take(self, job: Job) -> Buffers:
-        idle = self._idle.get((job.model.key, job.variant, job.size))
-        if not idle:
-            return {}
+    def take(self, nbytes: int) -> Array:
         try:
-            return idle.pop()
-        except IndexError:  # another thread was faster
-            return {}
+            block = self._idle.pop()
+        except IndexError:
+            return aligned(nbytes)
+        return block if block.nbytes >= nbytes else aligned(nbytes)
 
-    def give(self, job: Job, buffers: Buffers) -> None:
+    def give(self, block: Array) -> None:
         """Back for the next batch: the execution is over."""
-        if buffers:
-            self._idle.setdefault((job.model.key, job.variant, job.size), []).append(buffers)
+        self._idle.append(block)
 
-    def forget(self, model: str) -> None:
-        # A snapshot, for the threads may be giving back buffers of other models meanwhile.
-        for key in list(self._idle):
-            if key[0] == model:
-                del self._idle[key]
+    def clear(self) -> None:
+        """Give the memory back; the next batches take what they need."""
+        self._idle.clear()
 
 
 class Run:
@@ -152,17 +145,20 @@ class Flight:
 
     job: Job
     launched: Launched
-    buffers: Buffers
+    #: where its inputs were assembled; None: they are read in place
+    staged: Array | None
 
 
 def launch(job: Job, device: Device, staging: Staging) -> Flight:
     """Give the device a job's inputs."""
     weights = job.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
-    buffers = staging.take(job)
-    inputs = gather(job, job.model.interface.variants[job.variant].inputs, buffers)
+    block = job.model.interface.variants[job.variant].inputs
+    alone = len(job.parts) == 1 and job.rows == job.size
+    staged = None if alone else staging.take(block.places(job.size)[1])
+    inputs = gather(job, block, staged)
     executable = job.model.executables[job.variant, job.size]
-    return Flight(job, device.launch(executable, weights, inputs), buffers)
+    return Flight(job, device.launch(executable, weights, inputs), staged)
 
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
@@ -171,34 +167,39 @@ def finish(flight: Flight, device: Device, staging: Staging) -> float:
     outputs, seconds = device.read(flight.launched)
     scatter(job, job.model.interface.variants[job.variant].outputs, outputs)
     # Not after a failure: who knows then whether the device is done with them.
-    staging.give(job, flight.buffers)
+    if flight.staged is not None:
+        staging.give(flight.staged)
     return seconds
 
 
-def gather(job: Job, block: Block, buffers: Buffers) -> list[Array]:
+def gather(job: Job, block: Block, staged: Array | None) -> list[Array]:
     """The inputs at the compiled size: read in place if one request fills it, else stacked and padded with zeros."""
-    alone = len(job.parts) == 1 and job.rows == job.size
-    runs = [] if alone else find_runs(job.parts)
+    first = job.parts[0]
+    places, _ = block.places(first.rows)
+    if staged is None:
+        return [
+            first.view(tensor, at, outputs=False) for tensor, at in zip(block.tensors, places, strict=True)
+        ]
+    runs = find_runs(job.parts)
+    targets, _ = block.places(job.size)
     return [
-        job.parts[0].view(tensor, block.places(job.parts[0].rows)[0][index], outputs=False)
-        if alone or tensor.batch_axis is None
-        else _stack(job, index, block, runs, buffers)
+        first.view(tensor, places[index], outputs=False)
+        if tensor.batch_axis is None
+        else _stack(job, index, block, runs, staged, targets[index])
         for index, tensor in enumerate(block.tensors)
     ]
 
 
-def _stack(job: Job, index: int, block: Block, runs: list[Run], buffers: Buffers) -> Array:
+def _stack(job: Job, index: int, block: Block, runs: list[Run], staged: Array, target: int) -> Array:
     tensor = block.tensors[index]
-    buffer = buffers.get(index)
-    if buffer is None:
-        buffer = buffers[index] = np.zeros(tensor.shape(job.size), numpy_dtype(tensor.dtype))
-    rows_first = _rows_first(buffer, tensor)
+    stacked: Array = np.ndarray(tensor.shape(job.size), numpy_dtype(tensor.dtype), staged, target)
+    rows_first = _rows_first(stacked, tensor)
     at = 0
     for run in runs:
         at = run.copy(rows_first, at, tensor, block.places(run.rows)[0][index], outputs=False)
     if at < job.size:
         rows_first[at:] = 0
-    return buffer
+    return stacked
 
 
 def scatter(job: Job, block: Block, outputs: Sequence[Array]) -> None:

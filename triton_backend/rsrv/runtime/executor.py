@@ -65,7 +65,7 @@ class Executor:
 
     def forget(self, model: str) -> None:
         """A model is gone, and nothing of it executes."""
-        self._staging.forget(model)
+        self._staging.clear()
         self._deceptive.discard(model)
 
     # --- on the loop --------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from rsrv.runtime.host_memory import LARGE, Block, Bytes, Memory, fresh
+from rsrv.runtime.aligned import LARGE, Bytes
+from rsrv.runtime.host_memory import Block, Memory, fresh
 from rsrv_bundle import Bundle
 from rsrv_bundle.weights import WeightsFile, as_array, changed_since_loaded
 

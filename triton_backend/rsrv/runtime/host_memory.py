@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from rsrv.runtime.aligned import LARGE, Bytes, aligned
 
-#: bytes from which on a tensor has a mapping of its own: its memory goes back to the system at once, it can be
-#: page-locked and shared, and rounding to whole pages costs 6 % at most. Below, a mapping costs more than it saves.
-LARGE = 64 << 10
-#: bytes; jax uses arrays that are aligned so without a copy
-_ALIGNMENT = 64
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 
@@ -57,17 +51,12 @@ class Memory(Protocol):
 def fresh(nbytes: int) -> Bytes:
     """Memory of this process to fill, aligned for every element type. Raises HostMemoryError if there is none."""
     try:
-        if nbytes >= LARGE:
-            # The array keeps the mapping alive, and the last view of it unmaps it.
-            return np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-        spacious = np.empty(nbytes + _ALIGNMENT, np.uint8)
+        return aligned(nbytes)
     except (OSError, MemoryError) as error:
         raise HostMemoryError(
             f"the host has no memory for a tensor of {nbytes} bytes ({error}): serve fewer models, or set their "
             "residency to unpinned"
         ) from None
-    start = -spacious.ctypes.data % _ALIGNMENT
-    return spacious[start : start + nbytes]
 
 
 class PrivateMemory:

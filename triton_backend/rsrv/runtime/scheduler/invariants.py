@@ -176,11 +176,10 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     pinned = sum(piece.bytes for piece in owners if piece.pins)
     _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
-    present = [state for state in states if state.holding.residency is not Residency.ABSENT]
-    unpinned = [state for state in present if not state.holding.pinned]
-    _require(weights.evictable == len(unpinned), "those that are not pinned are not counted (8)")
-    idle = [state for state in unpinned if evictable(state) and not state.draining]
-    _require(weights.excess() <= 0 or not idle, f"{held} bytes held of {weights.budget} (8)")
+    present = [state.holding for state in states if state.holding.residency is not Residency.ABSENT]
+    if weights.excess(present) > 0:
+        idle = [state for state in states if evictable(state) and not state.draining]
+        _require(not any(state.holding.bytes for state in idle), f"{held} bytes held of {weights.budget} (8)")
     loading = [state for state in states if state.holding.residency is Residency.LOADING]
     _require(len(loading) <= 1, "more than one load is under way (9)")
     _require(

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
-from rsrv.runtime.scheduler.eviction import POLICIES, Resident, freed_by_all, in_order, make_room
+from rsrv.runtime.scheduler.eviction import POLICIES, Resident, freed_by_all, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
@@ -196,9 +196,12 @@ class Loads:
         return self._retry_at
 
     def overdue(self, discipline: Discipline, now: float) -> list[ModelState]:
-        """Who gives way, one after the other, while there is more on the device than allowed."""
+        """Who gives way, if there is more on the device than allowed: all that may, if that is not enough."""
         free = [_resident(one, discipline) for one in self._models.values() if evictable(one)]
-        return [self._models[one.model] for one in in_order(free, now, self._policy)]
+        victims = make_room(self.weights.missing(), free, (), now, self._policy)
+        if victims is None:
+            victims = [one.model for one in free if one.bytes]
+        return [self._models[victim] for victim in victims]
 
     # --- who gives way ---------------------------------------------------------------------------------------
 

@@ -26,7 +26,17 @@ from rsrv.runtime.scheduler.weights import Holding, Residency, Weights
 class Memory:
     """Whose weights are on the device, come next, and leave."""
 
-    __slots__ = ("_draining", "_interval", "_models", "_queues", "compaction", "loads", "warming", "weights")
+    __slots__ = (
+        "_crowded",
+        "_draining",
+        "_interval",
+        "_models",
+        "_queues",
+        "compaction",
+        "loads",
+        "warming",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -44,6 +54,8 @@ class Memory:
         self._interval = settings.compaction_interval
         #: models that are being warmed up.
         self.warming = 0
+        #: whether more is on the device than allowed, because it is in use.
+        self._crowded = False
 
     @property
     def idle(self) -> bool:
@@ -99,6 +111,7 @@ class Memory:
     def obey(self, settings: SchedulerSettings) -> None:
         """Decide by other settings, or by another discipline."""
         self.weights.budget = settings.weight_budget_bytes
+        self.weights.moved = True
         self._interval = settings.compaction_interval
         self.loads.obey(settings.residency_factor, settings.eviction)
 
@@ -180,14 +193,21 @@ class Memory:
         self._queues.touched[model] = None
 
     def trim(self, now: float, out: list[Instruction]) -> None:
-        """Evict what is above the budget, as far as it is free."""
-        if self.weights.excess() <= 0:
+        """Evict what is beyond the budget, as far as it is free: the budget fell, or models were pinned."""
+        if not (self.weights.moved or self._crowded):
             return
-        for model in self.loads.overdue(self._queues.discipline, now):
-            if self.weights.excess() <= 0:
-                break
-            self.evict(model, now, out)
-        self.loads.retry()
+        self.weights.moved = False
+        if self._excess() > 0:
+            for model in self.loads.overdue(self._queues.discipline, now):
+                self.evict(model, now, out)
+            self.loads.retry()
+        self._crowded = self._excess() > 0
+
+    def _excess(self) -> int:
+        every = (*self._models.values(), *self._draining.values())
+        return self.weights.excess(
+            [one.holding for one in every if one.holding.residency is not Residency.ABSENT]
+        )
 
     def compact(self, now: float, out: list[Instruction]) -> None:
         """Evict all that is neither pinned nor in use; nothing loads or executes."""

@@ -8,6 +8,7 @@ load and a late one hurts nobody. One load is under way at a time: the link to t
 comes next is decided as late as possible.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
 from rsrv.runtime.scheduler.errors import CallerError
@@ -113,9 +114,9 @@ class Weights:
         "abandoning",
         "budget",
         "bytes",
-        "evictable",
         "loading",
         "loads",
+        "moved",
         "pieces",
         "pinned_bytes",
     )
@@ -128,8 +129,8 @@ class Weights:
         #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
         self.bytes = 0
         self.pinned_bytes = 0
-        #: models whose weights are resident or on their way, and not pinned.
-        self.evictable = 0
+        #: whether anything came, went or was pinned since this was set to False.
+        self.moved = False
         #: whose load is under way.
         self.loading: Holding | None = None
         #: whether its end was asked for.
@@ -148,21 +149,30 @@ class Weights:
 
     # --- how much room there is --------------------------------------------------------------------------------
 
-    def missing(self, holding: Holding) -> int:
-        """Bytes that others must give up before its absent weights fit; <= 0: none.
+    def missing(self, holding: Holding | None = None) -> int:
+        """Bytes that others must give up before absent weights fit, or all that is there does; <= 0: none.
 
         Pinned weights, and what is larger than all that they leave, go beyond the budget: the latter alone.
         """
         if self.budget is None:
             return 0
-        alone = self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
-        return self.bytes + holding.absent_bytes - max(self.budget, alone)
+        if holding is None:
+            return self.bytes - self.budget
+        return self.bytes + holding.absent_bytes - max(self.budget, self._alone(holding))
 
-    def excess(self) -> int:
-        """Bytes above the budget that are not those of pinned models and of one other; <= 0: none."""
-        if self.budget is None or self.evictable <= 1:
+    def excess(self, held: Iterable[Holding]) -> int:
+        """Bytes beyond the budget that are not those of pinned models and of one other; <= 0: none.
+
+        `held`: all that are resident or on their way.
+        """
+        if self.budget is None or self.bytes <= self.budget:
             return 0
-        return self.bytes - self.budget
+        alone = max((self._alone(one) for one in held), default=self.pinned_bytes)
+        return self.bytes - max(self.budget, alone)
+
+    def _alone(self, holding: Holding) -> int:
+        """What it takes beside pinned weights."""
+        return self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
 
     def expected_wait(self, holding: Holding, now: float) -> float:
         """Seconds until it can be resident at the earliest."""
@@ -248,7 +258,7 @@ class Weights:
             self._take(holding)
 
     def _take(self, holding: Holding) -> None:
-        self.evictable += not holding.pinned
+        self.moved = True
         for piece in holding.pieces:
             if not piece.users:
                 self.bytes += piece.bytes
@@ -259,7 +269,7 @@ class Weights:
                 piece.pins += 1
 
     def _give(self, holding: Holding) -> None:
-        self.evictable -= not holding.pinned
+        self.moved = True
         for piece in holding.pieces:
             piece.users -= 1
             if not piece.users:

@@ -6,6 +6,7 @@ import pytest
 
 from rsrv.runtime.scheduler.events import Outcome
 from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.sim.scenario import ScenarioError
 from rsrv.sim.simulate import SimulationError
 from tests.unit.sim.helpers import decisions, metrics, run
 
@@ -300,6 +301,45 @@ def test_a_budget_evicts_who_was_used_longest_ago() -> None:
         1,
         1,
     )
+
+
+def test_a_family_shares_its_backbone() -> None:
+    """Three fine-tunes of 100 bytes, 90 of them in common, fit into 120; only the first load moves the backbone."""
+    text = """
+        device: {weight_budget_bytes: 120, h2d_bytes_per_s: 100}
+        models: {tune: {cost: {1: 0.01}, weight_bytes: 100, shared_bytes: 90, count: 3}}
+        arrivals: [{t: 0, model: tune-0}, {t: 2, model: tune-1}, {t: 3, model: tune-2}]
+        """
+    record = run(text)
+
+    assert [(load.nbytes, load.ended - load.started) for load in record.loads] == [
+        (100, 1.0),
+        (10, pytest.approx(0.1)),
+        (10, pytest.approx(0.1)),
+    ]
+    assert record.evictions == []
+
+
+def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
+    """Nobody asks for it at first, and what does not fit beside it takes turns."""
+    text = """
+        device: {weight_budget_bytes: 200, h2d_bytes_per_s: 100}
+        models:
+          kept: {cost: {1: 0.01}, weight_bytes: 100, residency: device}
+          m: {cost: {1: 0.01}, weight_bytes: 100, count: 2}
+        arrivals: [{t: 3, model: m-0}, {t: 6, model: m-1}, {t: 9, model: kept}]
+        """
+    record = run(text)
+
+    assert [load.model for load in record.loads] == ["kept", "m-0", "m-1"]
+    assert record.evictions == [("m-0", 6.0)]
+    assert record.requests[2].hit
+
+
+def test_more_shared_bytes_than_bytes_are_refused() -> None:
+    """By key."""
+    with pytest.raises(ScenarioError, match="shared_bytes: 2 is more than weight_bytes"):
+        run("models: {a: {cost: {1: 1}, weight_bytes: 1, shared_bytes: 2}}\narrivals: []")
 
 
 def test_edf_sheds_what_would_be_late() -> None:

@@ -117,7 +117,7 @@ def summarize(record: Record) -> dict[str, Any]:
             load_seconds += min(load.ended, window) - load.started
             for tally in (models[load.model], total):
                 tally.loads += 1
-                tally.loaded_bytes += scenario.programs[load.model].weight_bytes
+                tally.loaded_bytes += load.nbytes
     for model, at in record.evictions:
         if at <= window:
             for tally in (models[model], total):

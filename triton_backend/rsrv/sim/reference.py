@@ -46,7 +46,9 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if field.default is None or isinstance(field.default, BaseModel) or field.default == []:
         return ""
-    return str(field.default).lower() if isinstance(field.default, bool) else f"{field.default:g}"
+    if isinstance(field.default, bool | str):
+        return str(field.default).lower()
+    return f"{field.default:g}"
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         problems.append(f"duration: missing: say for how many seconds requests of arrivals.{source} arrive")
     groups = _groups(file.models, problems)
     programs = {
-        name: _program(name, file.models[group], file) for group, names in groups.items() for name in names
+        name: _program(name, group, file.models[group], file)
+        for group, names in groups.items()
+        for name in names
     }
     arrivals = file.arrivals
     recorded = [list(_read_trace(one, folder, problems)) for one in arrivals.trace]
@@ -166,7 +168,7 @@ def _groups(models: Mapping[str, Model], problems: list[str]) -> dict[str, list[
     return groups
 
 
-def _program(name: str, model: Model, file: File) -> Program:
+def _program(name: str, group: str, model: Model, file: File) -> Program:
     rate = file.device.h2d_bytes_per_s
     variants = model.variants or [model.cost or {}]
     return Program(
@@ -176,6 +178,11 @@ def _program(name: str, model: Model, file: File) -> Program:
         max_queue_depth=model.max_queue_depth or file.settings.max_queue_depth,
         max_batch_rows=model.max_batch_size,
         weight_bytes=model.weight_bytes,
+        tensors={
+            f"shared by {group}": model.shared_bytes,
+            f"own of {name}": model.weight_bytes - model.shared_bytes,
+        },
+        pinned=model.residency == "device",
         load_seconds=0.0 if rate is None else model.weight_bytes / rate,
         weight=model.weight,
         max_delay=model.max_delay_us / 1e6,

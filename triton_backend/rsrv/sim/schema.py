@@ -1,7 +1,7 @@
 """The keys of a scenario file: typed, with what they mean. `scenario` reads the file and checks it as a whole."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -60,6 +60,16 @@ class Model(Part):
         "None is shorter than a tenth of it.",
     )
     weight_bytes: int = Field(0, ge=0, le=2**60, description="Bytes of its weights.")
+    shared_bytes: int = Field(
+        0,
+        ge=0,
+        description="Of these, what all `count` models have in common, as fine-tunes of one backbone do: it is on the "
+        "device once.",
+    )
+    residency: Literal["system", "device"] = Field(
+        "system",
+        description="device: its weights are loaded at the start and stay, beyond the budget if need be.",
+    )
     weight: float = Field(
         1.0, ge=1e-3, le=1e3, description="Its share of device time relative to other models."
     )
@@ -84,6 +94,14 @@ class Model(Part):
     def _one_kind_of_cost(self) -> "Model":
         if (self.cost is None) == (self.variants is None):
             raise ValueError("give either cost or variants")
+        return self
+
+    @model_validator(mode="after")
+    def _no_more_than_all(self) -> "Model":
+        if self.shared_bytes > self.weight_bytes:
+            raise ValueError(
+                f"shared_bytes: {self.shared_bytes} is more than weight_bytes ({self.weight_bytes})"
+            )
         return self
 
 

@@ -6,6 +6,7 @@ executions that end, then a tick that is due. The link to the device carries one
 the executions. Evictions, and giving up a load, take no time.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
@@ -26,6 +27,7 @@ from rsrv.runtime.scheduler.events import (
     LoadWeights,
     ModelAdded,
     Outcome,
+    Program,
     Request,
     RequestsArrived,
     Tick,
@@ -79,6 +81,8 @@ class Load:
     epoch: int
     started: float
     ended: float
+    #: what no other model had on the device.
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +134,9 @@ class _Simulation:
         self.sequence = count()
         self.arrivals = open_arrivals(scenario)
         self.next_arrival = next(self.arrivals, None)
-        #: models whose weights are on the device.
+        #: models whose weights are on the device; and, of the tensors that are there or on their way, for how many.
         self.resident: set[str] = set()
+        self.tensors: Counter[str] = Counter()
         #: request -> the client that waits for its end.
         self.clients: dict[int, _Client] = {}
         #: until when the device and the link are taken.
@@ -164,9 +169,10 @@ class _Simulation:
     def _add_models(self) -> None:
         room = inf if (budget := self.scenario.settings.weight_budget_bytes) is None else budget
         for program in self.scenario.programs.values():
-            resident = self.scenario.warm and program.weight_bytes <= room
-            room -= program.weight_bytes if resident else 0
+            resident = self.scenario.warm and self._absent_bytes(program) <= room
             if resident:
+                room -= self._absent_bytes(program)
+                self._hold(program)
                 self.resident.add(program.model)
             self._tell(ModelAdded(program, resident))
 
@@ -240,6 +246,7 @@ class _Simulation:
                 case EvictWeights():
                     self.record.evictions.append((instruction.model, self.now))
                     self.resident.remove(instruction.model)
+                    self._release(instruction.model)
 
     def _end(self, finish: Finish) -> None:
         sent = self.record.requests[finish.request - 1]
@@ -272,10 +279,14 @@ class _Simulation:
         self._push(end, _FINISHED, ExecutionFinished(execute.dispatch, seconds))
 
     def _load(self, load: LoadWeights) -> None:
-        seconds = instant(self.scenario.programs[load.model].load_seconds)
+        program = self.scenario.programs[load.model]
+        nbytes = self._absent_bytes(program)
+        share = nbytes / program.weight_bytes if program.weight_bytes else 1.0
+        seconds = instant(program.load_seconds * share)
+        self._hold(program)
         start = max(self.now, self.link_free)
         self.link_free = end = instant(start + seconds)
-        self.record.loads.append(Load(load.model, load.epoch, start, end))
+        self.record.loads.append(Load(load.model, load.epoch, start, end, nbytes))
         self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
 
     def _abandon(self, abandon: AbandonLoad) -> None:
@@ -283,7 +294,19 @@ class _Simulation:
         last = self.record.loads[-1]
         self.record.loads[-1] = replace(last, ended=self.now)
         self.link_free = self.now
+        self._release(abandon.model)
         self._push(self.now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
+
+    # --- what is on the device -----------------------------------------------------------------------------
+
+    def _absent_bytes(self, program: Program) -> int:
+        return sum(size for key, size in (program.tensors or {}).items() if not self.tensors[key])
+
+    def _hold(self, program: Program) -> None:
+        self.tensors.update(program.tensors or ())
+
+    def _release(self, model: str) -> None:
+        self.tensors.subtract(self.scenario.programs[model].tensors or ())
 
 
 def _not_before(t: float) -> float:

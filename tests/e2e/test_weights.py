@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from rsrv.wire.status import Refused, compact, read_status, set_residency
+from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
@@ -116,3 +120,34 @@ def test_an_operator_moves_weights_between_the_tiers(
         set_residency(server.pid, "fourth", "device")
     with pytest.raises(Refused, match=r"models\.first\.residency: .*'unpinned', 'system' or 'device'"):
         set_residency(server.pid, "first", "gpu")
+
+
+def test_servers_on_one_machine_share_a_host_copy(
+    start_triton: StartTriton, tmp_path: Path, x: bundles.Array
+) -> None:
+    """Two servers, as two GPUs have, map one file for the kernel; who leaves last, even by force, removes it."""
+    kernel = np.random.default_rng(3).integers(-9, 9, (64, 512)).astype(np.float32)
+    export_bundle(
+        lambda params, x: {"y": x @ params["kernel"]},
+        {"kernel": jnp.asarray(kernel)},
+        {"x": np.zeros((1, 64), np.float32)},
+        batch_sizes=[4],
+        out_dir=tmp_path / "bundles" / "wide",
+    )
+    digest = hashlib.sha256(kernel.tobytes()).hexdigest()
+    shared = Path(f"/dev/shm/rsrv-weights-u{os.getuid()}") / digest
+    (tmp_path / "settings.yaml").write_text("runtime: {shared_host_weights: true}")
+    servers = []
+    for gpu in ("one", "other"):
+        options = ["-o", str(tmp_path / gpu), "--config", str(tmp_path / "settings.yaml")]
+        assert rsrv_gen.main([str(tmp_path / "bundles"), *options]) == 0
+        servers.append(start_triton(tmp_path / gpu))
+
+    for server in servers:
+        with caller(server) as call:
+            assert_same(call("wide", {"x": x}), {"y": x @ kernel})
+    assert shared.stat().st_size == kernel.nbytes
+    servers[0].server.terminate()
+    assert shared.exists()
+    servers[1].server.kill()
+    wait_until(lambda: not shared.exists(), what="the last one's removal")

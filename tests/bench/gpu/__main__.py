@@ -78,7 +78,7 @@ SMALL = Plan(
 class Results:
     machine: dict[str, str]
     rates: list[Rate] = field(default_factory=list)
-    #: whether jax computes with memory that its allocator knows nothing of
+    #: whether jax computes with memory that its allocator does not know
     imported: str = ""
     scratch: Scratch | None = None
     cold: list[Cold] = field(default_factory=list)

@@ -86,6 +86,12 @@ class RuntimeSection(_Section):
         description="Take that share when the runtime starts, so that nobody else can, and so that no allocation "
         "waits for the driver. jax's variable XLA_PYTHON_CLIENT_PREALLOCATE wins.",
     )
+    weight_memory: Literal["jax", "driver"] = Field(
+        "jax",
+        description="Whose memory weights lie in on a GPU. jax: its allocator's, where a transfer waits for the "
+        "executions launched before it; driver: CUDA's own, with a stream for transfers, and without preallocation. "
+        "docs/weights.md compares.",
+    )
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,

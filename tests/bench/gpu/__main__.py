@@ -99,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.json"))
     parser.add_argument("--directory", type=Path, help="for bundles: files with holes; default: temporary")
+    parser.add_argument(
+        "--weight-memory", choices=("jax", "driver"), default="jax", help="as runtime.weight_memory"
+    )
     parser.add_argument("--traffic-models", type=int)
     parser.add_argument("--traffic-bytes", type=int)
     options = parser.parse_args(argv)
@@ -111,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rsrv-gpu-", dir=options.directory) as directory:
         os.environ["RSRV_RUNTIME_DIR"] = str(Path(directory, "runtime"))
-        device = JaxDevice(cache_dir=Path(directory, "cache"))
+        device = JaxDevice(cache_dir=Path(directory, "cache"), weight_memory=options.weight_memory)
         on_gpu = jax.devices()[0].platform != "cpu"
         plan = Plan() if on_gpu and not options.small else SMALL
         chosen = {key: getattr(options, key) for key in ("traffic_models", "traffic_bytes")}
         plan = replace(plan, **{key: value for key, value in chosen.items() if value is not None})
-        results = Results(transfer.describe())
+        results = Results(transfer.describe() | {"weight_memory": options.weight_memory})
         measure(device, plan, parts, Path(directory), results)
     check(results, device, on_gpu)
     targets = make_targets(results, plan) if on_gpu else []

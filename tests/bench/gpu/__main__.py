@@ -29,7 +29,7 @@ from tests.bench.gpu.serving import (
     measure_turns,
     steps_for,
 )
-from tests.bench.gpu.transfer import BUSY, LIMIT, LIMIT_BUSY, LOCKED, PINNED, Rate, Scratch
+from tests.bench.gpu.transfer import BUSY, LIMIT, LIMIT_BUSY, LOCKED, Rate, Scratch
 from tests.bench.report import targets_table
 
 PARTS = ("transfer", "cold", "turns", "traffic")
@@ -209,7 +209,7 @@ def make_targets(results: Results, plan: Plan) -> list[Target]:
     targets = []
     for tensors in plan.tensors:
         limit = results.rate(LIMIT, tensors)
-        for way in (LOCKED, BUSY, PINNED, LIMIT_BUSY):
+        for way in (LOCKED, BUSY, LIMIT_BUSY):
             share = results.rate(way, tensors) / limit
             targets.append(Target(f"{way}, {tensors} tensors / limit", share, 0.9, at_least=True))
     targets += [

@@ -95,6 +95,12 @@ def test_an_upload_that_fails_leaves_no_memory(
     assert (library.allocated, library.depth) == ({}, 0)
 
 
+def test_without_a_driver_its_memory_is_refused(make_device: MakeDevice) -> None:
+    """The message names the setting."""
+    with pytest.raises(DeviceError, match=r"runtime.weight_memory 'driver' .* cuInit"):
+        make_device(FakeCuda(failing={"cuInit": 100}))
+
+
 def test_a_model_computes_on_the_drivers_memory(make_device: MakeDevice, doubling: Path) -> None:
     """At every compiled size."""
     library = FakeCuda()

@@ -186,7 +186,12 @@ class JaxDevice:
         self._noticing = Lock()
         self._cuda: Driver | None = None
         #: for weights, unless jax has them
-        self._own = WeightMemory(self._driver()) if weight_memory == "driver" else None
+        self._own: WeightMemory | None = None
+        if weight_memory == "driver":
+            try:
+                self._own = WeightMemory(self._driver())
+            except CudaError as error:
+                raise DeviceError(f"runtime.weight_memory 'driver' is for CUDA devices: {error}") from None
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:

@@ -32,6 +32,8 @@ class FakeCuda:
         self.locked: dict[int | None, tuple[int, int]] = {}
         self.allocated: dict[int, Array] = {}
         self.events = 0
+        #: how often the driver was told to keep nothing
+        self.trimmed = 0
 
     def __getattr__(self, function: str) -> Any:
         def called(*arguments: Any) -> int:
@@ -76,6 +78,11 @@ class FakeCuda:
 
     def _cuMemPoolSetAttribute(self, pool: ctypes.c_void_p, attribute: int, value: Any) -> None:
         assert (pool.value, attribute, value._obj.value) == (_POOL, 4, (1 << 64) - 1)
+
+    def _cuMemPoolTrimTo(self, pool: ctypes.c_void_p, keep: ctypes.c_size_t) -> None:
+        assert self.depth
+        assert (pool.value, keep.value) == (_POOL, 0)
+        self.trimmed += 1
 
     def _cuMemAllocAsync(self, address: Any, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p) -> int:
         assert self.depth

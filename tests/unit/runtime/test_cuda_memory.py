@@ -13,7 +13,7 @@ import pytest
 from rsrv.runtime import device as module
 from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, WeightMemory
-from rsrv.runtime.device import Abandoned, Array, DeviceError, JaxDevice, OutOfMemory, run
+from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, JaxDevice, OutOfMemory, run
 from rsrv.runtime.models import build, identify
 from rsrv.settings import load_settings
 from tests.bench.gpu.client import serving
@@ -115,6 +115,21 @@ def test_a_model_computes_on_the_drivers_memory(make_device: MakeDevice, doublin
         np.testing.assert_array_equal(y, 2 * x + 1)
     device.free(model.weights)
     assert library.allocated == {}
+
+
+def test_an_execution_without_room_makes_the_driver_keep_nothing(make_device: MakeDevice) -> None:
+    """jax may need for it what weights have left behind; whoever tries again finds that free."""
+    library = FakeCuda()
+    device = make_device(library)
+    struct: Any = jax.ShapeDtypeStruct
+    endless = (
+        jax.jit(lambda x: (jnp.broadcast_to(x, (1 << 46,)) + 1,)).lower(struct((), np.float32)).compile()
+    )
+
+    with pytest.raises(OutOfMemory):
+        run(device, Executable(endless), [], [np.array(1, np.float32)])
+
+    assert library.trimmed == 1
 
 
 def test_a_runtime_serves_from_the_drivers_memory(

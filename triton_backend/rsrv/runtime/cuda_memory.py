@@ -106,12 +106,12 @@ class WeightMemory:
         self._lock = Lock()
         #: address -> bytes
         self._taken: dict[int, int] = {}
-        pool, everything = ctypes.c_void_p(), ctypes.c_uint64(-1)
+        self._pool, everything = ctypes.c_void_p(), ctypes.c_uint64(-1)
         with driver.current():
             driver.call("cuStreamCreate", ctypes.byref(self._stream), _STREAM_NON_BLOCKING)
-            driver.call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), driver.device)
+            driver.call("cuDeviceGetDefaultMemPool", ctypes.byref(self._pool), driver.device)
             # What is freed stays for the next model, or each load would wait for the driver to map memory.
-            driver.call("cuMemPoolSetAttribute", pool, _RELEASE_THRESHOLD, ctypes.byref(everything))
+            driver.call("cuMemPoolSetAttribute", self._pool, _RELEASE_THRESHOLD, ctypes.byref(everything))
 
     @property
     def in_use(self) -> int:
@@ -164,3 +164,10 @@ class WeightMemory:
         with self._driver.current():
             self._driver.call("cuMemFreeAsync", ctypes.c_uint64(address), self._stream)
         return True
+
+    def trim(self) -> None:
+        """Give back to the driver what was freed and is kept for the next load."""
+        with self._driver.current():
+            # Only then is all of it free.
+            self._driver.call("cuStreamSynchronize", self._stream)
+            self._driver.call("cuMemPoolTrimTo", self._pool, ctypes.c_size_t(0))

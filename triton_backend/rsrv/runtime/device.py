@@ -265,7 +265,7 @@ class JaxDevice:
                     arrived.append(self._arrive(one))
             self.free(arrived)
             if _exhausted(error):
-                raise OutOfMemory(str(error)) from None
+                raise self._no_room(error) from None
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
             raise
@@ -309,6 +309,13 @@ class JaxDevice:
         except CudaError as error:
             raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
 
+    def _no_room(self, error: BaseException) -> OutOfMemory:
+        """What to raise, having given up what is only kept for later: jax may need it for an execution."""
+        if self._own is not None:
+            with suppress(CudaError):
+                self._own.trim()
+        return OutOfMemory(str(error))
+
     def _driver(self) -> Driver:
         self._cuda = self._cuda or Driver(self._device.local_hardware_id or 0)
         return self._cuda
@@ -322,7 +329,7 @@ class JaxDevice:
                 outputs = call(*inputs, *weights)
             except Exception as error:
                 if _exhausted(error):
-                    raise OutOfMemory(str(error)) from None
+                    raise self._no_room(error) from None
                 raise
             if not self.asynchronous:
                 outputs = [np.asarray(out) for out in outputs]
@@ -344,7 +351,7 @@ class JaxDevice:
             outputs = [np.asarray(out) for out in execution.outputs]
         except Exception as error:
             if _exhausted(error):
-                raise OutOfMemory(str(error)) from None
+                raise self._no_room(error) from None
             raise
         finally:
             # The next one remembers this one: not its memory, and not its own predecessors.

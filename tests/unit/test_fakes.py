@@ -1,5 +1,7 @@
 """The fake device keeps the contract that the real one is held to (tests/unit/runtime/test_device.py)."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -36,6 +38,31 @@ def test_an_abandoned_upload_leaves_nothing(device: FakeDevice) -> None:
         device.upload(TENSORS, lambda: next(answers))
 
     assert (device.resident, device.device_bytes, device.uploaded) == (0, 0, 2)
+
+
+def test_an_upload_can_be_held_between_two_tensors(device: FakeDevice) -> None:
+    """And given up there."""
+    device.uploads.clear(after=2)
+    unwanted = threading.Event()
+    ended: list[type[BaseException]] = []
+
+    def upload() -> None:
+        try:
+            device.upload(TENSORS, unwanted.is_set)
+        except Abandoned as error:
+            ended.append(type(error))
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    assert device.uploads.waiting.wait(10)
+    assert device.resident == 2
+
+    unwanted.set()
+    device.uploads.set()
+    thread.join(10)
+
+    assert ended == [Abandoned]
+    assert device.resident == 0
 
 
 def test_an_upload_that_finds_no_room_leaves_nothing(device: FakeDevice) -> None:

@@ -118,6 +118,12 @@ class RuntimeSection(_Section):
         description="Share of the device's memory that stays free of weights and scratch, because no allocator packs "
         "perfectly.",
     )
+    weight_memory: Literal["jax", "driver"] = Field(
+        "jax",
+        description="Whose memory weights lie in on a GPU. jax: its allocator's, where a transfer waits for the "
+        "executions launched before it; driver: CUDA's own, with a stream for transfers, and without preallocation. "
+        "docs/weights.md compares.",
+    )
     weight_budget_bytes: int | None = Field(
         None,
         ge=0,

@@ -29,7 +29,7 @@ from tests.bench.gpu.serving import (
     measure_turns,
     steps_for,
 )
-from tests.bench.gpu.transfer import BUSY, LIMIT, LIMIT_BUSY, LOCKED, PINNED, Rate, Scratch
+from tests.bench.gpu.transfer import BUSY, LIMIT, LIMIT_BUSY, LOCKED, Rate, Scratch
 from tests.bench.report import targets_table
 
 PARTS = ("transfer", "cold", "turns", "traffic")
@@ -78,7 +78,7 @@ SMALL = Plan(
 class Results:
     machine: dict[str, str]
     rates: list[Rate] = field(default_factory=list)
-    #: whether jax computes with memory that its allocator knows nothing of
+    #: whether jax computes with memory that its allocator does not know
     imported: str = ""
     scratch: Scratch | None = None
     cold: list[Cold] = field(default_factory=list)
@@ -99,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench/gpu.json"))
     parser.add_argument("--directory", type=Path, help="for bundles: files with holes; default: temporary")
+    parser.add_argument(
+        "--weight-memory", choices=("jax", "driver"), default="jax", help="as runtime.weight_memory"
+    )
     parser.add_argument("--traffic-models", type=int)
     parser.add_argument("--traffic-bytes", type=int)
     options = parser.parse_args(argv)
@@ -111,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rsrv-gpu-", dir=options.directory) as directory:
         os.environ["RSRV_RUNTIME_DIR"] = str(Path(directory, "runtime"))
-        device = JaxDevice(cache_dir=Path(directory, "cache"))
+        device = JaxDevice(cache_dir=Path(directory, "cache"), weight_memory=options.weight_memory)
         on_gpu = jax.devices()[0].platform != "cpu"
         plan = Plan() if on_gpu and not options.small else SMALL
         chosen = {key: getattr(options, key) for key in ("traffic_models", "traffic_bytes")}
         plan = replace(plan, **{key: value for key, value in chosen.items() if value is not None})
-        results = Results(transfer.describe())
+        results = Results(transfer.describe() | {"weight_memory": options.weight_memory})
         measure(device, plan, parts, Path(directory), results)
     check(results, device, on_gpu)
     targets = make_targets(results, plan) if on_gpu else []
@@ -206,7 +209,7 @@ def make_targets(results: Results, plan: Plan) -> list[Target]:
     targets = []
     for tensors in plan.tensors:
         limit = results.rate(LIMIT, tensors)
-        for way in (LOCKED, BUSY, PINNED, LIMIT_BUSY):
+        for way in (LOCKED, BUSY, LIMIT_BUSY):
             share = results.rate(way, tensors) / limit
             targets.append(Target(f"{way}, {tensors} tensors / limit", share, 0.9, at_least=True))
     targets += [

@@ -1,63 +1,15 @@
 """CUDA's side without CUDA: a driver that counts, and the options that jax's client is created with."""
 
-import ctypes
-from typing import Any
-
 import pytest
 
 from rsrv.runtime.cuda import CudaError, Driver, client_options
-
-
-class FakeDriver:
-    """Has the functions that `Driver` calls. `failing` {function: CUresult}; `calls` are those that tell something."""
-
-    def __init__(self, *, read_only: bool = True, failing: dict[str, int] | None = None) -> None:
-        self._read_only = read_only
-        self._failing = failing or {}
-        self.depth = 0
-        self.locked: dict[int | None, tuple[int, int]] = {}
-
-    def __getattr__(self, function: str) -> Any:
-        def called(*arguments: Any) -> int:
-            does = vars(FakeDriver).get(f"_{function}")
-            if code := self._failing.get(function):
-                return code
-            if does is not None:
-                does(self, *arguments)
-            return 0
-
-        return called
-
-    def _cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:
-        context._obj.value = 7
-
-    def _cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> None:
-        assert attribute == 113
-        value._obj.value = int(self._read_only)
-
-    def _cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> None:
-        assert context.value == 7
-        self.depth += 1
-
-    def _cuCtxPopCurrent_v2(self, context: Any) -> None:
-        self.depth -= 1
-
-    def _cuMemHostRegister_v2(self, location: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: int) -> None:
-        assert self.depth == 1
-        self.locked[location.value] = (nbytes.value, flags)
-
-    def _cuMemHostUnregister(self, location: ctypes.c_void_p) -> None:
-        assert self.depth == 1
-        del self.locked[location.value]
-
-    def _cuGetErrorName(self, code: int, name: Any) -> None:
-        name._obj.value = b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+from tests.unit.runtime.fake_cuda import FakeCuda
 
 
 @pytest.mark.parametrize(("read_only", "flags"), [(True, 9), (False, 1)])
 def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(read_only: bool, flags: int) -> None:
     """As memory that the device only reads, where the device knows of that."""
-    library = FakeDriver(read_only=read_only)
+    library = FakeCuda(read_only=read_only)
     driver = Driver(0, library)
 
     unlock = driver.page_lock(1 << 40, 5 << 30)
@@ -70,7 +22,7 @@ def test_memory_is_page_locked_for_all_contexts_until_it_is_undone(read_only: bo
 
 def test_a_refusal_has_the_drivers_name_for_it() -> None:
     """And leaves the thread without a context, as it was."""
-    library = FakeDriver(failing={"cuMemHostRegister_v2": 712})
+    library = FakeCuda(failing={"cuMemHostRegister_v2": 712})
 
     with pytest.raises(
         CudaError, match=r"cuMemHostRegister_v2: CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED \(712\)"
@@ -83,7 +35,7 @@ def test_a_refusal_has_the_drivers_name_for_it() -> None:
 def test_a_machine_without_a_driver_is_told_so() -> None:
     """The library is not there, or has no device."""
     with pytest.raises(CudaError, match="cuInit"):
-        Driver(0, FakeDriver(failing={"cuInit": 100}))
+        Driver(0, FakeCuda(failing={"cuInit": 100}))
 
 
 @pytest.mark.parametrize(

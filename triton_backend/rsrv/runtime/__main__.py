@@ -77,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             settings.runtime.compilation_cache_dir,
             memory_fraction=settings.runtime.memory_fraction,
             preallocate=settings.runtime.preallocate,
+            weight_memory=settings.runtime.weight_memory,
         ),
     )
 

@@ -54,13 +54,15 @@ class Driver:
             self._library = library or ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaError(f"CUDA's driver cannot be loaded: {error}") from None
+        self.ordinal = ordinal
         self.call("cuInit", 0)
-        device = ctypes.c_int()
-        self.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        #: the driver's handle of it
+        self.device = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(self.device), ordinal)
         self._context = ctypes.c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self.device)
         supported = ctypes.c_int()
-        self.call("cuDeviceGetAttribute", ctypes.byref(supported), _READ_ONLY_SUPPORTED, device)
+        self.call("cuDeviceGetAttribute", ctypes.byref(supported), _READ_ONLY_SUPPORTED, self.device)
         # Only ever read by the device, so the flag is right for writable memory, too.
         self._flags = _PORTABLE | (_READ_ONLY if supported.value else 0)
 

@@ -11,13 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, NewType, Protocol
+from typing import Any, Literal, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rsrv.runtime.aligned import aligned_copy
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
+from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -132,7 +133,8 @@ class JaxDevice:
 
     A CPU executes within `launch`; with `asynchronous_cpu` it does as a GPU does. jax decides that once per
     process, when it is first used. Of a GPU's memory it may take `memory_fraction`, if `preallocate` at once,
-    unless the environment has jax's own variables for that.
+    unless the environment has jax's own variables for that. With the `weight_memory` of the driver, weights lie
+    outside of jax's allocator, which then takes its share as it needs it.
     """
 
     def __init__(
@@ -142,14 +144,17 @@ class JaxDevice:
         *,
         memory_fraction: float = 0.9,
         preallocate: bool = True,
+        weight_memory: Literal["jax", "driver"] = "jax",
         asynchronous_cpu: bool = False,
     ) -> None:
         import jax
+        import jax.dlpack
         import jax.monitoring
 
         if platform != "auto":
             jax.config.update("jax_platforms", platform)
         if platform == "cuda" or (platform == "auto" and has_plugin()):
+            preallocate = preallocate and weight_memory == "jax"
             options = client_options(memory_fraction, preallocate, os.environ)
             jax.config.update("jax_pjrt_client_create_options", options)
         # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
@@ -180,6 +185,13 @@ class JaxDevice:
         self._latest: _Execution | None = None
         self._noticing = Lock()
         self._cuda: Driver | None = None
+        #: for weights, unless jax has them
+        self._own: WeightMemory | None = None
+        if weight_memory == "driver":
+            try:
+                self._own = WeightMemory(self._driver())
+            except CudaError as error:
+                raise DeviceError(f"runtime.weight_memory 'driver' is for CUDA devices: {error}") from None
         log.info("device %s (%s), jax %s", self._device, self._device.device_kind, jax.__version__)
 
     def _count(self, event: str, **_: object) -> None:
@@ -207,7 +219,8 @@ class JaxDevice:
         return self._memory("bytes_limit")
 
     def memory_in_use(self) -> int | None:
-        return self._memory("bytes_in_use")
+        jaxs = self._memory("bytes_in_use")
+        return jaxs if jaxs is None or self._own is None else jaxs + self._own.in_use
 
     def _memory(self, figure: str) -> int | None:
         figures: dict[str, int] | None = self._device.memory_stats()
@@ -228,44 +241,62 @@ class JaxDevice:
         return int(outside + size.output_size_in_bytes + size.temp_size_in_bytes - size.alias_size_in_bytes)
 
     def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
-        buffers: list[Any] = []
+        arrived: list[Buffer] = []
         moving: deque[tuple[Any, int]] = deque()
         moving_bytes = 0
         try:
             for array in arrays:
                 while len(moving) >= _IN_FLIGHT_TENSORS and moving_bytes + array.nbytes > _IN_FLIGHT_BYTES:
                     oldest, nbytes = moving.popleft()
-                    self._jax.block_until_ready(oldest)
+                    arrived.append(self._arrive(oldest))
                     moving_bytes -= nbytes
                 if abandoned():
                     raise Abandoned
-                buffers.append(self._jax.device_put(self._own(array), self._device))
-                moving.append((buffers[-1], array.nbytes))
+                moving.append((self._start(array), array.nbytes))
                 moving_bytes += array.nbytes
             while moving:
                 if abandoned():
                     raise Abandoned
-                self._jax.block_until_ready(moving.popleft()[0])
+                arrived.append(self._arrive(moving.popleft()[0]))
         except BaseException as error:
             # A transfer under way reads host memory that the caller may be about to unmap.
-            for buffer, _ in moving:
+            for one, _ in moving:
                 with suppress(Exception):
-                    self._jax.block_until_ready(buffer)
-            self.free(buffers)
+                    arrived.append(self._arrive(one))
+            self.free(arrived)
             if _exhausted(error):
-                raise OutOfMemory(str(error)) from None
+                raise self._no_room(error) from None
+            if isinstance(error, CudaError):
+                raise DeviceError(str(error)) from None
             raise
-        return buffers
+        return arrived
 
-    def _own(self, array: Array) -> Array:
-        """What jax is to be given."""
-        # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
-        return aligned_copy(array) if self._device.platform == "cpu" else array
+    def _start(self, array: Array) -> Any:
+        """Send a tensor on its way; for `_arrive`."""
+        if self._own is not None and self._own.takes(array):
+            return self._own.start(array)
+        if self._device.platform == "cpu":
+            # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
+            array = aligned_copy(array)
+        return self._jax.device_put(array, self._device)
+
+    def _arrive(self, moving: Any) -> Buffer:
+        """Wait until it is there."""
+        if self._own is None or not isinstance(moving, Moving):
+            return Buffer(self._jax.block_until_ready(moving))
+        try:
+            return Buffer(self._jax.dlpack.from_dlpack(self._own.finish(moving)))
+        except BaseException:
+            self._own.free(moving.address)
+            raise
 
     def free(self, buffers: Iterable[Buffer]) -> None:
         buffer: Any
         for buffer in buffers:
+            address = buffer.unsafe_buffer_pointer() if self._own is not None else 0
             buffer.delete()
+            if self._own is not None:
+                self._own.free(address)
         if self._device.platform == "cpu":
             # jax lets go of the arrays that it used in place with the next collection, of the youngest will do.
             gc.collect(0)
@@ -274,10 +305,20 @@ class JaxDevice:
         if self._device.platform == "cpu":
             return lambda: None
         try:
-            self._cuda = self._cuda or Driver(self._device.local_hardware_id)
-            return self._cuda.page_lock(address, nbytes)
+            return self._driver().page_lock(address, nbytes)
         except CudaError as error:
             raise DeviceError(f"{nbytes} bytes cannot be page-locked: {error}") from None
+
+    def _no_room(self, error: BaseException) -> OutOfMemory:
+        """What to raise, having given up what is only kept for later: jax may need it for an execution."""
+        if self._own is not None:
+            with suppress(CudaError):
+                self._own.trim()
+        return OutOfMemory(str(error))
+
+    def _driver(self) -> Driver:
+        self._cuda = self._cuda or Driver(self._device.local_hardware_id or 0)
+        return self._cuda
 
     def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
@@ -288,7 +329,7 @@ class JaxDevice:
                 outputs = call(*inputs, *weights)
             except Exception as error:
                 if _exhausted(error):
-                    raise OutOfMemory(str(error)) from None
+                    raise self._no_room(error) from None
                 raise
             if not self.asynchronous:
                 outputs = [np.asarray(out) for out in outputs]
@@ -310,7 +351,7 @@ class JaxDevice:
             outputs = [np.asarray(out) for out in execution.outputs]
         except Exception as error:
             if _exhausted(error):
-                raise OutOfMemory(str(error)) from None
+                raise self._no_room(error) from None
             raise
         finally:
             # The next one remembers this one: not its memory, and not its own predecessors.
@@ -339,4 +380,5 @@ class JaxDevice:
 def _exhausted(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    names = ("RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY")
+    return isinstance(error, MemoryError) or any(name in str(error) for name in names)

@@ -1,0 +1,124 @@
+"""CUDA's driver library without CUDA: what `Driver` calls, in host memory, as late as it may happen."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.device import Array
+
+_CONTEXT, _STREAM, _POOL = 7, 8, 9
+_NAMES = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}
+
+
+class FakeCuda:
+    """Has the functions by their names. `failing` {function: CUresult}; `capacity` bytes may be allocated.
+
+    Copies are made when somebody waits for an event behind them. Memory that is freed is overwritten first.
+    """
+
+    def __init__(
+        self, *, read_only: bool = True, failing: dict[str, int] | None = None, capacity: int = 1 << 40
+    ) -> None:
+        self._read_only = read_only
+        self._failing = failing or {}
+        self._capacity = capacity
+        self._late: list[Callable[[], object]] = []
+        #: contexts that are current
+        self.depth = 0
+        #: {address: (bytes, flags)} of page-locked memory, {address: memory} of the device's, events that there are
+        self.locked: dict[int | None, tuple[int, int]] = {}
+        self.allocated: dict[int, Array] = {}
+        self.events = 0
+        #: how often the driver was told to keep nothing
+        self.trimmed = 0
+
+    def __getattr__(self, function: str) -> Any:
+        def called(*arguments: Any) -> int:
+            does = vars(FakeCuda).get(f"_{function}")
+            if code := self._failing.get(function):
+                return code
+            return (does(self, *arguments) or 0) if does is not None else 0
+
+        return called
+
+    def _cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:
+        context._obj.value = _CONTEXT
+
+    def _cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> None:
+        assert attribute == 113
+        value._obj.value = int(self._read_only)
+
+    def _cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> None:
+        assert context.value == _CONTEXT
+        self.depth += 1
+
+    def _cuCtxPopCurrent_v2(self, context: Any) -> None:
+        self.depth -= 1
+
+    def _cuMemHostRegister_v2(self, location: ctypes.c_void_p, nbytes: ctypes.c_size_t, flags: int) -> None:
+        assert self.depth
+        self.locked[location.value] = (nbytes.value, flags)
+
+    def _cuMemHostUnregister(self, location: ctypes.c_void_p) -> None:
+        assert self.depth
+        del self.locked[location.value]
+
+    def _cuGetErrorName(self, code: int, name: Any) -> None:
+        name._obj.value = _NAMES.get(code)
+
+    def _cuStreamCreate(self, stream: Any, flags: int) -> None:
+        assert flags == 1
+        stream._obj.value = _STREAM
+
+    def _cuDeviceGetDefaultMemPool(self, pool: Any, device: Any) -> None:
+        pool._obj.value = _POOL
+
+    def _cuMemPoolSetAttribute(self, pool: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        assert (pool.value, attribute, value._obj.value) == (_POOL, 4, (1 << 64) - 1)
+
+    def _cuMemPoolTrimTo(self, pool: ctypes.c_void_p, keep: ctypes.c_size_t) -> None:
+        assert self.depth
+        assert (pool.value, keep.value) == (_POOL, 0)
+        self.trimmed += 1
+
+    def _cuMemAllocAsync(self, address: Any, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p) -> int:
+        assert self.depth
+        assert stream.value == _STREAM
+        if sum(memory.nbytes for memory in self.allocated.values()) + nbytes.value > self._capacity:
+            return 2
+        memory = aligned_copy(np.zeros(nbytes.value, np.uint8))
+        address._obj.value = memory.ctypes.data
+        self.allocated[memory.ctypes.data] = memory
+        return 0
+
+    def _cuMemFreeAsync(self, address: ctypes.c_uint64, stream: ctypes.c_void_p) -> None:
+        assert self.depth
+        assert not self._late, "freed while something may still be copied there"
+        self.allocated.pop(address.value)[:] = 0xAA
+
+    def _cuMemcpyHtoDAsync_v2(
+        self, to: ctypes.c_uint64, source: ctypes.c_void_p, nbytes: ctypes.c_size_t, stream: ctypes.c_void_p
+    ) -> None:
+        assert self.depth
+        assert nbytes.value <= self.allocated[to.value].nbytes
+        target, source_at, count = to.value, source.value, nbytes.value
+        assert source_at is not None
+        self._late.append(lambda: ctypes.memmove(target, source_at, count))
+
+    def _cuEventCreate(self, event: Any, flags: int) -> None:
+        assert flags == 3
+        event._obj.value = 1
+        self.events += 1
+
+    def _cuEventSynchronize(self, event: ctypes.c_void_p) -> None:
+        self._cuStreamSynchronize(event)
+
+    def _cuStreamSynchronize(self, _: ctypes.c_void_p) -> None:
+        while self._late:
+            self._late.pop(0)()
+
+    def _cuEventDestroy_v2(self, event: ctypes.c_void_p) -> None:
+        self.events -= 1

@@ -177,7 +177,8 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
     present = [state for state in states if state.holding.residency is not Residency.ABSENT]
     unpinned = [state for state in present if not state.holding.pinned]
-    _require(weights.evictable == len(unpinned), "those that are not pinned are not counted (8)")
+    counted = set(weights.evictable)
+    _require(counted == {one.holding for one in unpinned}, "those that are not pinned are not known (8)")
     idle = [state for state in unpinned if evictable(state) and not state.draining]
     _require(weights.excess() <= 0 or not idle, f"{held} bytes held of {weights.budget} (8)")
     loading = [state for state in states if state.holding.residency is Residency.LOADING]

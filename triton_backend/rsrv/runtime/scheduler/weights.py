@@ -141,8 +141,8 @@ class Weights:
         #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
         self.bytes = 0
         self.pinned_bytes = 0
-        #: models whose weights are resident or on their way, and not pinned.
-        self.evictable = 0
+        #: models whose weights are resident or on their way, and not pinned (a dictionary for its order).
+        self.evictable: dict[Holding, None] = {}
         #: whose load is under way.
         self.loading: Holding | None = None
         #: whether its end was asked for.
@@ -214,14 +214,21 @@ class Weights:
         """
         if self.budget is None:
             return 0
-        alone = self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
-        return self.bytes + holding.absent_bytes - max(self.budget, alone)
+        return self.bytes + holding.absent_bytes - max(self.budget, self._alone(holding))
 
     def excess(self) -> int:
-        """Bytes above the budget that are not those of pinned models and of one other; <= 0: none."""
-        if self.budget is None or self.evictable <= 1:
+        """Bytes above the budget that are not those of pinned models and of one other; <= 0: none.
+
+        Whoever has nothing but what the other one has, too, is no reason to evict anybody.
+        """
+        if self.budget is None or self.bytes <= self.budget:
             return 0
-        return self.bytes - self.budget
+        alone = max(map(self._alone, self.evictable), default=self.pinned_bytes)
+        return self.bytes - max(self.budget, alone)
+
+    def _alone(self, holding: Holding) -> int:
+        """Bytes of its weights and of all that are pinned."""
+        return self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
 
     def expected_wait(self, holding: Holding, now: float) -> float:
         """Seconds until it can be resident at the earliest."""
@@ -307,7 +314,8 @@ class Weights:
             self._take(holding)
 
     def _take(self, holding: Holding) -> None:
-        self.evictable += not holding.pinned
+        if not holding.pinned:
+            self.evictable[holding] = None
         for piece in holding.pieces:
             if not piece.users:
                 self.bytes += piece.bytes
@@ -318,7 +326,7 @@ class Weights:
                 piece.pins += 1
 
     def _give(self, holding: Holding) -> None:
-        self.evictable -= not holding.pinned
+        self.evictable.pop(holding, None)
         for piece in holding.pieces:
             piece.users -= 1
             if not piece.users:

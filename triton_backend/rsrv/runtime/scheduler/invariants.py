@@ -29,7 +29,6 @@ from math import inf, isclose
 from typing import TYPE_CHECKING, Any
 
 from rsrv.runtime.scheduler.errors import InvariantError
-from rsrv.runtime.scheduler.loads import evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.waiting import level_of
 from rsrv.runtime.scheduler.weights import Holding, Piece, Residency
@@ -179,8 +178,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     unpinned = [state for state in present if not state.holding.pinned]
     counted = set(weights.evictable)
     _require(counted == {one.holding for one in unpinned}, "those that are not pinned are not known (8)")
-    idle = [state for state in unpinned if evictable(state) and not state.draining]
-    _require(weights.excess() <= 0 or not idle, f"{held} bytes held of {weights.budget} (8)")
+    _require(not loads.overdue(scheduler._discipline), f"{held} bytes held of {weights.budget} (8)")
     loading = [state for state in states if state.holding.residency is Residency.LOADING]
     _require(len(loading) <= 1, "more than one load is under way (9)")
     _require(

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
-from rsrv.runtime.scheduler.eviction import Resident, freed_by_all, in_order, make_room
+from rsrv.runtime.scheduler.eviction import Resident, freed_by_all, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
@@ -191,9 +191,11 @@ class Loads:
         return self._retry_at
 
     def overdue(self, discipline: Discipline) -> list[ModelState]:
-        """Who gives way, one after the other, while there is more on the device than allowed."""
+        """Who gives way now while there is more on the device than allowed; asked again when they are gone."""
         free = [_resident(one, discipline) for one in self._models.values() if evictable(one)]
-        return [self._models[one.model] for one in in_order(free)]
+        # What is in use may keep more than allowed there; then all goes that frees anything.
+        excess = min(self.weights.excess(), freed_by_all(free))
+        return [self._models[victim] for victim in make_room(excess, free) or ()]
 
     # --- who gives way ---------------------------------------------------------------------------------------
 

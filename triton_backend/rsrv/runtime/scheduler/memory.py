@@ -183,10 +183,10 @@ class Memory:
         """Evict what is above the budget, as far as it is free."""
         if self.weights.excess() <= 0:
             return
-        for model in self.loads.overdue(self._queues.discipline):
-            if self.weights.excess() <= 0:
-                break
-            self.evict(model, now, out)
+        # One that was larger than the budget may have been allowed for.
+        while overdue := self.loads.overdue(self._queues.discipline):
+            for model in overdue:
+                self.evict(model, now, out)
         self.loads.retry()
 
     def compact(self, now: float, out: list[Instruction]) -> None:

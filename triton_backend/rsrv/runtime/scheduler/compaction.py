@@ -15,7 +15,7 @@ from rsrv.runtime.scheduler.inflight import Running
 class Compaction:
     """Whether one is due, and for whom."""
 
-    __slots__ = ("_mark", "asked", "reload", "retries")
+    __slots__ = ("_mark", "asked", "reload", "retries", "retrying")
 
     def __init__(self) -> None:
         #: `Weights.loads` at the last one.
@@ -25,10 +25,17 @@ class Compaction:
         self.reload = False
         #: executions that found no memory, in their order. Their requests are in flight still.
         self.retries: deque[Running] = deque()
+        #: whether one of them is being tried again.
+        self.retrying = False
 
     @property
     def due(self) -> bool:
         return self.asked or bool(self.retries)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether nothing else may start on the device."""
+        return self.due or self.retrying
 
     def ask(self, *, reload: bool) -> None:
         self.asked = True

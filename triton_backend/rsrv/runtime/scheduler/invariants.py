@@ -144,6 +144,9 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     held_up = bool(running) or not scheduler._memory.idle
     _require(not due or held_up, "a compaction is due, and nothing in its way")
     _require(scheduler._memory.warming == sum(state.warming for state in states), "warm-ups are not counted")
+    retrying = any(one.execute.again for one in running)
+    _require(scheduler._memory.compaction.retrying == retrying, "the second try is another one")
+    _require(not retrying or len(running) == 1 and scheduler._memory.weights.loading is None, "it is not alone")
     if not running and not due:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now
@@ -184,7 +187,7 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(
         weights.loading is (loading[0].holding if loading else None), "the load under way is another one (9)"
     )
-    if not loading and loads.first() is not None and not scheduler._memory.compaction.due:
+    if not loading and loads.first() is not None and not scheduler._memory.compaction.pauses:
         planned, _ = loads.search(scheduler._discipline, scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
 

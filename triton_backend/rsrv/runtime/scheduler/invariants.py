@@ -146,7 +146,9 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(scheduler._memory.warming == sum(state.warming for state in states), "warm-ups are not counted")
     retrying = any(one.execute.again for one in running)
     _require(scheduler._memory.compaction.retrying == retrying, "the second try is another one")
-    _require(not retrying or len(running) == 1 and scheduler._memory.weights.loading is None, "it is not alone")
+    _require(
+        not retrying or (len(running) == 1 and scheduler._memory.weights.loading is None), "it is not alone"
+    )
     if not running and not due:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now

@@ -195,7 +195,7 @@ class Memory:
         for model in evicted:
             self.evict(model, now, out)
         self.loads.retry()
-        if self.compaction.done(self.weights.loads):
+        if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
 
     def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:

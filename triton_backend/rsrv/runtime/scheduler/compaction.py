@@ -15,20 +15,27 @@ from rsrv.runtime.scheduler.inflight import Running
 class Compaction:
     """Whether one is due, and for whom."""
 
-    __slots__ = ("_mark", "asked", "reload", "retries")
+    __slots__ = ("_mark", "asked", "reload", "retries", "retrying")
 
     def __init__(self) -> None:
-        #: `Weights.loads` at the last one.
+        #: `Weights.loads` from which the interval is counted.
         self._mark = 0
         self.asked = False
         #: whether what it evicts comes back.
         self.reload = False
         #: executions that found no memory, in their order. Their requests are in flight still.
         self.retries: deque[Running] = deque()
+        #: whether one of them is being tried again.
+        self.retrying = False
 
     @property
     def due(self) -> bool:
         return self.asked or bool(self.retries)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether nothing else may start on the device."""
+        return self.due or self.retrying
 
     def ask(self, *, reload: bool) -> None:
         self.asked = True
@@ -39,9 +46,10 @@ class Compaction:
         if interval and loads - self._mark >= interval:
             self.ask(reload=True)
 
-    def done(self, loads: int) -> bool:
-        """It is carried out; returns whether what was evicted comes back."""
-        self._mark = loads
+    def done(self, loads: int, evicted: int) -> bool:
+        """It is carried out, and evicted so many models; returns whether they come back."""
+        # Loads that bring them back do not lead to the next one: that would go on for ever.
+        self._mark = loads + evicted
         reload = self.reload and not self.retries
         self.asked = self.reload = False
         return reload

@@ -29,7 +29,6 @@ from math import inf, isclose
 from typing import TYPE_CHECKING, Any
 
 from rsrv.runtime.scheduler.errors import InvariantError
-from rsrv.runtime.scheduler.loads import evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.waiting import level_of
@@ -146,6 +145,11 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     held_up = bool(running) or not scheduler._memory.idle
     _require(not due or held_up, "a compaction is due, and nothing in its way")
     _require(scheduler._memory.warming == sum(state.warming for state in states), "warm-ups are not counted")
+    retrying = any(one.execute.again for one in running)
+    _require(scheduler._memory.compaction.retrying == retrying, "the second try is another one")
+    _require(
+        not retrying or (len(running) == 1 and scheduler._memory.weights.loading is None), "it is not alone"
+    )
     if not running and not due:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now
@@ -176,16 +180,19 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     pinned = sum(piece.bytes for piece in owners if piece.pins)
     _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
-    present = [state.holding for state in states if state.holding.residency is not Residency.ABSENT]
-    if weights.excess(present) > 0:
-        idle = [state for state in states if evictable(state) and not state.draining]
-        _require(not any(state.holding.bytes for state in idle), f"{held} bytes held of {weights.budget} (8)")
+    present = [state for state in states if state.holding.residency is not Residency.ABSENT]
+    unpinned = [state for state in present if not state.holding.pinned]
+    counted = set(weights.evictable)
+    _require(counted == {one.holding for one in unpinned}, "those that are not pinned are not known (8)")
+    _require(
+        not loads.overdue(scheduler._discipline, scheduler._now), f"{held} bytes held of {weights.budget} (8)"
+    )
     loading = [state for state in states if state.holding.residency is Residency.LOADING]
     _require(len(loading) <= 1, "more than one load is under way (9)")
     _require(
         weights.loading is (loading[0].holding if loading else None), "the load under way is another one (9)"
     )
-    if not loading and loads.first() is not None and not scheduler._memory.compaction.due:
+    if not loading and loads.first() is not None and not scheduler._memory.compaction.pauses:
         planned, _ = loads.search(scheduler._discipline, scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
 

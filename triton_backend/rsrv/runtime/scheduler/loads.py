@@ -196,12 +196,13 @@ class Loads:
         return self._retry_at
 
     def overdue(self, discipline: Discipline, now: float) -> list[ModelState]:
-        """Who gives way, if there is more on the device than allowed: all that may, if that is not enough."""
+        """Who gives way while there is more on the device than allowed: all who free anything, if it is in use."""
+        if self.weights.excess() <= 0:
+            return []
         free = [_resident(one, discipline) for one in self._models.values() if evictable(one)]
-        victims = make_room(self.weights.missing(), free, (), now, self._policy)
-        if victims is None:
-            victims = [one.model for one in free if one.bytes]
-        return [self._models[victim] for victim in victims]
+        missing = min(self.weights.missing(), freed_by_all(free))
+        victims = make_room(missing, free, (), now, self._policy)
+        return [self._models[victim] for victim in victims or ()]
 
     # --- who gives way ---------------------------------------------------------------------------------------
 

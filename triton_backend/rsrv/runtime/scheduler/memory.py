@@ -27,7 +27,6 @@ class Memory:
     """Whose weights are on the device, come next, and leave."""
 
     __slots__ = (
-        "_crowded",
         "_draining",
         "_interval",
         "_models",
@@ -54,8 +53,6 @@ class Memory:
         self._interval = settings.compaction_interval
         #: models that are being warmed up.
         self.warming = 0
-        #: whether more is on the device than allowed, because it is in use.
-        self._crowded = False
 
     @property
     def idle(self) -> bool:
@@ -111,7 +108,6 @@ class Memory:
     def obey(self, settings: SchedulerSettings) -> None:
         """Decide by other settings, or by another discipline."""
         self.weights.budget = settings.weight_budget_bytes
-        self.weights.moved = True
         self._interval = settings.compaction_interval
         self.loads.obey(settings.residency_factor, settings.eviction)
 
@@ -194,20 +190,11 @@ class Memory:
 
     def trim(self, now: float, out: list[Instruction]) -> None:
         """Evict what is beyond the budget, as far as it is free: the budget fell, or models were pinned."""
-        if not (self.weights.moved or self._crowded):
-            return
-        self.weights.moved = False
-        if self._excess() > 0:
-            for model in self.loads.overdue(self._queues.discipline, now):
-                self.evict(model, now, out)
+        overdue = self.loads.overdue(self._queues.discipline, now)
+        for model in overdue:
+            self.evict(model, now, out)
+        if overdue:
             self.loads.retry()
-        self._crowded = self._excess() > 0
-
-    def _excess(self) -> int:
-        every = (*self._models.values(), *self._draining.values())
-        return self.weights.excess(
-            [one.holding for one in every if one.holding.residency is not Residency.ABSENT]
-        )
 
     def compact(self, now: float, out: list[Instruction]) -> None:
         """Evict all that is neither pinned nor in use; nothing loads or executes."""
@@ -215,7 +202,7 @@ class Memory:
         for model in evicted:
             self.evict(model, now, out)
         self.loads.retry()
-        if self.compaction.done(self.weights.loads):
+        if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
 
     def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:

@@ -187,7 +187,7 @@ class Scheduler:
 
     def _dispatch(self, now: float, out: list[Instruction]) -> None:
         """Give the device work until it has enough or nobody has any."""
-        while len(self._running) < self.settings.depth and not self._memory.compaction.due:
+        while len(self._running) < self.settings.depth and not self._memory.compaction.pauses:
             if self._running and self._running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
                 return
             name = self._discipline.choose()
@@ -226,7 +226,9 @@ class Scheduler:
         model, execute = running.model, running.execute
         model.device_seconds += event.seconds
         model.holding.used = now
-        if event.out_of_memory and not execute.again:
+        if execute.again:
+            self._memory.compaction.retrying = False
+        elif event.out_of_memory:
             model.story.add(now, "no memory", event)
             self._memory.compaction.retries.append(running)
             return
@@ -327,7 +329,7 @@ class Scheduler:
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the load that comes next, after making room; evict what is above the budget."""
         self._memory.trim(now, out)
-        if not self._memory.compaction.due:
+        if not self._memory.compaction.pauses:
             self._memory.load(now, out)
         self._settle(now)
 
@@ -339,6 +341,7 @@ class Scheduler:
         self._memory.compact(now, out)
         if compaction.retries:
             first = compaction.retries.popleft()
+            compaction.retrying = True
             again = replace(first.execute, dispatch=self._running.started + 1, again=True)
             self._running.start(again, first.model, now, charged=first.charged)
             first.model.story.add(now, "execute again", again)
@@ -430,7 +433,7 @@ class Scheduler:
         unripe = self._unripe.first()
         if unripe is not None:
             times.append(self._unripe.rank(unripe))
-        if not self._memory.compaction.due:
+        if not self._memory.compaction.pauses:
             times += [self._loads.next_try(), self._next_launch()]
         return min((time for time in times if time is not None), default=None)
 

@@ -8,7 +8,6 @@ load and a late one hurts nobody. One load is under way at a time: the link to t
 comes next is decided as late as possible.
 """
 
-from collections.abc import Iterable
 from enum import Enum
 
 from rsrv.runtime.scheduler.errors import CallerError
@@ -114,9 +113,9 @@ class Weights:
         "abandoning",
         "budget",
         "bytes",
+        "evictable",
         "loading",
         "loads",
-        "moved",
         "pieces",
         "pinned_bytes",
     )
@@ -129,8 +128,8 @@ class Weights:
         #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
         self.bytes = 0
         self.pinned_bytes = 0
-        #: whether anything came, went or was pinned since this was set to False.
-        self.moved = False
+        #: models whose weights are resident or on their way, and not pinned (a dictionary for its order).
+        self.evictable: dict[Holding, None] = {}
         #: whose load is under way.
         self.loading: Holding | None = None
         #: whether its end was asked for.
@@ -160,18 +159,18 @@ class Weights:
             return self.bytes - self.budget
         return self.bytes + holding.absent_bytes - max(self.budget, self._alone(holding))
 
-    def excess(self, held: Iterable[Holding]) -> int:
-        """Bytes beyond the budget that are not those of pinned models and of one other; <= 0: none.
+    def excess(self) -> int:
+        """Bytes above the budget that are not those of pinned models and of one other; <= 0: none.
 
-        `held`: all that are resident or on their way.
+        Whoever has nothing but what the other one has, too, is no reason to evict anybody.
         """
         if self.budget is None or self.bytes <= self.budget:
             return 0
-        alone = max((self._alone(one) for one in held), default=self.pinned_bytes)
+        alone = max(map(self._alone, self.evictable), default=self.pinned_bytes)
         return self.bytes - max(self.budget, alone)
 
     def _alone(self, holding: Holding) -> int:
-        """What it takes beside pinned weights."""
+        """Bytes of its weights and of all that are pinned."""
         return self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
 
     def expected_wait(self, holding: Holding, now: float) -> float:
@@ -258,7 +257,8 @@ class Weights:
             self._take(holding)
 
     def _take(self, holding: Holding) -> None:
-        self.moved = True
+        if not holding.pinned:
+            self.evictable[holding] = None
         for piece in holding.pieces:
             if not piece.users:
                 self.bytes += piece.bytes
@@ -269,7 +269,7 @@ class Weights:
                 piece.pins += 1
 
     def _give(self, holding: Holding) -> None:
-        self.moved = True
+        self.evictable.pop(holding, None)
         for piece in holding.pieces:
             piece.users -= 1
             if not piece.users:

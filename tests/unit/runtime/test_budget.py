@@ -1,0 +1,125 @@
+"""How much of the device's memory weights may take: the formula, and what is said of what does not fit."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.budget import Budget, solve_budget
+
+GIB = 1 << 30
+
+sizes = st.integers(0, 1 << 40)
+shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("arena", "fraction", "slack", "scratch", "pinned", "limit", "pool", "on_demand"),
+    [
+        (None, 1.0, 0.1, 0, 0, None, None, None),  # a CPU, without a limit
+        (None, 1.0, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit: what executions take is not of it
+        (1000, 1.0, 0.1, 0, 0, None, 900, 900),
+        (1000, 1.0, 0.1, 300, 0, None, 600, 600),
+        (1000, 0.5, 0.1, 300, 0, None, 500, 500),
+        (1000, 0.5, 0.1, 450, 0, None, 450, 450),
+        (1000, 1.0, 0.0, 0, 400, None, 1000, 600),
+        (1000, 1.0, 0.0, 0, 1400, None, 1000, 0),
+        (1000, 1.0, 0.1, 5000, 0, None, 0, 0),
+        (1000, 1.0, 0.1, 0, 0, 100, 100, 100),
+        (1000, 1.0, 0.1, 0, 0, 5000, 900, 900),
+        (1000, 0.0, 0.1, 0, 0, None, 0, 0),
+        (80 * GIB, 1.0, 0.25, 10 * GIB, 20 * GIB, None, 50 * GIB, 30 * GIB),
+    ],
+)
+def test_the_formula(
+    arena: int | None,
+    fraction: float,
+    slack: float,
+    scratch: int,
+    pinned: int,
+    limit: int | None,
+    pool: int | None,
+    on_demand: int | None,
+) -> None:
+    """min(fraction * arena, (1 - slack) * arena - scratch, limit), and what pinned models leave of it."""
+    budget = solve_budget(
+        arena=arena, fraction=fraction, slack=slack, scratch=scratch, pinned=pinned, limit=limit
+    )
+
+    assert budget == Budget(pool, pinned, on_demand)
+
+
+@given(
+    arena=st.none() | sizes,
+    fraction=shares,
+    slack=shares.filter(lambda share: share < 1.0),
+    scratch=sizes,
+    pinned=sizes,
+    limit=st.none() | sizes,
+)
+def test_no_budget_promises_what_is_not_there(
+    arena: int | None, fraction: float, slack: float, scratch: int, pinned: int, limit: int | None
+) -> None:
+    """Weights, scratch and slack fit into the arena together; the pool is as large as that allows, within bytes."""
+    budget = solve_budget(
+        arena=arena, fraction=fraction, slack=slack, scratch=scratch, pinned=pinned, limit=limit
+    )
+
+    assert budget.pinned == pinned
+    if budget.pool is None or budget.on_demand is None:
+        assert arena is None
+        assert limit is None
+        return
+    assert budget.pool >= 0
+    assert budget.on_demand == max(0, budget.pool - pinned)
+    assert budget.over_commit == (pinned > budget.pool)
+    bounds = [] if limit is None else [Fraction(limit)]
+    if arena is not None:
+        bounds.append(Fraction(str(fraction)) * arena)
+        bounds.append((1 - Fraction(str(slack))) * arena - scratch)
+    exact = max(Fraction(0), min(bounds))
+    assert abs(budget.pool - exact) <= 2
+
+
+@given(sizes, sizes, st.integers(0, 1 << 20))
+def test_more_of_anything_never_makes_more_room(scratch: int, pinned: int, more: int) -> None:
+    """More scratch, or more pinned weights, and what comes and goes has at most as much as before."""
+
+    def on_demand(scratch: int, pinned: int) -> int:
+        budget = solve_budget(
+            arena=1 << 38, fraction=0.9, slack=0.1, scratch=scratch, pinned=pinned, limit=None
+        )
+        assert budget.on_demand is not None
+        return budget.on_demand
+
+    assert on_demand(scratch + more, pinned) <= on_demand(scratch, pinned)
+    assert on_demand(scratch, pinned + more) <= on_demand(scratch, pinned)
+
+
+def test_what_fits_is_not_complained_of() -> None:
+    """Not even what fits to the byte, or what has no limit."""
+    assert Budget(100, 40, 60).complaint(60) is None
+    assert Budget(100, 100, 0).complaint(0) is None
+    assert Budget(None, 1 << 40, None).complaint(1 << 40) is None
+
+
+def test_too_much_that_is_pinned_is_named_with_the_settings_that_help() -> None:
+    """The bytes that are pinned, those that weights may take, and what to change."""
+    complaint = Budget(100, 101, 0).complaint(50)
+
+    assert complaint is not None
+    assert complaint.startswith("pinned models take 101 bytes of the device, and weights may take 100")
+    assert "models.NAME.residency" in complaint
+    assert "runtime.weight_budget_bytes" in complaint
+
+
+def test_a_model_that_does_not_fit_is_named_with_what_is_left_for_it() -> None:
+    """Its bytes, and how the pool is divided."""
+    complaint = Budget(100, 40, 60).complaint(61)
+
+    assert complaint is not None
+    assert "takes 61 bytes of the device, and 40 pinned bytes of 100 leave 60" in complaint
+    assert "unpin models" in complaint

@@ -1,0 +1,494 @@
+"""The device has no memory left, or memory with holes; and loads that nobody waits for any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
+    Compact,
+    EvictWeights,
+    Execute,
+    Finish,
+    GiveUp,
+    LoadAbandoned,
+    LoadFailed,
+    LoadWeights,
+    Outcome,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.driver import Driver, executions, program
+
+
+def driver_of(*, budget: int | None = None, depth: int = 1, interval: int = 0) -> Driver:
+    return Driver(
+        SchedulerSettings(
+            weight_budget_bytes=budget, depth=depth, compaction_interval=interval, launch_ahead_ms=1000.0
+        )
+    )
+
+
+# --- executions --------------------------------------------------------------------------------------------
+
+
+def test_an_execution_without_memory_is_tried_again_alone() -> None:
+    """All that nobody uses is evicted, its own weights and pinned ones stay; the same requests execute once more."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"), program("c", pinned=True))
+    request = driver.request("a")
+    driver.arrive(request)
+
+    out = driver.finish(out_of_memory=True)
+
+    assert out == [EvictWeights("b", 2), Execute(2, "a", 0, 1, 1, (request.id,), again=True)]
+    assert driver.finish() == [Finish(request.id, Outcome.ANSWERED)]
+    assert not driver.loading
+
+
+def test_the_second_time_its_requests_fail_and_nobody_elses() -> None:
+    """The next execution of the same model is tried anew."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"))
+    first, other = driver.request("a"), driver.request("b")
+    driver.arrive(first)
+    driver.arrive(other)
+    driver.finish(out_of_memory=True)
+    driver.finish(out_of_memory=True)
+
+    assert driver.outcome(first) is Outcome.FAILED
+    assert driver.ended[first.id].error == "no memory"
+    while driver.loading or driver.executing:
+        if driver.loading:
+            driver.load(next(iter(driver.loading)))
+        else:
+            driver.finish()
+    assert driver.outcome(other) is Outcome.ANSWERED
+    later = driver.request("a")
+    driver.arrive(later)
+    (again,) = executions(driver.finish(out_of_memory=True))
+    assert again.again
+    driver.finish()
+    assert driver.outcome(later) is Outcome.ANSWERED
+
+
+def test_the_second_try_has_the_device_to_itself() -> None:
+    """What was evicted for it, and what waits, comes when it is over: neither loads nor executions beside it."""
+    driver = driver_of(depth=2)
+    driver.add(program("a"), program("b"), program("c", pinned=True))
+    driver.arrive(driver.request("a"))
+    driver.arrive(driver.request("b", rows=32), driver.request("c", rows=32))
+    dispatch = min(driver.executing)
+    driver.finish(dispatch, out_of_memory=True)
+    while not any(one.again for one in driver.executing.values()):
+        driver.finish()
+
+    assert len(driver.executing) == 1
+    assert not driver.loading
+    driver.finish()
+    while driver.loading or driver.executing:
+        if driver.loading:
+            driver.load(next(iter(driver.loading)))
+        else:
+            driver.finish()
+    assert {finish.outcome for finish in driver.ended.values()} == {Outcome.ANSWERED}
+
+
+def test_two_executions_without_memory_are_tried_again_one_after_the_other() -> None:
+    """In their order, each alone."""
+    driver = driver_of(depth=2)
+    driver.add(program("a"), program("b"))
+    first, second = driver.request("a"), driver.request("b")
+    driver.arrive(first)
+    driver.arrive(second)
+    assert len(driver.executing) == 2
+    assert driver.finish(out_of_memory=True) == []
+
+    (one,) = executions(driver.finish(out_of_memory=True))
+    assert one.requests == (first.id,)
+    (two,) = executions(driver.finish())
+    assert two.requests == (second.id,)
+    driver.finish()
+    assert {finish.outcome for finish in driver.ended.values()} == {Outcome.ANSWERED}
+
+
+def test_nothing_starts_before_the_second_try() -> None:
+    """While another execution and a load are still under way, neither work nor absent weights get their turn."""
+    driver = driver_of(depth=2)
+    driver.add(program("a"), program("b"))
+    driver.add(program("c"), program("d"), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.arrive(driver.request("b"))
+    driver.arrive(driver.request("c"))
+    driver.finish(out_of_memory=True)
+    driver.arrive(driver.request("a"), driver.request("d"))
+    assert [one.model for one in driver.executing.values()] == ["b"]
+    assert driver.finish()
+    assert not driver.executing
+
+    (again,) = executions(driver.load("c"))
+
+    assert again.again
+    assert again.model == "a"
+
+
+def test_requests_of_a_second_try_are_not_cancelled_but_answered() -> None:
+    """They count as executing, as the cancelled requests of any execution do."""
+    driver = driver_of(depth=2)
+    driver.add(program("a"), program("b"))
+    request = driver.request("a", deadline=0.5)
+    driver.arrive(request)
+    driver.arrive(driver.request("b"))
+    driver.finish(min(driver.executing), out_of_memory=True)
+    assert driver.cancel(request) == []
+    assert driver.scheduler.snapshot().executing == 2
+    driver.tick(1.0)
+    driver.finish_all()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_a_model_removed_before_its_second_try_still_gets_it() -> None:
+    """Its weights stay until that is over."""
+    driver = driver_of(depth=2)
+    driver.add(program("a"), program("b"))
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.arrive(driver.request("b"))
+    driver.finish(min(driver.executing), out_of_memory=True)
+    driver.remove("a")
+    assert driver.scheduler.holds("a")
+    driver.finish_all()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
+    assert not driver.scheduler.holds("a")
+
+
+def test_the_discipline_charges_both_tries_once() -> None:
+    """The model's device time is that of both, its answers are counted once."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.arrive(driver.request("a"))
+    driver.finish(seconds=0.5, out_of_memory=True)
+    driver.finish(seconds=0.25)
+
+    model = driver.scheduler.snapshot().models["a"]
+    assert model.device_seconds == 0.75
+    assert model.outcomes[Outcome.ANSWERED] == 1
+
+
+# --- loads -------------------------------------------------------------------------------------------------
+
+
+def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
+    """All that is neither pinned nor in use is evicted, though the budget had room; then the load comes first."""
+    driver = driver_of()
+    driver.add(program("a"), program("p", pinned=True))
+    driver.add(program("b"), program("c"), resident=False)
+    request = driver.request("b")
+    driver.arrive(request, driver.request("c"))
+    assert driver.loading.keys() == {"b"}
+
+    out = driver.fail_load("b", out_of_memory=True)
+
+    assert out == [EvictWeights("a", 1), LoadWeights("b", 4)]
+    driver.load("b")
+    driver.finish_all()
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_the_second_time_those_that_wait_for_the_load_fail_and_nobody_else() -> None:
+    """A load after that has two tries again."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"), resident=False)
+    first, other = driver.request("a"), driver.request("b")
+    driver.arrive(first, other)
+    driver.fail_load("a", "full", out_of_memory=True)
+    driver.fail_load("a", "full", out_of_memory=True)
+
+    assert driver.outcome(first) is Outcome.FAILED
+    assert driver.ended[first.id].error == "full"
+    assert driver.given_up == []
+    driver.load("b")
+    driver.finish_all()
+    assert driver.outcome(other) is Outcome.ANSWERED
+    driver.arrive(driver.request("a"))
+    driver.fail_load("a", out_of_memory=True)
+    assert driver.loading.keys() == {"a"}
+
+
+def test_the_second_load_waits_for_what_executes() -> None:
+    """Only then is there as much room as there can be."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    driver.arrive(driver.request("a"), driver.request("b"))
+    driver.fail_load("b", out_of_memory=True)
+    assert not driver.loading
+    assert driver.resident == {"a"}
+
+    assert driver.finish()[1:] == [EvictWeights("a", 1), LoadWeights("b", 3)]
+
+
+def test_a_load_for_a_warm_up_has_two_tries() -> None:
+    """Then the model is given up."""
+    driver = driver_of()
+    driver.add(program("a"), resident=False, warm_up=True)
+    assert driver.fail_load("a", out_of_memory=True) == [LoadWeights("a", 2)]
+
+    assert driver.fail_load("a", "full", out_of_memory=True) == [GiveUp("a", "full")]
+    assert not driver.loading
+
+
+def test_the_second_load_is_not_in_vain() -> None:
+    """Its client has gone and others wait, but what was evicted for it was not evicted for nothing."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"), resident=False)
+    request = driver.request("a")
+    driver.arrive(request, driver.request("b"))
+    driver.fail_load("a", out_of_memory=True)
+    driver.cancel(request)
+
+    assert driver.abandoning == set()
+    assert driver.loading.keys() == {"a"}
+
+
+# --- compaction --------------------------------------------------------------------------------------------
+
+
+def test_what_was_there_comes_back_after_a_compaction() -> None:
+    """All that is not pinned goes at once, and comes one after the other, the latest used first."""
+    driver = driver_of(budget=400)
+    driver.add(program("a"), program("b"), program("c", pinned=True))
+    driver.arrive(driver.request("a"))
+    driver.finish_all()
+
+    out = driver.send(Compact())
+
+    assert out == [EvictWeights("a", 1), EvictWeights("b", 2), LoadWeights("a", 4)]
+    assert LoadWeights("b", 5) in driver.load("a")
+    assert driver.load("b") == []
+    assert driver.resident == {"a", "b", "c"}
+
+
+def test_those_with_work_come_back_first() -> None:
+    """A request that waits goes before what only was there."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"), program("c"))
+    driver.arrive(driver.request("a"))
+    driver.send(Compact())
+    driver.arrive(driver.request("c"))
+    assert driver.resident == {"a", "b", "c"}
+    driver.finish()
+
+    assert driver.loading.keys() == {"c"}
+
+
+def test_nobody_gives_way_for_what_comes_back() -> None:
+    """A model that took the room meanwhile keeps it."""
+    driver = driver_of(budget=200)
+    driver.add(program("a"), program("b"))
+    driver.add(program("c"), resident=False)
+    driver.send(Compact())
+    driver.arrive(driver.request("c"))
+    while driver.loading or driver.executing:
+        if driver.loading:
+            driver.load(next(iter(driver.loading)))
+        else:
+            driver.finish()
+
+    assert driver.resident == {"a", "c"}
+
+
+def test_a_compaction_waits_for_what_is_under_way_and_nothing_starts_meanwhile() -> None:
+    """An execution, a load and a warm-up: after the last of them the device is empty, once."""
+    driver = driver_of(depth=2)
+    driver.add(program("a"))
+    driver.add(program("w"), resident=False, warm_up=True)
+    driver.load("w")
+    driver.add(program("b"), program("c"), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.arrive(driver.request("b"))
+    assert (len(driver.executing), len(driver.loading), len(driver.warming)) == (1, 1, 1)
+    driver.send(Compact())
+    driver.arrive(driver.request("a"), driver.request("c"))
+    driver.finish()
+    driver.load("b")
+    assert not driver.executing
+    assert not driver.loading
+    assert driver.resident == {"a", "b", "w"}
+
+    driver.warm_up_ends("w")
+
+    assert driver.resident == set()
+    assert driver.loading
+
+
+def test_compactions_come_at_intervals() -> None:
+    """With an interval of 2: after every second load, whether it was a model's first or its return."""
+    driver = driver_of(interval=2)
+    driver.add(program("a"), program("b"), program("c"), resident=False)
+    for name in "ab":
+        driver.arrive(driver.request(name))
+        driver.load(name)
+        driver.finish_all()
+    assert driver.resident == set()
+    assert driver.loading
+
+
+def test_compactions_at_intervals_end() -> None:
+    """Loads that only undo one do not lead to the next one for ever."""
+    driver = driver_of(interval=1)
+    driver.add(program("a"), program("b"))
+    driver.add(program("c"), resident=False)
+    driver.arrive(driver.request("c"))
+    for _ in range(20):
+        if driver.loading:
+            driver.load(next(iter(driver.loading)))
+        elif driver.executing:
+            driver.finish()
+
+    assert not driver.loading
+
+
+def test_a_compaction_of_an_empty_device_does_nothing() -> None:
+    """Nor does one of pinned models only."""
+    driver = driver_of()
+    assert driver.send(Compact()) == []
+    driver.add(program("a", pinned=True))
+    assert driver.send(Compact()) == []
+    driver.arrive(driver.request("a"))
+    assert driver.executing
+
+
+# --- loads in vain -----------------------------------------------------------------------------------------
+
+
+def waiting_for(driver: Driver, *names: str) -> None:
+    driver.add(*(program(name) for name in names), resident=False)
+
+
+def test_a_load_that_nobody_waits_for_ends_when_somebody_needs_the_link() -> None:
+    """Alone it goes on; then another model's request ends it, and that model is next."""
+    driver = driver_of()
+    waiting_for(driver, "a", "b")
+    request = driver.request("a")
+    driver.arrive(request)
+    assert driver.cancel(request) == [Finish(request.id, Outcome.CANCELLED)]
+
+    assert driver.arrive(driver.request("b")) == [AbandonLoad("a", 1)]
+    assert driver.abandon_load("a") == [LoadWeights("b", 2)]
+    assert driver.scheduler.snapshot().weight_bytes == 100
+
+
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+def test_a_load_ends_when_its_last_request_does(how: str) -> None:
+    """Another model waits already; as long as one request is left the load goes on."""
+    driver = driver_of()
+    waiting_for(driver, "a", "b")
+    first, last = driver.request("a"), driver.request("a", deadline=1.0)
+    driver.arrive(first, last)
+    driver.arrive(driver.request("b"))
+    driver.cancel(first)
+    assert driver.abandoning == set()
+
+    driver.cancel(last) if how == "cancelled" else driver.tick(1.0)
+
+    assert driver.abandoning == {"a"}
+
+
+def test_an_abandoned_load_may_end_well() -> None:
+    """Its weights are resident then; the next load starts."""
+    driver = driver_of()
+    waiting_for(driver, "a", "b")
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.cancel(request)
+    driver.arrive(driver.request("b"))
+
+    assert driver.load("a") == [LoadWeights("b", 2)]
+    assert driver.resident == {"a"}
+
+
+def test_an_abandoned_load_may_fail() -> None:
+    """Nobody waits for it, so nobody is told."""
+    for out_of_memory in (False, True):
+        driver = driver_of()
+        waiting_for(driver, "a", "b")
+        request = driver.request("a")
+        driver.arrive(request)
+        driver.cancel(request)
+        other = driver.request("b")
+        driver.arrive(other)
+        driver.fail_load("a", out_of_memory=out_of_memory)
+        while driver.loading or driver.executing:
+            if driver.loading:
+                driver.load(next(iter(driver.loading)))
+            else:
+                driver.finish()
+        assert driver.outcome(other) is Outcome.ANSWERED
+
+
+def test_a_load_that_is_being_abandoned_is_asked_for_anew() -> None:
+    """Its model's next request waits in line behind the one that needed the link, and is answered."""
+    driver = driver_of()
+    waiting_for(driver, "a", "b")
+    gone = driver.request("a")
+    driver.arrive(gone)
+    driver.cancel(gone)
+    driver.arrive(driver.request("b"))
+    late = driver.request("a")
+    driver.arrive(late)
+    driver.abandon_load("a")
+    assert driver.loading.keys() == {"b"}
+    driver.load("b")
+    driver.load("a")
+    driver.finish_all()
+
+    assert driver.outcome(late) is Outcome.ANSWERED
+
+
+def test_a_load_after_an_abandoned_one_is_not_abandoned() -> None:
+    """Clients that are always impatient get the weights there in the end; after that loads are abandoned again."""
+    driver = driver_of(budget=100)
+    waiting_for(driver, "a", "b")
+    driver.arrive(gone := driver.request("a"))
+    driver.cancel(gone)
+    driver.arrive(first := driver.request("b"))
+    driver.abandon_load("a")
+    driver.cancel(first)
+    driver.arrive(again := driver.request("a"))
+    assert driver.abandoning == {"b"}
+    driver.abandon_load("b")
+    assert driver.loading.keys() == {"a"}
+    driver.cancel(again)
+    driver.arrive(driver.request("b"))
+    assert driver.abandoning == set()
+    driver.load("a")
+    driver.load("b")
+    driver.finish_all()
+
+    driver.arrive(once_more := driver.request("a"))
+    driver.cancel(once_more)
+    driver.arrive(driver.request("b"))
+    assert driver.abandoning == {"a"}
+
+
+def test_ends_of_loads_that_are_over_change_nothing() -> None:
+    """However they say that they ended, and whatever happens there now."""
+    driver = driver_of()
+    waiting_for(driver, "a")
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.load("a")
+    driver.finish_all()
+    before = driver.scheduler.snapshot()
+    for late in (
+        WeightsLoaded("a", 1, 0.1),
+        LoadFailed("a", 1, "late"),
+        LoadFailed("a", 1, "late", out_of_memory=True),
+        LoadAbandoned("a", 1),
+    ):
+        assert driver.send(late) == []
+
+    assert driver.scheduler.snapshot() == before

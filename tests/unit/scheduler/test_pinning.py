@@ -1,0 +1,344 @@
+"""Weights that stay on the device, beyond the budget if need be; and what the budget means for all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import (
+    EvictWeights,
+    LoadWeights,
+    Outcome,
+    Pinned,
+    SettingsChanged,
+)
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.weights import Residency
+from tests.unit.scheduler.driver import Driver, program
+
+
+def budgeted(budget: int, *, depth: int = 1) -> Driver:
+    return Driver(SchedulerSettings(weight_budget_bytes=budget, depth=depth))
+
+
+def held(driver: Driver) -> tuple[int, int]:
+    """Bytes on the device or on their way, and pinned ones."""
+    snapshot = driver.scheduler.snapshot()
+    return snapshot.weight_bytes, snapshot.pinned_bytes
+
+
+def test_a_pinned_model_is_loaded_before_anybody_asks_for_it() -> None:
+    """Its weights come when it is added, and stay when another model needs room."""
+    driver = budgeted(200)
+    driver.add(program("a", pinned=True), resident=False)
+    assert driver.loading.keys() == {"a"}
+    driver.load("a")
+    driver.add(program("b"))
+    driver.add(program("c"), resident=False)
+    driver.arrive(driver.request("c"))
+
+    assert driver.resident == {"a"}
+    assert driver.loading.keys() == {"c"}
+
+
+def test_pinned_models_go_beyond_the_budget() -> None:
+    """Two of 100 bytes are both there with a budget of 50, and one more is served beside them, alone."""
+    driver = budgeted(50)
+    driver.add(program("a", pinned=True), program("b", pinned=True), resident=False)
+    driver.load("a")
+    driver.load("b")
+    driver.add(program("c"), program("d"), resident=False)
+    for name in "cd":
+        request = driver.request(name)
+        driver.arrive(request)
+        driver.load(name)
+        driver.finish_all()
+
+        assert driver.outcome(request) is Outcome.ANSWERED
+        assert driver.resident == {"a", "b", name}
+    assert held(driver) == (300, 200)
+
+
+def test_what_is_pinned_while_it_is_there_stays() -> None:
+    """Nothing moves when a resident model is pinned; then another one gives way, though it was used later."""
+    driver = budgeted(200)
+    driver.add(program("a"), program("b"))
+    driver.add(program("c"), resident=False)
+    driver.arrive(driver.request("b"))
+    driver.finish_all()
+
+    assert driver.send(Pinned("a", True)) == []
+    assert driver.arrive(driver.request("c")) == [EvictWeights("b", 2), LoadWeights("c", 3)]
+
+
+def test_what_is_unpinned_gives_way_again() -> None:
+    """The least recently used goes, whatever it was before."""
+    driver = budgeted(200)
+    driver.add(program("a", pinned=True), program("b"))
+    driver.add(program("c"), resident=False)
+
+    assert driver.send(Pinned("a", False)) == []
+    assert driver.arrive(driver.request("c")) == [EvictWeights("a", 1), LoadWeights("c", 3)]
+
+
+def test_unpinning_what_is_beyond_the_budget_sends_somebody_away() -> None:
+    """Two pinned models in room for one: when both are unpinned one of them leaves at once."""
+    driver = budgeted(100)
+    driver.add(program("a", pinned=True), program("b", pinned=True))
+
+    assert driver.send(Pinned("a", False)) == []
+    assert driver.send(Pinned("b", False)) == [EvictWeights("a", 1)]
+    assert held(driver) == (100, 0)
+
+
+def test_pinning_twice_is_pinning_once() -> None:
+    """The second event changes nothing, and one unpinning is enough."""
+    driver = budgeted(100)
+    driver.add(program("a"))
+    for pinned in (True, True, False, False):
+        assert driver.send(Pinned("a", pinned)) == []
+
+    assert held(driver) == (100, 0)
+
+
+def test_pinning_an_absent_model_makes_room_for_it() -> None:
+    """A model with waiting work gives way to it, but none that executes: the load begins when that is over."""
+    driver = budgeted(200)
+    driver.add(program("a"), program("b"))
+    driver.add(program("c", weight_bytes=200), resident=False)
+    driver.arrive(driver.request("a"), driver.request("b"))
+
+    assert driver.send(Pinned("c", True)) == []
+    running = next(iter(driver.executing.values())).model
+    assert driver.resident == {"a", "b"}
+    driver.finish()
+
+    assert driver.loading.keys() == {"c"}
+    assert running not in driver.resident
+
+
+def test_pinning_while_the_load_is_under_way_keeps_it_under_way() -> None:
+    """The client has gone and another model waits for the link: a pinned model's load is not in vain."""
+    driver = budgeted(100)
+    driver.add(program("a"), program("b"), resident=False)
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.send(Pinned("a", True))
+    driver.cancel(request)
+    driver.arrive(driver.request("b"))
+
+    assert driver.abandoning == set()
+    driver.load("a")
+    assert driver.resident == {"a"}
+    assert held(driver) == (200, 100)
+
+
+def test_unpinning_while_the_load_is_under_way_lets_it_go() -> None:
+    """Nobody waits for it any more, and somebody else does: it is abandoned."""
+    driver = budgeted(100)
+    driver.add(program("a", pinned=True), program("b"), resident=False)
+    driver.arrive(driver.request("b"))
+    driver.send(Pinned("a", False))
+
+    assert driver.abandoning == {"a"}
+    driver.abandon_load("a")
+    assert driver.loading.keys() == {"b"}
+    assert held(driver) == (100, 0)
+
+
+def test_unpinning_what_still_waits_for_room_withdraws_the_wish() -> None:
+    """A load that was to come for the pin's sake does not come when the pin is gone."""
+    driver = budgeted(100)
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.send(Pinned("b", True))
+    driver.send(Pinned("b", False))
+    driver.finish_all()
+
+    assert driver.resident == {"a"}
+    assert not driver.loading
+
+
+def test_pinning_while_it_executes_and_unpinning_after() -> None:
+    """The books are right at each step; what executes stays whatever is said of it."""
+    driver = budgeted(100)
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.send(Pinned("a", True))
+    driver.arrive(driver.request("b"))
+    assert driver.resident == {"a"}
+    assert driver.loading.keys() == {"b"}
+    driver.send(Pinned("a", False))
+    driver.load("b")
+    driver.finish_all()
+    driver.load("b")
+    driver.finish_all()
+
+    assert driver.resident == {"b"}
+    assert held(driver) == (100, 0)
+
+
+def test_an_unpinned_twin_keeps_what_is_pinned_out_of_the_count() -> None:
+    """The twin of a pinned model costs nothing: both are there with no budget at all, and a third one beside them."""
+    driver = budgeted(0)
+    driver.add(program("a", tensors={"t": 100}, pinned=True), program("b", tensors={"t": 100}))
+    driver.add(program("c", weight_bytes=10), resident=False)
+    driver.arrive(driver.request("c"))
+
+    assert "a" in driver.resident
+    assert driver.loading.keys() == {"c"}
+
+
+def test_pins_of_unknown_models_are_refused() -> None:
+    """The message names the model."""
+    driver = Driver()
+
+    with pytest.raises(CallerError, match="there is no model 'x'"):
+        driver.send(Pinned("x", True))
+
+
+def test_a_pinned_model_whose_load_fails_is_given_up() -> None:
+    """It says so once and does not try again by itself; the next request does."""
+    driver = budgeted(100)
+    driver.add(program("a", pinned=True), resident=False)
+    driver.fail_load("a")
+
+    assert driver.given_up == ["a"]
+    assert not driver.loading
+    driver.arrive(driver.request("a"))
+    assert driver.loading.keys() == {"a"}
+
+
+# --- warm-up -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_warms_up_keeps_its_weights() -> None:
+    """Nobody gets its room before the warm-up has ended."""
+    driver = budgeted(100)
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+    assert driver.warming == {"b"}
+    driver.arrive(driver.request("a"))
+    driver.send(Pinned("a", True))
+    assert driver.resident == {"b"}
+
+    driver.warm_up_ends("b")
+
+    assert driver.loading.keys() == {"a"}
+
+
+def test_models_that_are_added_at_once_never_take_more_than_the_budget() -> None:
+    """Three come into room for one: each leaves for the next, when its warm-up is over."""
+    driver = budgeted(100)
+    driver.add(program("a"), program("b"), program("c"), resident=False, warm_up=True)
+    seen: list[str] = []
+    while driver.loading or driver.warming:
+        assert held(driver)[0] <= 100
+        if driver.loading:
+            seen.append(*driver.loading)
+            driver.load(seen[-1])
+        else:
+            driver.warm_up_ends(seen[-1])
+
+    assert seen == ["a", "b", "c"]
+
+
+def test_a_model_that_is_removed_while_it_warms_up_leaves_afterwards() -> None:
+    """Its weights stay until then; another one can come only after."""
+    driver = budgeted(100)
+    driver.add(program("a"), resident=False, warm_up=True)
+    driver.load("a")
+    assert driver.remove("a") == []
+    assert driver.scheduler.holds("a")
+
+    assert driver.warm_up_ends("a") == [EvictWeights("a", 1)]
+    assert not driver.scheduler.holds("a")
+
+
+def test_a_model_that_is_removed_while_it_loads_ends_the_load() -> None:
+    """The load is abandoned at once; if it was as good as done, its weights go when it ends."""
+    for late in (True, False):
+        driver = budgeted(100)
+        driver.add(program("a"), resident=False, warm_up=True)
+        driver.remove("a")
+        assert driver.abandoning == {"a"}
+        if late:
+            assert driver.load("a") == [EvictWeights("a", 1)]
+        else:
+            assert driver.abandon_load("a") == []
+        assert not driver.scheduler.holds("a")
+        assert held(driver) == (0, 0)
+
+
+# --- the budget changes ------------------------------------------------------------------------------------
+
+
+def shrink(driver: Driver, budget: int) -> None:
+    driver.send(SettingsChanged(replace(driver.settings, weight_budget_bytes=budget)))
+
+
+def test_a_smaller_budget_holds_at_once() -> None:
+    """The least recently used leave until the rest fits."""
+    driver = budgeted(300)
+    driver.add(program("a"), program("b"), program("c"))
+    shrink(driver, 150)
+
+    assert driver.resident == {"c"}
+
+
+def test_what_executes_leaves_for_a_smaller_budget_when_it_has_ended() -> None:
+    """Meanwhile the others do."""
+    driver = budgeted(300)
+    driver.add(program("a"), program("b", weight_bytes=200))
+    driver.arrive(driver.request("b"))
+    shrink(driver, 100)
+    assert driver.resident == {"b"}
+    driver.finish_all()
+
+    # Larger than the budget, it may stay as long as it is alone.
+    assert driver.resident == {"b"}
+    driver.arrive(driver.request("a"))
+    assert driver.resident == set()
+
+
+def test_a_smaller_budget_spares_those_with_work() -> None:
+    """Of two that do not execute the one that nobody waits for leaves, though it was used later."""
+    driver = budgeted(300)
+    driver.add(program("a"), program("b"), program("c"))
+    driver.arrive(driver.request("b"))
+    driver.finish_all()
+    driver.arrive(driver.request("c"))
+    driver.arrive(driver.request("a"))
+    shrink(driver, 200)
+
+    assert driver.resident == {"a", "c"}
+
+
+def test_a_smaller_budget_sends_nobody_away_in_vain() -> None:
+    """Who shares all with another one frees nothing by going, and stays, though it was used longest ago."""
+    driver = budgeted(200)
+    driver.add(program("a", tensors={"t": 100}), program("b", weight_bytes=100))
+    driver.add(program("c", tensors={"t": 100}))
+    driver.arrive(driver.request("c"))
+    shrink(driver, 100)
+
+    assert driver.resident == {"a", "c"}
+
+
+def test_a_larger_budget_is_used_at_once() -> None:
+    """A model that found no room beside one that executes comes when there is more."""
+    driver = budgeted(100)
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.arrive(driver.request("b"))
+    assert not driver.loading
+    shrink(driver, 200)
+
+    assert driver.loading.keys() == {"b"}
+    assert driver.scheduler.snapshot().models["b"].residency is Residency.LOADING

@@ -1,0 +1,298 @@
+"""Models that have equal tensors: these are on the device once, and who gives way is a question of what comes free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, Program
+from rsrv.runtime.scheduler.eviction import Resident, in_order, lru, make_room
+from rsrv.runtime.scheduler.pieces import Piece
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.weights import Residency, Weights
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import Driver, program
+
+COST = {(0, 1): 0.010}
+BASE = {"base": 100}
+
+
+def tuned(name: str, own: int = 10) -> Program:
+    """A model of the base's 100 bytes and some of its own."""
+    return program(name, COST, tensors={**BASE, name: own})
+
+
+def physical(driver: Driver) -> int:
+    return driver.scheduler.snapshot().weight_bytes
+
+
+def logical(driver: Driver) -> int:
+    return driver.scheduler.snapshot().logical_bytes
+
+
+def test_equal_tensors_are_counted_once() -> None:
+    """Three models that differ in one tensor each cost the base once; the logical sum has it three times."""
+    driver = Driver()
+    driver.add(tuned("a"), tuned("b"), tuned("c"))
+
+    assert (physical(driver), logical(driver)) == (130, 330)
+
+
+def test_equal_models_cost_nothing_more() -> None:
+    """A second model with the very same tensors takes no bytes, and its end frees none."""
+    driver = Driver()
+    driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
+
+    assert physical(driver) == 100
+    assert driver.remove("a") == [EvictWeights("a", 1)]
+    assert physical(driver) == 100
+    driver.remove("b")
+    assert physical(driver) == 0
+
+
+def test_a_load_beside_its_relative_needs_room_for_what_differs() -> None:
+    """With 10 of 110 bytes free, a model of which 100 are there is loaded, and nobody gives way."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=120))
+    driver.add(tuned("a"))
+    driver.add(tuned("b"), resident=False)
+
+    assert driver.arrive(driver.request("b")) == [LoadWeights("b", 2)]
+    assert physical(driver) == 120
+
+
+def test_who_comes_keeps_what_it_shares_with_whom_it_replaces() -> None:
+    """The relative gives way for the 10 bytes that differ; the base stays, and is counted for the newcomer."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=110))
+    driver.add(tuned("a"))
+    driver.add(tuned("b"), resident=False)
+
+    assert driver.arrive(driver.request("b")) == [EvictWeights("a", 1), LoadWeights("b", 2)]
+    assert physical(driver) == 110
+
+
+def test_nobody_goes_whose_bytes_a_relative_keeps() -> None:
+    """For 50 bytes the older twin is spared: alone it would free nothing, so the third one goes."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=150))
+    driver.add(program("a", tensors=BASE), program("b", tensors=BASE), program("c", weight_bytes=50))
+    driver.add(program("new", weight_bytes=50), resident=False)
+    execution = driver.arrive(driver.request("b"))
+    assert execution
+
+    driver.arrive(driver.request("new"))
+
+    assert driver.resident == {"a", "b"}
+    assert driver.loading.keys() == {"new"}
+
+
+def test_twins_go_together_when_one_does_not_free_enough() -> None:
+    """Both owners of the 100 bytes are evicted for a model that needs them."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=100))
+    driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
+    driver.add(program("new", weight_bytes=100), resident=False)
+
+    out = driver.arrive(driver.request("new"))
+
+    assert out == [EvictWeights("a", 1), EvictWeights("b", 2), LoadWeights("new", 3)]
+
+
+def test_work_that_waits_is_not_evicted_for_bytes_that_a_relative_keeps() -> None:
+    """`new` needs what `a` and the executing `b` share: nobody goes before `b` has ended."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=100))
+    driver.add(program("a", tensors=BASE), program("b", tensors=BASE))
+    driver.add(program("new", weight_bytes=100), resident=False)
+    driver.arrive(driver.request("b"))
+
+    assert driver.arrive(driver.request("new")) == []
+    driver.finish()
+
+    assert driver.loading.keys() == {"new"}
+    assert driver.resident == set()
+
+
+def test_a_load_of_what_differs_tells_nothing_of_a_whole_one() -> None:
+    """10 of 110 bytes took 1 s: the expected duration of a whole load stays as it was; one of all bytes changes it."""
+    driver = Driver()
+    driver.add(tuned("a"))
+    driver.add(tuned("b"), resident=False)
+    driver.arrive(driver.request("b"))
+    driver.load("b", 1.0)
+    driver.finish_all()
+
+    assert driver.scheduler.snapshot().models["b"].load_seconds == 0.0
+
+
+def test_more_than_half_of_the_bytes_tell_of_the_whole() -> None:
+    """60 of 100 bytes took 3 s, so all would take 5 s."""
+    driver = Driver()
+    driver.add(program("a", tensors={"base": 40}))
+    driver.add(program("b", tensors={"base": 40, "b": 60}), resident=False)
+    driver.arrive(driver.request("b"))
+    driver.load("b", 3.0)
+
+    assert driver.scheduler.snapshot().models["b"].load_seconds == pytest.approx(5.0)
+
+
+def test_what_is_there_shortens_the_expected_wait() -> None:
+    """Under `edf` a deadline that a whole load of 1 s would miss is kept, because nine tenths of it are there."""
+    device = Device(SchedulerSettings(discipline="edf"))
+    device.model(program("a", COST, tensors={"base": 90}))
+    device.model(program("b", COST, tensors={"base": 90, "b": 10}), load=0.1, resident=False, expected=1.0)
+    request = device.request("b", deadline=0.5)
+    device.arrive(request)
+    device.run(1.0)
+
+    assert device.outcome(request) is Outcome.ANSWERED
+
+
+def test_a_model_that_shares_all_with_a_larger_one_does_not_send_it_away() -> None:
+    """The larger one than the budget stays beside its part, which executes: both are no more than it alone."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=100))
+    driver.add(program("part", tensors={"t": 60}))
+    driver.add(program("big", tensors={"t": 60, "u": 60}), resident=False)
+    driver.arrive(driver.request("part"))
+    driver.arrive(driver.request("big"))
+    driver.load("big")
+
+    assert driver.resident == {"part", "big"}
+    driver.finish_all()
+    assert driver.resident == {"part", "big"}
+    assert {finish.outcome for finish in driver.ended.values()} == {Outcome.ANSWERED}
+
+
+def test_a_tensor_of_another_size_is_refused() -> None:
+    """Equal keys name equal tensors: a contradiction changes nothing, and says which."""
+    driver = Driver()
+    driver.add(program("a", tensors=BASE))
+
+    with pytest.raises(CallerError, match="tensor 'base' has 99 bytes here and 100 elsewhere"):
+        driver.add(program("b", tensors={"base": 99}))
+    assert list(driver.scheduler.snapshot().models) == ["a"]
+
+
+def test_tensors_are_forgotten_with_their_last_model() -> None:
+    """After both are gone the key may have another size."""
+    driver = Driver()
+    driver.add(program("a", tensors=BASE), program("b", tensors=BASE), resident=False)
+    driver.remove("a")
+    driver.remove("b")
+    driver.add(program("c", tensors={"base": 99}))
+
+    assert physical(driver) == 99
+
+
+def test_a_relative_that_comes_later_divides_what_is_there() -> None:
+    """Of three tensors on the device two are shared afterwards, one by one, and each ends with its last owner."""
+    driver = Driver()
+    driver.add(program("a", tensors={"t": 1, "u": 2, "v": 4}))
+    driver.add(program("b", tensors={"u": 2, "v": 4, "w": 8}), program("c", tensors={"v": 4}))
+
+    assert (physical(driver), logical(driver)) == (15, 25)
+    for name, left in (("a", 14), ("b", 4), ("c", 0)):
+        driver.remove(name)
+        assert physical(driver) == left
+
+
+def test_shared_tensors_are_pinned_by_each_of_their_models() -> None:
+    """Two pinned models share the base: it is pinned once, until the second is unpinned as well."""
+    driver = Driver()
+    driver.add(program("a", tensors={**BASE, "a": 1}, pinned=True))
+    driver.add(program("b", tensors={**BASE, "b": 2}, pinned=True))
+
+    assert driver.scheduler.snapshot().pinned_bytes == 103
+
+
+# --- who gives way: a pure question ------------------------------------------------------------------------
+
+ranks = st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3))
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Resident], set[int]]:
+    """Sizes of tensors, who has which, those of them that may go, and what stays for whoever comes."""
+    sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+    tensors = st.sets(st.integers(0, len(sizes) - 1))
+    models = draw(st.lists(tensors, min_size=1, max_size=6))
+    staying = draw(st.sets(st.integers(0, len(models) - 1)))
+    keep = draw(tensors)
+    pieces = [Piece({number: size}, size, []) for number, size in enumerate(sizes)]
+    for model in models:
+        for number in model:
+            pieces[number].users += 1
+    residents = [
+        Resident(
+            f"m{index}", [pieces[n] for n in sorted(model)], draw(st.sampled_from([0.0, 1.0])), draw(ranks)
+        )
+        for index, model in enumerate(models)
+        if index not in staying
+    ]
+    return {f"m{index}": model for index, model in enumerate(models)}, sizes, residents, keep
+
+
+def freed(models: Mapping[str, set[int]], sizes: list[int], gone: Iterable[str], keep: set[int]) -> int:
+    """Counted tensor by tensor."""
+    gone = set(gone)
+    stay = set().union(keep, *(tensors for name, tensors in models.items() if name not in gone))
+    went = set().union(*(models[name] for name in gone))
+    return sum(sizes[number] for number in went - stay)
+
+
+@given(crowds(), st.integers(-3, 30))
+def test_room_is_made_by_as_few_as_possible_in_order(
+    crowd: tuple[dict[str, set[int]], list[int], list[Resident], set[int]], missing: int
+) -> None:
+    """It frees enough; nobody goes in vain; those behind the last stay; None only if all are not enough."""
+    models, sizes, residents, keep = crowd
+    kept = [piece for one in residents for piece in one.pieces if set(piece.tensors) <= keep]
+    order = [one.model for one in in_order(residents, 0.0, lru)]
+
+    victims = make_room(missing, residents, kept)
+
+    if victims is None:
+        assert freed(models, sizes, order, keep) < missing
+        return
+    if missing <= 0:
+        assert victims == []
+        return
+    assert freed(models, sizes, victims, keep) >= missing
+    for spared in victims:
+        assert freed(models, sizes, [one for one in victims if one != spared], keep) < missing
+    assert victims == [one for one in order if one in victims]
+    # Without the last of them, all up to there would not be enough: nobody further behind had to go.
+    before = order[: order.index(victims[-1])]
+    assert freed(models, sizes, before, keep) < missing
+
+
+models_of_tensors = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.sets(st.sampled_from("tuvwxyz")),
+    max_size=6,
+)
+
+
+@given(models_of_tensors, st.data())
+def test_pieces_are_the_tensors_that_the_same_models_have(
+    models: dict[str, set[str]], data: st.DataObject
+) -> None:
+    """However models come and go: bytes on the device are those of the union of what is resident."""
+    size = {key: 2**number for number, key in enumerate("tuvwxyz")}
+    weights = Weights(None)
+    here = {}
+    for name, keys in models.items():
+        holding = weights.add(program(name, tensors={key: size[key] for key in keys}))
+        if data.draw(st.booleans()):
+            weights.adopt(holding, 0.0)
+        here[name] = holding
+        if data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(here)))
+            if here[gone].residency is Residency.RESIDENT:
+                weights.evict(here[gone])
+            weights.pieces.leave(here.pop(gone))
+        present = set().union(*(models[one] for one, holding in here.items() if holding.epoch))
+        assert weights.bytes == sum(size[key] for key in present)
+        for one, holding in here.items():
+            assert holding.bytes == sum(size[key] for key in models[one])
+            assert holding.absent_bytes == sum(size[key] for key in models[one] - present)

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, assert_never
 
@@ -262,11 +263,8 @@ class Loop:
     def _decide_by(self, settings: Settings) -> None:
         """Called once more when there is a device, and other models: some of it depends on what these are."""
         device = self._registry.device
-        wanted = scheduler_settings(
-            settings,
-            asynchronous=device is not None and device.asynchronous,
-            weight_budget_bytes=self._registry.solve_budget().pool,
-        )
+        wanted = scheduler_settings(settings, asynchronous=device is not None and device.asynchronous)
+        wanted = replace(wanted, weight_budget_bytes=self._registry.solve_budget(wanted.depth).pool)
         if wanted != self._scheduler.settings:
             self._flush_arrivals()
             self._feed(ev.SettingsChanged(wanted))

@@ -364,14 +364,16 @@ class Registry:
             self._feed(ev.Pinned(model.key, wanted == "device"))
         self._rebudget()
 
-    def solve_budget(self) -> Budget:
-        """What weights may take of the device's memory, as the models and the device are now. Says what is tight."""
+    def solve_budget(self, depth: int) -> Budget:
+        """What weights may take of the device's memory, as the models and the device are now. Says what is tight.
+
+        `depth`: executions that the device has at once.
+        """
         runtime = self._settings.runtime
         models = self.models()
         pinned = {
             key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
         }
-        depth = self._scheduler.settings.depth
         budget = solve_budget(
             arena=None if self.device is None else self.device.memory_limit,
             fraction=runtime.weight_fraction,

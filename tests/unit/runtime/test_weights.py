@@ -1,0 +1,551 @@
+"""Weights on both tiers while the runtime serves: shared, moved by command, short of memory, and gone."""
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.stub.lane import Lane, Rejected
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
+from tests.fakes import FakeError
+from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
+from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, until
+
+#: of one weight of `export_doubling`: three f32
+_BYTES = 12
+_RESIDENCIES = ("unpinned", "system", "device")
+
+
+@pytest.fixture(scope="session")
+def relatives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models `a` to `c`, y = 2 x + 1 to 3: each has a weight of its own and one that all have."""
+    folder = tmp_path_factory.mktemp("bundles")
+    return {
+        name: export_doubling(folder / name, a=[w, w, w], base=[9, 9, 9]) for w, name in enumerate("abc", 1)
+    }
+
+
+@dataclass
+class House:
+    """A runtime and the engines that were made; the latter are closed at the end."""
+
+    start_runtime: StartRuntime
+    runtime: Runtime = field(init=False)
+    engines: list[Engine] = field(default_factory=list)
+
+    def start(self, more: str = "", *, limit: int | None = None, asynchronous: bool = False) -> "House":
+        """`more`: of the section `runtime`; `limit`: of the device's memory, with no slack."""
+        section = f"weight_slack_fraction: 0, {more}" if more else "weight_slack_fraction: 0"
+        self.runtime = self.start_runtime(
+            load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{{section}}}"), asynchronous=asynchronous
+        )
+        self.runtime.device.memory_limit = limit
+        return self
+
+    def engine(self, path: Path, name: str = "") -> Engine:
+        engine = make_engine(self.runtime, path, name=name or path.name)
+        self.engines.append(engine)
+        return engine
+
+    def model(self, name: str) -> dict[str, Any]:
+        model: dict[str, Any] = read_status(os.getpid())["models"][name]
+        return model
+
+    def device_bytes(self) -> dict[str, Any]:
+        figures: dict[str, Any] = read_status(os.getpid())["memory"]["device"]
+        return figures
+
+    def host(self) -> tuple[int, int, int]:
+        """Logical and physical bytes, and tensors."""
+        host = read_status(os.getpid())["memory"]["host"]
+        return host["logical_bytes"], host["physical_bytes"], host["tensors"]
+
+    def close(self) -> None:
+        for gate in (self.runtime.device.gate, self.runtime.device.uploads, self.runtime.device.compiles):
+            gate.set()
+        for engine in self.engines:
+            engine.close()
+
+
+@pytest.fixture
+def house(start_runtime: StartRuntime) -> Iterator[House]:
+    house = House(start_runtime)
+    yield house
+    house.close()
+
+
+@dataclass
+class Registering:
+    """A stub that waits for its model on a thread."""
+
+    lane: Lane
+    thread: threading.Thread
+    rejected: list[str]
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def register(runtime: Runtime, name: str, path: Path) -> Registering:
+    lane, rejected = Lane(runtime.open()), []
+
+    def wait() -> None:
+        try:
+            lane.register({"model": name, "bundle": str(path)})
+        except Rejected as error:
+            rejected.append(str(error))
+        except Closed:
+            rejected.append("closed")
+
+    registering = Registering(lane, threading.Thread(target=wait), rejected)
+    registering.thread.start()
+    return registering
+
+
+# --- sharing -----------------------------------------------------------------------------------------------
+
+
+def test_equal_tensors_are_there_once_on_both_tiers(house: House, relatives: dict[str, Path]) -> None:
+    """A model that differs in one tensor costs one tensor; the answers are each model's own."""
+    house.start()
+    engines = []
+    for count, name in enumerate("abc", 1):
+        engines.append(house.engine(relatives[name]))
+        assert house.runtime.device.uploaded == count + 1
+        assert house.runtime.device.device_bytes == (count + 1) * _BYTES
+        assert house.host() == (2 * count * _BYTES, (count + 1) * _BYTES, count + 1)
+
+    assert [answered(ask(engine)) for engine in engines] == [1, 2, 3]
+    figures = house.device_bytes()
+    assert figures["logical_bytes"] == 6 * _BYTES
+    assert figures["physical_bytes"] == figures["held_bytes"] == 4 * _BYTES
+
+
+def test_a_shared_tensor_leaves_with_the_last_model_that_has_it(
+    house: House, relatives: dict[str, Path]
+) -> None:
+    """When one of two relatives ends, one tensor is freed on each tier; with the other one, two."""
+    house.start()
+    first, second = (house.engine(relatives[name]) for name in "ab")
+
+    first.close()
+    until(lambda: house.runtime.device.device_bytes == 2 * _BYTES)
+    until(lambda: house.host() == (2 * _BYTES, 2 * _BYTES, 2))
+    assert answered(ask(second)) == 2
+    second.close()
+    until(lambda: house.runtime.device.device_bytes == 0)
+    until(lambda: house.host() == (0, 0, 0))
+
+
+def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str, Path]) -> None:
+    """The device refuses a byte more than one of them takes; what they share never gets lost on the way."""
+    house.start(f"weight_budget_bytes: {2 * _BYTES}", limit=2 * _BYTES)
+    engines = [house.engine(relatives[name]) for name in "abc"]
+
+    assert [answered(ask(engine)) for engine in engines * 2] == [1, 2, 3] * 2
+    assert house.runtime.device.device_bytes == 2 * _BYTES
+
+
+# --- residency by command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", _RESIDENCIES)
+@pytest.mark.parametrize("after", _RESIDENCIES)
+def test_every_residency_follows_every_other(
+    house: House, doublings: dict[str, Path], before: str, after: str
+) -> None:
+    """The host keeps what is `system`, the device what is `device`, and answers are right throughout."""
+    house.start(f"weight_budget_bytes: {_BYTES}")
+    a, b = (house.engine(doublings[name]) for name in "ab")
+    for residency in (before, after):
+        set_residency(os.getpid(), "a", residency)
+        if residency == "device":
+            until(lambda: house.model("a")["weights"] == "resident")
+        kept = 2 if residency == "system" else 1
+        until(lambda kept=kept: house.host()[2] == kept)  # type: ignore[misc]
+        assert house.model("a")["residency"] == residency
+        assert house.device_bytes()["pinned_bytes"] == (_BYTES if residency == "device" else 0)
+        assert [answered(ask(engine)) for engine in (a, b, a, b)] == [1, 2, 1, 2]
+        assert house.model("a")["weights"] == ("resident" if residency == "device" else "absent")
+
+
+@pytest.mark.parametrize("residency", _RESIDENCIES)
+def test_the_residency_changes_while_the_weights_are_on_their_way(
+    house: House, doublings: dict[str, Path], residency: str
+) -> None:
+    """The load goes on, the request is answered, and afterwards the weights are where they should be."""
+    house.start(f"weight_budget_bytes: {_BYTES}")
+    a, _ = (house.engine(doublings[name]) for name in "ab")
+    house.runtime.device.uploads.clear()
+    request = ask(a)
+    assert house.runtime.device.uploads.waiting.wait(10)
+
+    set_residency(os.getpid(), "a", residency)
+
+    assert house.model("a")["weights"] == "loading"
+    house.runtime.device.uploads.set()
+    assert answered(request) == 1
+    until(lambda: house.host()[2] == (2 if residency == "system" else 1))
+    assert house.device_bytes()["pinned_bytes"] == (_BYTES if residency == "device" else 0)
+
+
+@pytest.mark.parametrize("residency", _RESIDENCIES)
+def test_the_residency_changes_while_the_model_executes(
+    house: House, doublings: dict[str, Path], residency: str
+) -> None:
+    """What executes keeps its weights; a model that is to be on the device comes beside it when it is over."""
+    house.start(f"weight_budget_bytes: {_BYTES}")
+    house.engine(doublings["a"])
+    b = house.engine(doublings["b"])
+    house.runtime.device.gate.clear()
+    request = ask(b)
+    assert house.runtime.device.gate.waiting.wait(10)
+
+    set_residency(os.getpid(), "b", residency)
+    set_residency(os.getpid(), "a", "device")
+
+    house.runtime.device.gate.set()
+    assert answered(request) == 2
+    until(lambda: house.model("a")["weights"] == "resident")
+    assert answered(ask(b)) == 2
+    pinned = house.device_bytes()["pinned_bytes"]
+    assert pinned == (2 * _BYTES if residency == "device" else _BYTES)
+
+
+def test_the_residency_changes_while_the_model_is_compiled(house: House, doublings: dict[str, Path]) -> None:
+    """It is built as it was to be before, and follows at once."""
+    house.start()
+    house.runtime.device.compiles.clear()
+    registering = register(house.runtime, "a", doublings["a"])
+    assert house.runtime.device.compiles.waiting.wait(10)
+
+    set_residency(os.getpid(), "a", "device")
+    house.runtime.device.compiles.set()
+    registering.join()
+
+    assert house.model("a")["residency"] == "device"
+    assert house.device_bytes()["pinned_bytes"] == _BYTES
+    until(lambda: house.host() == (0, 0, 0))
+    registering.lane.close()
+
+
+def test_pinned_models_beyond_the_budget_are_named_in_the_log(
+    house: House, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the numbers, and what to change; both are there all the same."""
+    house.start(f"weight_budget_bytes: {_BYTES}")
+    engines = [house.engine(doublings[name]) for name in "ab"]
+    for name in "ab":
+        set_residency(os.getpid(), name, "device")
+    until(lambda: house.device_bytes()["held_bytes"] == 2 * _BYTES)
+
+    assert (
+        f"pinned models take {2 * _BYTES} bytes of the device, and weights may take {_BYTES}" in caplog.text
+    )
+    assert "models.NAME.residency" in caplog.text
+    assert [answered(ask(engine)) for engine in engines] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "residency", "message"),
+    [
+        ("x", "system", "there is no model 'x'"),
+        ("a", "gpu", "models.a.residency: Input should be 'unpinned', 'system' or 'device'"),
+        ("a", "", "models.a.residency: "),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    house: House, doublings: dict[str, Path], model: str, residency: str, message: str
+) -> None:
+    """The message says what is wrong, and nothing changes."""
+    house.start()
+    house.engine(doublings["a"])
+
+    with pytest.raises(Refused, match=re.escape(message)):
+        set_residency(os.getpid(), model, residency)
+    assert list(read_status(os.getpid())["models"]) == ["a"]
+    assert house.model("a")["residency"] == "system"
+
+
+# --- the device's memory -----------------------------------------------------------------------------------
+
+
+def test_no_mix_of_models_ever_exceeds_the_budget(
+    house: House,
+    doublings: dict[str, Path],
+    relatives: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The device has exactly the budget, and refuses a byte more: it never does, not while models come either."""
+    house.start(f"weight_budget_bytes: {3 * _BYTES}", limit=3 * _BYTES)
+    chance = Random(7)
+    paths = {f"own-{name}": path for name, path in doublings.items()}
+    paths |= {f"base-{name}": path for name, path in relatives.items()}
+    here: dict[str, Engine] = {}
+    for _ in range(60):
+        name = chance.choice(sorted(paths))
+        if name not in here:
+            here[name] = house.engine(paths[name], name)
+        elif chance.random() < 0.1:
+            here.pop(name).close()
+        asked = [(one, ask(here[one])) for one in chance.choices(sorted(here), k=5)] if here else []
+        for one, request in asked:
+            assert answered(request) == "abcd".index(one[-1]) + 1
+
+    assert "no memory" not in caplog.text
+    assert house.runtime.device.device_bytes <= 3 * _BYTES
+
+
+def test_the_depth_counts_for_what_executions_take(house: House, doublings: dict[str, Path]) -> None:
+    """With room for three executions' scratch instead of one, weights may take that much less at once."""
+    house.start(limit=1000)
+    house.runtime.device.scratch = 100
+    house.engine(doublings["a"])
+    assert house.device_bytes()["budget_bytes"] == 900
+
+    configure(os.getpid(), {"depth": 3})
+
+    assert house.device_bytes()["budget_bytes"] == 700
+
+
+def test_the_budget_follows_the_models(house: House, doublings: dict[str, Path]) -> None:
+    """The scratch of a model counts while it is there."""
+    house.start(limit=1000)
+    house.engine(doublings["a"])
+    house.runtime.device.scratch = 300
+    b = house.engine(doublings["b"])
+    assert house.device_bytes()["budget_bytes"] == 700
+
+    b.close()
+
+    until(lambda: house.device_bytes()["budget_bytes"] == 1000)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["launch", "read"])
+def test_an_execution_without_memory_is_tried_once_more(
+    house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
+) -> None:
+    """The client notices nothing; of the other model's weights nothing was left meanwhile."""
+    house.start(asynchronous=asynchronous)
+    a, b = (house.engine(doublings[name]) for name in "ab")
+    house.runtime.device.fail_next(where)
+
+    assert answered(ask(a)) == 1
+    until(lambda: house.model("b")["evictions"] == 1)
+    assert house.model("a")["evictions"] == 0
+    assert answered(ask(b)) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["launch", "read"])
+def test_an_execution_that_finds_no_memory_twice_fails_alone(
+    house: House, doublings: dict[str, Path], where: Any, asynchronous: bool
+) -> None:
+    """Its client learns that it failed; the next request of the model is answered, and others are."""
+    house.start(asynchronous=asynchronous)
+    a, b = (house.engine(doublings[name]) for name in "ab")
+    house.runtime.device.fail_next(where, times=2)
+
+    assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed to execute")
+    assert answered(ask(a)) == 1
+    assert answered(ask(b)) == 2
+    assert house.model("a")["outcomes"]["failed"] == 1
+
+
+def test_a_load_without_memory_is_tried_once_more(house: House, doublings: dict[str, Path]) -> None:
+    """All others leave the device for the second try; if that fails, those that wait for it fail, and nobody else."""
+    house.start(f"weight_budget_bytes: {2 * _BYTES}")
+    a, b, c = (house.engine(doublings[name]) for name in "abc")
+    house.runtime.device.fail_next("upload")
+    assert answered(ask(a)) == 1
+    until(lambda: house.model("c")["evictions"] > 0)
+
+    assert answered(ask(b)) == 2
+    assert answered(ask(c)) == 3
+    house.runtime.device.fail_next("upload", times=2)
+    assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+    assert [answered(ask(engine)) for engine in (c, b, a)] == [3, 2, 1]
+
+
+def test_a_load_that_stops_halfway_leaves_nothing_behind(house: House, relatives: dict[str, Path]) -> None:
+    """The second of two tensors finds no memory, twice: the first one is not on the device either."""
+    house.start()
+    house.runtime.device.fail_next("upload", after=1, times=1)
+    a = house.engine(relatives["a"])
+    assert answered(ask(a)) == 1
+    house.runtime.device._failures.put("upload", [None, MemoryError("no OutOfMemory")])
+
+    with pytest.raises(Exception, match="its weights cannot be loaded: MemoryError"):
+        house.engine(export_of_two(relatives["a"].parent / "other"))
+
+    assert house.runtime.device.device_bytes == 2 * _BYTES
+    assert answered(ask(a)) == 1
+
+
+def export_of_two(path: Path) -> Path:
+    return export_doubling(path, x=[5, 5, 5], y=[6, 6, 6])
+
+
+def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
+    house: House, doublings: dict[str, Path]
+) -> None:
+    """The load error says why; the other model serves on, and the bundle may be tried again."""
+    house.start()
+    a = house.engine(doublings["a"])
+    house.runtime.device.fail_next("read", times=50)
+    with pytest.raises(Exception, match="OutOfMemory"):
+        house.engine(doublings["b"])
+    house.runtime.device.fail_next("read", times=0)
+
+    until(lambda: house.runtime.device.device_bytes == _BYTES)
+    until(lambda: house.host()[2] == 1)
+    assert answered(ask(a)) == 1
+    assert answered(ask(house.engine(doublings["b"]))) == 2
+
+
+def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str, Path]) -> None:
+    """Meanwhile requests wait; then all is freed and comes back, and all answers are right."""
+    house.start()
+    a, b = (house.engine(doublings[name]) for name in "ab")
+    house.runtime.device.gate.clear()
+    first = ask(a)
+    assert house.runtime.device.gate.waiting.wait(10)
+
+    compact(os.getpid())
+    second = ask(b)
+
+    assert house.runtime.device.uploaded == 2
+    house.runtime.device.gate.set()
+    assert (answered(first), answered(second)) == (1, 2)
+    until(lambda: house.runtime.device.uploaded == 4 and house.device_bytes()["held_bytes"] == 2 * _BYTES)
+    assert [house.model(name)["evictions"] for name in "ab"] == [1, 1]
+
+
+# --- loads that end otherwise ------------------------------------------------------------------------------
+
+
+def test_a_load_whose_client_has_gone_makes_way_for_another(
+    house: House, relatives: dict[str, Path], doublings: dict[str, Path]
+) -> None:
+    """Held after its first tensor, the load ends before the second one: it is not uploaded, and the first is freed."""
+    house.start(f"weight_budget_bytes: {2 * _BYTES}")
+    two, one, other = (
+        house.engine(path)
+        for path in (relatives["a"], doublings["b"], export_of_two(relatives["a"].parent / "two"))
+    )
+    assert answered(ask(one)) == 2
+    house.runtime.device.uploads.clear(after=1)
+    before = house.runtime.device.uploaded
+    gone = ask(other)
+    assert house.runtime.device.uploads.waiting.wait(10)
+    gone.cancelled = True
+    assert refused(gone.answers.get(timeout=10), FakeError.CANCELLED, "cancelled")
+    waiting = ask(two)
+    until(lambda: house.model("a")["queued"] == 1)
+    house.runtime.device.uploads.set()
+
+    assert answered(waiting) == 1
+    assert house.runtime.device.uploaded == before + 3
+    assert house.model("two")["loads"] == 1
+
+
+def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
+    house: House, doublings: dict[str, Path]
+) -> None:
+    """The load is abandoned; another stub of the same bundle that came meanwhile is served."""
+    house.start()
+    house.runtime.device.uploads.clear()
+    registering = register(house.runtime, "a", doublings["a"])
+    assert house.runtime.device.uploads.waiting.wait(10)
+
+    registering.lane.sock.shutdown(2)
+    registering.thread.join(10)
+    again = register(house.runtime, "a", doublings["a"])
+    until(lambda: read_status(os.getpid())["connections"] == 2)
+    house.runtime.device.uploads.set()
+    again.join()
+
+    assert again.rejected == []
+    until(lambda: house.runtime.device.device_bytes == _BYTES)
+    until(lambda: house.host() == (_BYTES, _BYTES, 1))
+    again.lane.close()
+    registering.lane.close()
+    until(lambda: house.runtime.device.device_bytes == 0)
+
+
+def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
+    house: House, doublings: dict[str, Path]
+) -> None:
+    """The weights stay until the warm-up is over, and go then; another stub is served with a new load."""
+    house.start()
+    house.runtime.device.gate.clear()
+    registering = register(house.runtime, "a", doublings["a"])
+    assert house.runtime.device.gate.waiting.wait(10)
+
+    registering.lane.sock.shutdown(2)
+    registering.thread.join(10)
+    until(lambda: read_status(os.getpid())["connections"] == 1)
+    assert house.runtime.device.device_bytes == _BYTES
+    again = register(house.runtime, "a", doublings["a"])
+    house.runtime.device.gate.set()
+    again.join()
+
+    assert again.rejected == []
+    assert house.model("a")["weights"] == "resident"
+    again.lane.close()
+    registering.lane.close()
+    until(lambda: house.runtime.device.device_bytes == 0)
+    until(lambda: house.host() == (0, 0, 0))
+
+
+def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
+    house: House, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its requests fail one by one, the log says why; with the host's copy nothing would be noticed."""
+    house.start(f"weight_budget_bytes: {_BYTES}")
+    mine = tmp_path / "mine"
+    shutil.copytree(doublings["a"], mine)
+    a, b = house.engine(mine), house.engine(doublings["b"])
+    weights = mine / "weights.safetensors"
+    os.truncate(weights, weights.stat().st_size - 4)
+    assert answered(ask(a)) == 1
+
+    set_residency(os.getpid(), "mine", "unpinned")
+    until(lambda: house.host()[2] == 1)
+
+    for _ in range(2):
+        assert answered(ask(b)) == 2
+        assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+    # The host cannot have it back either; the model stays what it was, and says so.
+    set_residency(os.getpid(), "mine", "system")
+    assert answered(ask(b)) == 2
+    assert house.host()[2] == 1
+
+
+# --- the status --------------------------------------------------------------------------------------------
+
+
+def test_the_status_has_the_keys_that_the_protocol_names(house: House, doublings: dict[str, Path]) -> None:
+    """No more and no fewer, for models and for memory."""
+    house.start()
+    house.engine(doublings["a"])
+    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+    text = page[page.index("## The status") : page.index("## Other settings")]
+    named = set(re.findall(r"`([a-z_]+)`", text))
+    status = read_status(os.getpid())
+    keys = {*status, *status["models"]["a"], *status["memory"], *status["memory"]["host"]}
+
+    assert keys | set(status["memory"]["device"]) == named

@@ -11,7 +11,7 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench scheduler-page lint format clean bundles
+.PHONY: help demo serve test test-unit test-long bench bench-weights scheduler-page lint format clean bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench $(BENCH)
+
+bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside the same that do (BENCH=--quick for a trial)
+	$(BIN)/python -m tests.bench.weights $(BENCH)
 
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py

@@ -9,6 +9,7 @@ from typing import Any
 
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import CacheCounts, Device, Weights
+from rsrv.runtime.heap import give_back
 from rsrv.runtime.models import Model, build, identify, model_key, wire_ranks
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -141,6 +142,8 @@ class Registry:
             return
         del self._entries[key]
         self._forget(key)
+        # Not before those who called this have let go of the model, too.
+        self._inbox.post(lambda: self._mover.put(give_back))
         for action in entry.afterwards:
             action()
 

@@ -11,7 +11,7 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench bench-gpu scheduler-page eviction-page lint format clean \
+.PHONY: help demo serve test test-unit test-long bench bench-weights bench-gpu scheduler-page eviction-page lint format clean \
 	bundles
 
 help: ## list the targets
@@ -52,6 +52,9 @@ bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/bench
 
 bench-gpu: $(VENV) ## measure moving weights on a GPU (docs/weights.md; without one: only whether it works)
 	$(BIN)/python -m tests.bench.gpu $(BENCH)
+
+bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside the same that do (BENCH=--quick for a trial)
+	$(BIN)/python -m tests.bench.weights $(BENCH)
 
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py

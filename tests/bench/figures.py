@@ -37,6 +37,22 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Swapping(Sample):
+    """A sample, with what moved meanwhile."""
+
+    seconds: float
+    #: answers by the runtime's own count, between the same two moments as the next two
+    answered: int
+    loads: int
+    evictions: int
+
+    @property
+    def without_load(self) -> float:
+        """1 - loads / requests. Several requests may wait for one load: no hit rate, but one from above."""
+        return 1 - self.loads / self.answered
+
+
+@dataclass(frozen=True)
 class Spread:
     """The median of some values, with the least and the greatest."""
 

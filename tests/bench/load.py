@@ -117,12 +117,17 @@ def _count(side: Side, model: str) -> int:
 
 
 def _statistics(side: Side, model: str) -> dict[str, Any]:
-    with urllib.request.urlopen(
-        f"http://{side.server.http_url}/v2/models/{model}/stats", timeout=30
-    ) as answer:
-        statistics: dict[str, Any] = json.load(answer)["model_stats"][0]
+    (statistics,) = server_statistics(side, f"/{model}")
+    return statistics
+
+
+def server_statistics(side: Side, model: str = "") -> list[dict[str, Any]]:
+    """Triton's own counters, of all models or of `/model`."""
+    url = f"http://{side.server.http_url}/v2/models{model}/stats"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        found: list[dict[str, Any]] = json.load(answer)["model_stats"]
     # Triton leaves counts out that are still zero.
-    return {"inference_count": 0, "execution_count": 0, **statistics}
+    return [{"inference_count": 0, "execution_count": 0, **statistics} for statistics in found]
 
 
 def _read(side: Side, model: str, processes: Mapping[int, str]) -> Reading:

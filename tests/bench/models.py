@@ -97,12 +97,12 @@ def images_case() -> Case:
 
 def rsrv_repository(count: int) -> Path:
     """A repository with `count` mlps as bundles."""
-    return _generate(f"rsrv-{count}", [_bundle(name, _export_mlp) for name in mlp_names(count)])
+    return generate(f"rsrv-{count}", [_bundle(name, _export_mlp) for name in mlp_names(count)])
 
 
 def images_repository() -> Path:
     """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
-    return _generate("rsrv-images", [_bundle(IMAGES, _export_images)])
+    return generate("rsrv-images", [_bundle(IMAGES, _export_images)])
 
 
 def plain_repository(count: int) -> Path:
@@ -161,8 +161,8 @@ def _export_images(folder: Path) -> None:
     export_bundle(apply, weights, example, batch_sizes=IMAGE_SIZES, out_dir=folder, overwrite=True)
 
 
-def _generate(name: str, bundles: Sequence[Path]) -> Path:
-    """rsrv-gen, whose lines are only shown when it fails."""
+def generate(name: str, bundles: Sequence[Path]) -> Path:
+    """A model repository, by rsrv-gen, whose lines are only shown when it fails."""
     repository = WORK / name
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
-from tests.bench.figures import Rounds, Sample, Spread, Target, summed_sizes
+from tests.bench.figures import Rounds, Sample, Spread, Swapping, Target, summed_sizes
 from tests.bench.processes import CLIENT, RUNTIME, SERVER, STUB
 
 ROLES = (SERVER, STUB, RUNTIME, CLIENT)
@@ -50,14 +51,15 @@ def _load_row(rounds: Rounds, side: str, clients: int) -> list[str]:
     row += [middle([s.p50_us for s in samples]), middle([s.p99_us for s in samples])]
     for role in ROLES:
         row.append(middle([s.cpu_us[role] for s in samples]) if role in samples[0].cpu_us else "-")
-    row.append(middle([_server_cpu(s) for s in samples]))
+    row.append(middle([server_cpu(s) for s in samples]))
     row.append(f"{Spread.of(s.triton_batch for s in samples).median:.1f}")
     batches = [s.device_batch for s in samples if s.device_batch is not None]
     row.append(f"{Spread.of(batches).median:.1f}" if batches else "-")
     return row
 
 
-def _server_cpu(sample: Sample) -> float:
+def server_cpu(sample: Sample) -> float:
+    """Microseconds of CPU per request, without the client's."""
     return sum(value for role, value in sample.cpu_us.items() if role != CLIENT)
 
 
@@ -84,6 +86,21 @@ def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
         row += [f"{Spread.of(s.cpu_us[role] for s in samples).median:.0f}" for role in ROLES]
         row += [f"{Spread.of(s.device_batch or 0 for s in samples).median:.1f}"]
         rows.append(row)
+    return table(headers, rows)
+
+
+def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
+    """How often weights moved, one line for each side: medians over the rounds."""
+    headers = ["", "loads/s", "evictions/s", "requests per load", "1 - loads/requests", "device busy"]
+    rows = []
+    for name, samples in sides.items():
+        loads = Spread.of(s.loads / s.seconds for s in samples).median
+        evictions = Spread.of(s.evictions / s.seconds for s in samples).median
+        per_load = Spread.of(s.answered / s.loads if s.loads else inf for s in samples).median
+        without = Spread.of(100 * s.without_load for s in samples)
+        busy = Spread.of(100 * (s.busy or 0) for s in samples).median
+        row = [name, f"{loads:.0f}", f"{evictions:.0f}", f"{per_load:.1f}"]
+        rows.append([*row, f"{spread_text(without, 0)} %", f"{busy:.0f} %"])
     return table(headers, rows)
 
 

@@ -9,10 +9,19 @@ import numpy as np
 import tritonclient.grpc as triton
 
 from tests.bench.load import BenchFailed
-from tests.bench.models import Case
+from tests.bench.models import Array, Case
 
 _THREADS = 8
 _TOLERANCE = 1e-4
+
+
+def check(model: str, answer: Array, wanted: Array) -> None:
+    """That an answer is right. Raises BenchFailed."""
+    if answer.shape != wanted.shape:
+        raise BenchFailed(f"{model} answers with shape {answer.shape}, expected {wanted.shape}")
+    error = float(np.abs(answer - wanted).max() / np.abs(wanted).max())
+    if not error <= _TOLERANCE:
+        raise BenchFailed(f"{model} answers wrongly: relative error {error:.2g}")
 
 
 def verify(grpc_url: str, case: Case, requests: int = 96) -> int:
@@ -28,12 +37,7 @@ def verify(grpc_url: str, case: Case, requests: int = 96) -> int:
         tensor = triton.InferInput(case.input, list(values.shape), "FP32")
         tensor.set_data_from_numpy(values)
         answer = local.client.infer(case.name, [tensor]).as_numpy(case.output)
-        wanted = case.reference(values)
-        if answer.shape != wanted.shape:
-            raise BenchFailed(f"{case.name} answers with shape {answer.shape}, expected {wanted.shape}")
-        error = float(np.abs(answer - wanted).max() / np.abs(wanted).max())
-        if not error <= _TOLERANCE:
-            raise BenchFailed(f"{case.name} answers wrongly: relative error {error:.2g}")
+        check(case.name, answer, case.reference(values))
 
     with ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(ask, seed) for seed in range(requests)]:

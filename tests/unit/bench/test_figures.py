@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
-from tests.bench.figures import Rounds, Sample, Spread, Target, per_added_model, summed_sizes
+from tests.bench.figures import Rounds, Sample, Spread, Swapping, Target, per_added_model, summed_sizes
 
 
 def sample(side: str, number: int, rate: float, *, clients: int = 1, steal: float = 0.0) -> Sample:
@@ -25,6 +27,11 @@ def sample(side: str, number: int, rate: float, *, clients: int = 1, steal: floa
         other_cpus=0.0,
         server_us={},
     )
+
+
+def swapping(side: str, *, loads: int) -> Swapping:
+    """100 answers in 2 seconds."""
+    return Swapping(**asdict(sample(side, 0, 50)), seconds=2.0, answered=100, loads=loads, evictions=loads)
 
 
 def test_a_spread_is_the_median_and_the_extremes() -> None:
@@ -76,3 +83,8 @@ def test_a_target_says_by_how_much_it_is_missed(
 
 def test_what_an_added_model_takes() -> None:
     assert per_added_model(100.0, 170.0, 7) == 10.0
+
+
+def test_requests_that_share_a_load_count_as_without_one() -> None:
+    found = swapping("budget", loads=25)
+    assert found.without_load == pytest.approx(0.75)

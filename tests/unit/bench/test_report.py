@@ -12,10 +12,11 @@ from tests.bench.report import (
     sizes_lines,
     sizes_text,
     spread_text,
+    swapping_table,
     table,
     targets_table,
 )
-from tests.unit.bench.test_figures import sample
+from tests.unit.bench.test_figures import sample, swapping
 
 
 def test_columns_are_as_wide_as_they_must_be() -> None:
@@ -50,6 +51,13 @@ def test_busy_shares_are_percent() -> None:
     cpu_us = {"tritonserver": 1.0, "stub": 2.0, "runtime": 3.0, "client": 4.0}
     samples = [replace(sample("default", 0, 1000, clients=48), cpu_us=cpu_us)]
     assert "50 (50-50) %" in busy_table(Rounds.of(samples), ["default"], 48)
+
+
+def test_a_side_that_loads_nothing_has_no_end_of_requests_per_load() -> None:
+    sides = {"all": [swapping("all", loads=0)], "budget": [swapping("budget", loads=20)]}
+    _, every, budget = (line.split() for line in swapping_table(sides).splitlines())
+    assert every == ["all", "0", "0", "inf", "100", "(100-100)", "%", "50", "%"]
+    assert budget == ["budget", "10", "10", "5.0", "80", "(80-80)", "%", "50", "%"]
 
 
 def test_noise_is_said_aloud() -> None:

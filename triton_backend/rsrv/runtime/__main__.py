@@ -11,6 +11,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv.runtime.heap import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
 
@@ -30,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.fork():
         return 0
     os.setsid()
+    use_one_arena()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )

@@ -10,6 +10,7 @@ from typing import Any
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import CacheCounts, Device
+from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
 from rsrv.runtime.scheduler import events as ev
@@ -158,7 +159,13 @@ class Registry:
 
     def _close(self, model: Model) -> None:
         """Give up its weights on the host, after what was asked for before: to free them, or to keep a copy."""
-        self._tiers.when_moved(lambda: self._builder.put(model.host.close))
+
+        def close() -> None:
+            self._builder.put(model.host.close)
+            # By then everybody has let go of the model.
+            self._builder.put(give_back)
+
+        self._tiers.when_moved(close)
 
     def _identified(self, connection: Connection, name: str, result: Bundle | str) -> None:
         if connection.closed:

@@ -1,0 +1,104 @@
+"""Models whose weights are their substance: `count` chains of matrix products that differ in nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv_bundle.writer import write_weights
+from tests.bench.models import generate
+from tests.bench.places import HERE, ROOT, WORK
+
+Array = npt.NDArray[Any]
+
+#: numbers in a row, of the input, of the output, and of everything between
+WIDTH = 512
+#: bytes of one layer's weights
+LAYER_BYTES = WIDTH * WIDTH * 4
+SIZES = (1, 2, 4, 8)
+
+
+def names(count: int) -> list[str]:
+    """`chain_0` is to be the most asked for."""
+    return [f"chain_{number}" for number in range(count)]
+
+
+def layers_of(nbytes: int) -> int:
+    """How many layers make `nbytes` of weights. Raises ValueError when no whole number does."""
+    layers, rest = divmod(nbytes, LAYER_BYTES)
+    if rest or not layers:
+        raise ValueError(f"{nbytes} bytes of weights: must be a multiple of {LAYER_BYTES}, one layer")
+    return layers
+
+
+def weights(name: str, layers: int) -> dict[str, Array]:
+    """The same in every process, and different for every name."""
+    rng = np.random.default_rng([2000, int(name.rpartition("_")[2])])
+    scale = np.float32((2 / WIDTH) ** 0.5)
+    return {
+        f"layer_{number:03}": rng.standard_normal((WIDTH, WIDTH), np.float32) * scale
+        for number in range(layers)
+    }
+
+
+def reference(name: str, layers: int, x: Array) -> Array:
+    """f32 [n, WIDTH] -> f32 [n, WIDTH], in double precision until the end."""
+    value = x.astype(np.float64)
+    for kernel in weights(name, layers).values():
+        value = np.maximum(value @ kernel, 0)
+    return value.astype(np.float32)
+
+
+def repository(count: int, nbytes: int) -> Path:
+    """A model repository with `count` chains of `nbytes` of weights each."""
+    layers = layers_of(nbytes)
+    bundles = _ensure(count, layers)
+    return generate(f"chains-{count}-{layers}", [bundles / name for name in names(count)])
+
+
+def _ensure(count: int, layers: int) -> Path:
+    """The folder of the bundles; those that are missing are made, all when their makers changed."""
+    folder = WORK / "bundles" / f"chains-{layers}"
+    stamp = folder / "stamp"
+    key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
+    for source in (HERE / "chains.py", *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))):
+        key.update(source.read_bytes())
+    if not (stamp.is_file() and stamp.read_text() == key.hexdigest()):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        print(f"exporting chains of {layers} layers ...", flush=True)
+        _export(folder / "chain_0", layers)
+        stamp.write_text(key.hexdigest())
+    for name in names(count):
+        if not (folder / name).is_dir():
+            _vary(folder / "chain_0", folder / name, layers)
+    return folder
+
+
+def _export(folder: Path, layers: int) -> None:
+    import jax
+
+    from rsrv_bundle.export import export_bundle
+
+    def apply(params: Any, x: Any) -> Any:
+        for kernel in params.values():
+            x = jax.nn.relu(x @ kernel)
+        return {"y": x}
+
+    example = {"x": np.zeros((1, WIDTH), np.float32)}
+    export_bundle(apply, weights(folder.name, layers), example, batch_sizes=SIZES, out_dir=folder)
+
+
+def _vary(original: Path, folder: Path, layers: int) -> None:
+    """The same modules with other weights: nothing is lowered a second time."""
+    work = folder.with_name(f".{folder.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(original, work)
+    write_weights(work / "weights.safetensors", list(weights(folder.name, layers).items()))
+    work.rename(folder)

@@ -1,0 +1,152 @@
+"""More models than fit, and models that come and go: each answer is right, and what was taken is given back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import Caller, assert_same, at_once, caller
+from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.held import Held, assert_returned, held, settled
+from tests.products import WEIGHT_BYTES, answer, make_products, question
+
+MODELS = 20
+
+#: a model that does nothing: what the server itself loses with each load
+_PLAIN_CONFIG = """
+name: "{name}"
+backend: "python"
+max_batch_size: 8
+input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 512 ] }} ]
+output [ {{ name: "y" data_type: TYPE_FP32 dims: [ 512 ] }} ]
+instance_group [ {{ kind: KIND_CPU }} ]
+dynamic_batching {{ }}
+"""
+_PLAIN_MODEL = """
+import triton_python_backend_utils as pb
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        arrays = [pb.get_input_tensor_by_name(request, "x").as_numpy() for request in requests]
+        return [pb.InferenceResponse([pb.Tensor("y", array)]) for array in arrays]
+"""
+
+
+def serve(start: StartTriton, folder: Path, count: int, settings: str = "", **options: Any) -> RunningTriton:
+    """`count` products."""
+    make_products(folder / "bundles", count)
+    (folder / "settings.yaml").write_text(settings)
+    gen = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *gen]) == 0
+    return start(folder / "gen", **options)
+
+
+def ask(call: Caller, number: int, seed: int, rows: int = 1) -> None:
+    x = question(seed, rows)
+    assert_same(call(f"product_{number}", {"x": x}), {"y": answer(number, x)})
+
+
+def models(server: RunningTriton) -> dict[str, Any]:
+    found: dict[str, Any] = read_status(server.pid)["models"]
+    return found
+
+
+def test_many_clients_of_six_models_with_room_for_two(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Models of different weights push each other off the device; all answers are exact, none too many are there."""
+    server = serve(start_triton, tmp_path, 6, f"runtime: {{weight_budget_bytes: {2 * WEIGHT_BYTES + 1000}}}")
+
+    def work(call: Caller, number: int) -> int:
+        rng = np.random.default_rng(number)
+        for seed in range(40):
+            ask(call, int(rng.integers(6)), seed, int(rng.integers(1, 5)))
+            found = models(server)
+            assert sum(model["residency"] == "resident" for model in found.values()) <= 2, found
+        return 40
+
+    asked = sum(at_once(server, 8, work))
+
+    found = models(server)
+    assert sum(model["outcomes"]["answered"] for model in found.values()) == asked
+    assert all(model["loads"] and model["evictions"] for model in found.values()), found
+    moved = sum(model["loads"] - model["evictions"] for model in found.values())
+    resident = sum(model["residency"] == "resident" for model in found.values())
+    # Six were on the device when they were built, which counts as no load.
+    assert moved == resident - 6, found
+
+
+# --- coming and going -----------------------------------------------------------------------------------------------
+
+
+def add_plain_models(repository: Path, count: int) -> None:
+    for number in range(count):
+        version = repository / f"plain_{number}" / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(_PLAIN_MODEL)
+        (version.parent / "config.pbtxt").write_text(_PLAIN_CONFIG.format(name=f"plain_{number}"))
+
+
+def ask_plain(server: RunningTriton, number: int) -> None:
+    x = question(number)
+    with caller(server) as call:
+        assert_same(call(f"plain_{number}", {"x": x}), {"y": x})
+
+
+def ask_product(server: RunningTriton, number: int) -> None:
+    with caller(server) as call:
+        for rows in (1, 3):
+            ask(call, number, number, rows)
+
+
+def come_and_go(server: RunningTriton, kind: str, rounds: int) -> None:
+    """Each model of a kind in turn is loaded, asked and unloaded."""
+    use = {"plain": ask_plain, "product": ask_product}[kind]
+    for round_ in range(rounds):
+        number = round_ % MODELS
+        server.grpc.load_model(f"{kind}_{number}")
+        use(server, number)
+        server.grpc.unload_model(f"{kind}_{number}")
+
+
+def regions(server: RunningTriton) -> set[str]:
+    """Names of the server's shared memory, which are one for each stub."""
+    lines = Path(f"/proc/{server.pid}/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if "/dev/shm/" in line}
+
+
+def at_rest(server: RunningTriton) -> tuple[Held, Held]:
+    """What the server and the runtime hold when all models are gone."""
+    wait_until(lambda: not models(server) and not server.stub_pids(), what="all models to be gone")
+    runtime = int(read_status(server.pid)["pid"])
+    return settled(lambda: held(server.pid)), settled(lambda: held(runtime))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_models_that_come_and_go_leave_nothing(start_triton: StartTriton, tmp_path: Path) -> None:
+    """500 loads of 20 models: the runtime is as before, and the server loses no more than with models without rsrv."""
+    server = serve(start_triton, tmp_path, MODELS, extra_args=["--model-control-mode=explicit"])
+    add_plain_models(tmp_path / "gen", MODELS)
+    for kind in ("plain", "product"):
+        come_and_go(server, kind, MODELS)
+    start, runtime = at_rest(server)
+    come_and_go(server, "plain", 100)
+    control, _ = at_rest(server)
+    come_and_go(server, "product", 500)
+    end, runtime_then = at_rest(server)
+
+    print(f"tritonserver: {start}; after 100 plain loads {control}; after 500 of ours {end}")
+    print(f"runtime: {runtime}; after 500 loads {runtime_then}")
+    assert_returned(runtime, runtime_then)
+    assert regions(server) == set()
+    # Its pools of threads grow now and then, whatever it serves.
+    assert end.descriptors < start.descriptors + 5
+    assert end.threads < start.threads + 5
+    # Triton loses some kilobytes with each load of any model.
+    plain = (control.resident - start.resident) / 100
+    assert (end.resident - control.resident) / 500 <= max(2 * plain, 8192)

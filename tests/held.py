@@ -1,0 +1,92 @@
+"""What a process holds of the machine: for tests that nothing is lost while models come and go."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+#: bytes
+_NOISE = 2**16
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of one process, or of several together."""
+
+    #: resident bytes that no file backs, and those of files' pages
+    anonymous: int
+    file_backed: int
+    descriptors: int
+    threads: int
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.anonymous + other.anonymous,
+            self.file_backed + other.file_backed,
+            self.descriptors + other.descriptors,
+            self.threads + other.threads,
+        )
+
+    @property
+    def resident(self) -> int:
+        """Bytes."""
+        return self.anonymous + self.file_backed
+
+    def less_than(self, other: Held) -> bool:
+        """In any way that matters."""
+        fewer = self.descriptors < other.descriptors or self.threads < other.threads
+        return fewer or self.resident < other.resident - _NOISE
+
+    def __str__(self) -> str:
+        anonymous, files = self.anonymous / 1e6, self.file_backed / 1e6
+        return (
+            f"{anonymous:.1f} MB anonymous, {files:.1f} MB of files,"
+            f" {self.descriptors} descriptors, {self.threads} threads"
+        )
+
+
+def held(pid: int) -> Held:
+    """By this process now."""
+    process = Path(f"/proc/{pid}")
+    rollup = {}
+    for line in (process / "smaps_rollup").read_text().splitlines()[1:]:
+        name, _, value = line.partition(":")
+        rollup[name] = int(value.split()[0]) * 1024
+    return Held(
+        rollup["Anonymous"],
+        rollup["Rss"] - rollup["Anonymous"],
+        len(os.listdir(process / "fd")),
+        len(os.listdir(process / "task")),
+    )
+
+
+def settled(read: Callable[[], Held | None], timeout: float = 20.0) -> Held:
+    """What `read` says when it has not become less for half a second. None: it is too early to say.
+
+    Raises TimeoutError after `timeout` seconds.
+    """
+    pause = threading.Event()
+    until = time.monotonic() + timeout
+    least, same = read(), 0
+    while least is None or same < 10:
+        if time.monotonic() > until:
+            raise TimeoutError(f"after {timeout:.0f} s it still changes: {least}")
+        pause.wait(0.05)
+        now = read()
+        if least is None or now is None or now.less_than(least):
+            least, same = now, 0
+        else:
+            same += 1
+    return least
+
+
+def assert_returned(before: Held, after: Held, share: float = 0.02) -> None:
+    """That no more is held than before: descriptors and threads exactly, resident memory within a share of it."""
+    said = f"before: {before}; after: {after}"
+    assert after.descriptors <= before.descriptors, said
+    assert after.threads <= before.threads, said
+    assert after.resident <= (1 + share) * before.resident, said

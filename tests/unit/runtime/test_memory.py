@@ -1,0 +1,115 @@
+"""A runtime in a process of its own, as stubs start it: what models took, they leave behind when they go."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.stub.engine import Engine, WireTensor
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Rejected
+from rsrv.stub.launch import Launcher
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.status import read_status
+from tests.fakes import FakePbUtils, FakeRequest
+from tests.held import Held, assert_returned, held, settled
+from tests.products import COLUMNS, answer, make_products, question
+
+MODELS = 20
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return make_products(tmp_path_factory.mktemp("products"), MODELS)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """Of a runtime that ends with a process which stands for tritonserver."""
+    # Not below tmp_path: the name of a socket has room for 107 characters.
+    home = Path(tempfile.mkdtemp(prefix="rsrv-test-"))
+    monkeypatch.setenv("RSRV_RUNTIME_DIR", str(home))
+    monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
+    monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    server = subprocess.Popen(["sleep", "infinity"])
+    try:
+        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml")
+    finally:
+        server.kill()
+        server.wait()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def engine(launcher: Launcher, bundle: Path) -> Engine:
+    return Engine(
+        Tensors(FakePbUtils),
+        Responses(FakePbUtils),
+        Hooks(),
+        [WireTensor("x", "f32", (-1, COLUMNS))],
+        [WireTensor("y", "f32", (-1, COLUMNS))],
+        True,
+        Session(launcher.open, bundle.name, str(bundle)),
+    )
+
+
+def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
+    """A model is loaded, answers, and leaves; every third with a request under way."""
+    stub = engine(launcher, bundle)
+    for rows in (1, 3):
+        x = question(number, rows)
+        request = FakeRequest({"x": x})
+        answers = stub.execute([request])
+        got = answers[0] if answers is not None else request.answers.get(timeout=10)
+        np.testing.assert_array_equal(got.arrays["y"], answer(number, x))
+    if number % 3 == 0:
+        link = stub._session.link
+        assert link is not None
+        stub._answer_later(link, [FakeRequest({"x": x})])
+    stub.close()
+
+
+def at_rest(launcher: Launcher) -> Held:
+    """The runtime's, when all models are gone."""
+
+    def read() -> Held | None:
+        status = read_status(launcher.server_pid)
+        return None if status["models"] else held(status["pid"])
+
+    return settled(read)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(40, id="forty"),
+        pytest.param(500, id="five hundred", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+    ],
+)
+def test_models_that_come_and_go_leave_nothing(
+    launcher: Launcher, products: list[Path], tmp_path: Path, rounds: int
+) -> None:
+    """Memory, descriptors and threads of the runtime, after each was there once and after many times, are the same."""
+    broken = Path(shutil.copytree(products[0], tmp_path / "broken"))
+    (broken / "model.b4.mlir").write_bytes(b"ML\xefR no module at all")
+
+    def one(round_: int) -> None:
+        if round_ % 10 == 0:
+            with pytest.raises(Rejected):
+                engine(launcher, broken)
+        come_and_go(launcher, products[round_ % MODELS], round_ % MODELS)
+
+    for round_ in range(MODELS):
+        one(round_)
+    before = at_rest(launcher)
+    for round_ in range(MODELS, rounds):
+        one(round_)
+    after = at_rest(launcher)
+
+    assert_returned(before, after)

@@ -43,13 +43,15 @@ class Swapping(Sample):
     seconds: float
     #: answers by the runtime's own count, between the same two moments as the next two
     answered: int
+    #: requests that came while their model's weights were elsewhere, or on their way
+    misses: int
     loads: int
     evictions: int
 
     @property
-    def without_load(self) -> float:
-        """1 - loads / requests. Several requests may wait for one load: no hit rate, but one from above."""
-        return 1 - self.loads / self.answered
+    def hit_rate(self) -> float:
+        """Share of the requests that found the weights there."""
+        return 1 - self.misses / self.answered
 
 
 @dataclass(frozen=True)

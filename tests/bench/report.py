@@ -91,16 +91,16 @@ def busy_table(rounds: Rounds, sides: Sequence[str], clients: int) -> str:
 
 def swapping_table(sides: Mapping[str, Sequence[Swapping]]) -> str:
     """How often weights moved, one line for each side: medians over the rounds."""
-    headers = ["", "loads/s", "evictions/s", "requests per load", "1 - loads/requests", "device busy"]
+    headers = ["", "loads/s", "evictions/s", "requests per load", "hit rate", "device busy"]
     rows = []
     for name, samples in sides.items():
         loads = Spread.of(s.loads / s.seconds for s in samples).median
         evictions = Spread.of(s.evictions / s.seconds for s in samples).median
         per_load = Spread.of(s.answered / s.loads if s.loads else inf for s in samples).median
-        without = Spread.of(100 * s.without_load for s in samples)
+        hits = Spread.of(100 * s.hit_rate for s in samples)
         busy = Spread.of(100 * (s.busy or 0) for s in samples).median
         row = [name, f"{loads:.0f}", f"{evictions:.0f}", f"{per_load:.1f}"]
-        rows.append([*row, f"{spread_text(without, 0)} %", f"{busy:.0f} %"])
+        rows.append([*row, f"{spread_text(hits, 0)} %", f"{busy:.0f} %"])
     return table(headers, rows)
 
 

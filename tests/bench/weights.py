@@ -184,7 +184,7 @@ class _Reading:
         models = read_status(side.server.pid)["models"].values()
         counts = {
             key: sum(model[key] for model in models)
-            for key in ("loads", "evictions", "dispatches", "useful_rows", "device_seconds")
+            for key in ("misses", "loads", "evictions", "dispatches", "useful_rows", "device_seconds")
         }
         counts["answered"] = sum(model["outcomes"]["answered"] for model in models)
         sizes: dict[int, int] = {}
@@ -239,6 +239,7 @@ def _measure(side: Side, plan: Plan, questions: Path, number: int) -> Swapping:
         server_us={},
         seconds=wall,
         answered=int(risen["answered"]),
+        misses=int(risen["misses"]),
         loads=int(risen["loads"]),
         evictions=int(risen["evictions"]),
     )

@@ -31,7 +31,14 @@ def sample(side: str, number: int, rate: float, *, clients: int = 1, steal: floa
 
 def swapping(side: str, *, loads: int) -> Swapping:
     """100 answers in 2 seconds."""
-    return Swapping(**asdict(sample(side, 0, 50)), seconds=2.0, answered=100, loads=loads, evictions=loads)
+    return Swapping(
+        **asdict(sample(side, 0, 50)),
+        seconds=2.0,
+        answered=100,
+        misses=2 * loads,
+        loads=loads,
+        evictions=loads,
+    )
 
 
 def test_a_spread_is_the_median_and_the_extremes() -> None:
@@ -85,6 +92,6 @@ def test_what_an_added_model_takes() -> None:
     assert per_added_model(100.0, 170.0, 7) == 10.0
 
 
-def test_requests_that_share_a_load_count_as_without_one() -> None:
+def test_requests_that_share_a_load_are_misses_all_the_same() -> None:
     found = swapping("budget", loads=25)
-    assert found.without_load == pytest.approx(0.75)
+    assert found.hit_rate == pytest.approx(0.5)

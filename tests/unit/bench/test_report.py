@@ -57,7 +57,7 @@ def test_a_side_that_loads_nothing_has_no_end_of_requests_per_load() -> None:
     sides = {"all": [swapping("all", loads=0)], "budget": [swapping("budget", loads=20)]}
     _, every, budget = (line.split() for line in swapping_table(sides).splitlines())
     assert every == ["all", "0", "0", "inf", "100", "(100-100)", "%", "50", "%"]
-    assert budget == ["budget", "10", "10", "5.0", "80", "(80-80)", "%", "50", "%"]
+    assert budget == ["budget", "10", "10", "5.0", "60", "(60-60)", "%", "50", "%"]
 
 
 def test_noise_is_said_aloud() -> None:

@@ -399,6 +399,17 @@ def export_of_two(path: Path) -> Path:
     return export_doubling(path, x=[5, 5, 5], y=[6, 6, 6])
 
 
+def test_a_warm_up_that_finds_no_memory_is_tried_once_more(house: House, doublings: dict[str, Path]) -> None:
+    """The weights of others leave the device for it; the model is served."""
+    house.start()
+    a = house.engine(doublings["a"])
+    house.runtime.device.fail_next("launch")
+
+    b = house.engine(doublings["b"])
+
+    assert [answered(ask(engine)) for engine in (a, b)] == [1, 2]
+
+
 def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:

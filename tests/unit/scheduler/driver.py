@@ -96,6 +96,8 @@ class Driver:
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
+        #: the latest model that was to be warmed up again.
+        self.warming_again = ""
         #: requests whose execution found no memory.
         self.again: set[int] = set()
         self._next_id = 0
@@ -150,10 +152,13 @@ class Driver:
     ) -> list[Instruction]:
         return self.send(LoadFailed(model, self.loading[model], error, out_of_memory))
 
-    def warm_up_ends(self, model: str, cost: float | None = 0.001) -> list[Instruction]:
+    def warm_up_ends(
+        self, model: str, cost: float | None = 0.001, *, out_of_memory: bool = False
+    ) -> list[Instruction]:
         """Every size costs `cost`; None: it failed."""
         costs = self.scheduler.snapshot().models[model].costs
-        return self.send(WarmUpEnded(model, None if cost is None else dict.fromkeys(costs, cost)))
+        new = None if cost is None or out_of_memory else dict.fromkeys(costs, cost)
+        return self.send(WarmUpEnded(model, new, out_of_memory))
 
     def abandon_load(self, model: str) -> list[Instruction]:
         return self.send(LoadAbandoned(model, self.loading[model]))
@@ -240,6 +245,10 @@ class Driver:
                 self.abandoning.add(instruction.model)
             case WarmUp():
                 assert instruction.model in self.resident
+                if instruction.again:
+                    assert not self.executing
+                    assert not self.loading
+                    self.warming_again = instruction.model
                 self.warming.add(instruction.model)
             case GiveUp():
                 self.given_up.append(instruction.model)

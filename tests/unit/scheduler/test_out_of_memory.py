@@ -15,6 +15,7 @@ from rsrv.runtime.scheduler.events import (
     LoadFailed,
     LoadWeights,
     Outcome,
+    WarmUp,
     WeightsLoaded,
 )
 from rsrv.runtime.scheduler.settings import SchedulerSettings
@@ -492,3 +493,45 @@ def test_ends_of_loads_that_are_over_change_nothing() -> None:
         assert driver.send(late) == []
 
     assert driver.scheduler.snapshot() == before
+
+
+# --- warm-ups ----------------------------------------------------------------------------------------------
+
+
+def test_a_warm_up_without_memory_is_tried_again_alone() -> None:
+    """All others leave for it and nothing starts beside it; its own weights stay."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+
+    assert driver.warm_up_ends("b", out_of_memory=True) == [EvictWeights("a", 1), WarmUp("b", again=True)]
+    assert driver.arrive(driver.request("a")) == []
+    assert driver.warm_up_ends("b") == [LoadWeights("a", 3)]
+
+
+def test_a_warm_up_is_not_tried_a_third_time() -> None:
+    """The second end without memory is the last; then the model is removed, as after any other failure."""
+    driver = driver_of()
+    driver.add(program("a", pinned=True), resident=False, warm_up=True)
+    driver.load("a")
+    assert driver.warm_up_ends("a", out_of_memory=True) == [WarmUp("a", again=True)]
+    assert driver.warm_up_ends("a", out_of_memory=True) == []
+
+    assert driver.remove("a") == [EvictWeights("a", 1)]
+
+
+def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
+    """The second try waits for an execution; what is removed meanwhile is gone when it is over."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+    driver.arrive(driver.request("a"))
+    driver.warm_up_ends("b", out_of_memory=True)
+    driver.remove("b")
+    driver.finish()
+    assert driver.warming == {"b"}
+    driver.warm_up_ends("b")
+
+    assert not driver.scheduler.holds("b")

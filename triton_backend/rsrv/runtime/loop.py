@@ -291,8 +291,8 @@ class Loop:
                     self._registry.evict(key)
                 case ev.AbandonLoad(_, epoch):
                     self._registry.abandon(epoch)
-                case ev.WarmUp(key):
-                    self._registry.warm_up(key)
+                case ev.WarmUp(key, again):
+                    self._registry.warm_up(key, again=again)
                 case ev.GiveUp(key, error):
                     self._registry.give_up(key, error)
                 case _:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import CacheCounts, Device
+from rsrv.runtime.device import CacheCounts, Device, OutOfMemory
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
 from rsrv.runtime.scheduler import events as ev
@@ -241,8 +241,11 @@ class Registry:
         self._rebudget()
         self._feed(ev.ModelAdded(result.program, warm_up=True))
 
-    def warm_up(self, key: str) -> None:
-        """A model's weights are there: execute every size of it, and then serve it."""
+    def warm_up(self, key: str, *, again: bool) -> None:
+        """A model's weights are there: execute every size of it, and then serve it.
+
+        `again`: it found no memory, and others are evicted for it.
+        """
         model, device = self.get(key), self.device
         assert device is not None
 
@@ -251,12 +254,22 @@ class Registry:
             try:
                 costs = warm_up(model, device)
             except Exception as caught:
+                if isinstance(caught, OutOfMemory) and not again:
+                    log.warning("%s: no memory on the device to warm it up: %s", model.name, caught)
+                    self._inbox.post(lambda: self._feed(ev.WarmUpEnded(key, None, out_of_memory=True)))
+                    return
                 log.exception("%s: cannot be warmed up", model.name)
                 error = f"{type(caught).__name__}: {caught}"
             self._inbox.post(lambda: self._warmed_up(model, costs, error))
 
-        # Before others are compiled: its weights stay on the device meanwhile.
-        self._builder.put(run, first=True)
+        def start() -> None:
+            # Before others are compiled: its weights stay on the device meanwhile.
+            self._builder.put(run, first=True)
+
+        if again:
+            self.when_moved(start)
+        else:
+            start()
 
     def _warmed_up(self, model: Model, costs: dict[tuple[int, int], float] | None, error: str) -> None:
         key = model.key

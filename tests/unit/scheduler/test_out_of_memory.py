@@ -535,3 +535,64 @@ def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
     driver.warm_up_ends("b")
 
     assert not driver.scheduler.holds("b")
+
+
+# --- more of loads -----------------------------------------------------------------------------------------
+
+
+def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
+    """What happened once is forgotten when the weights are there."""
+    driver = driver_of(budget=100)
+    waiting_for(driver, "a", "b")
+    for name in "ab":
+        driver.arrive(driver.request(name))
+        driver.fail_load(name, out_of_memory=True)
+        driver.load(name)
+        driver.finish_all()
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.fail_load("a", out_of_memory=True)
+    driver.load("a")
+    driver.finish_all()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
+    """Nobody can wait for the model yet, and somebody waits for the link: the load goes on."""
+    driver = driver_of()
+    driver.add(program("a"), resident=False, warm_up=True)
+    waiting_for(driver, "b")
+    driver.arrive(driver.request("b"))
+
+    assert driver.loading.keys() == {"a"}
+    assert driver.abandoning == set()
+
+
+def test_weights_that_came_for_nobody_count_as_used_when_they_came() -> None:
+    """An abandoned load that ended well is not the first to give way."""
+    driver = driver_of(budget=200)
+    driver.add(program("a"))
+    waiting_for(driver, "b", "c")
+    driver.tick(1.0)
+    driver.arrive(driver.request("a"))
+    driver.finish()
+    gone = driver.request("b")
+    driver.arrive(gone)
+    driver.cancel(gone)
+    driver.load("b", 1.0)
+
+    assert driver.arrive(driver.request("c"))[0] == EvictWeights("a", 1)
+
+
+def test_no_memory_for_a_model_that_is_gone_costs_nobody_the_weights() -> None:
+    """There is nothing to try again."""
+    driver = driver_of()
+    driver.add(program("a"))
+    waiting_for(driver, "b")
+    driver.arrive(driver.request("b"))
+    driver.remove("b")
+
+    assert driver.fail_load("b", out_of_memory=True) == []
+    assert driver.resident == {"a"}
+    assert not driver.scheduler.holds("b")

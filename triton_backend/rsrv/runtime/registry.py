@@ -242,10 +242,7 @@ class Registry:
         self._feed(ev.ModelAdded(result.program, warm_up=True))
 
     def warm_up(self, key: str, *, again: bool) -> None:
-        """A model's weights are there: execute every size of it, and then serve it.
-
-        `again`: it found no memory, and others are evicted for it.
-        """
+        """A model's weights are there: execute every size of it, and then serve it. `again`: it found no memory."""
         model, device = self.get(key), self.device
         assert device is not None
 
@@ -262,14 +259,8 @@ class Registry:
                 error = f"{type(caught).__name__}: {caught}"
             self._inbox.post(lambda: self._warmed_up(model, costs, error))
 
-        def start() -> None:
-            # Before others are compiled: its weights stay on the device meanwhile.
-            self._builder.put(run, first=True)
-
-        if again:
-            self.when_moved(start)
-        else:
-            start()
+        # Before others are compiled: its weights stay on the device meanwhile.
+        self._builder.put(run, first=True)
 
     def _warmed_up(self, model: Model, costs: dict[tuple[int, int], float] | None, error: str) -> None:
         key = model.key

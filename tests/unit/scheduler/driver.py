@@ -217,6 +217,17 @@ class Driver:
             started += executions(self.finish())
         return started
 
+    def settle(self) -> None:
+        """Let loads and executions end, a hundred at most: more are one that undoes another."""
+        for _ in range(100):
+            if self.loading:
+                self.load(next(iter(self.loading)))
+            elif self.executing:
+                self.finish()
+            else:
+                return
+        raise AssertionError("loads or executions do not end")
+
     # --- questions -----------------------------------------------------------------------------------
 
     def outcome(self, request: Request) -> Outcome | Reason | None:

@@ -236,7 +236,7 @@ def test_models_that_are_added_at_once_never_take_more_than_the_budget() -> None
     """Three come into room for one: each leaves for the next, when its warm-up is over."""
     driver = budgeted(100)
     driver.add(program("a"), program("b"), program("c"), resident=False, warm_up=True)
-    seen = []
+    seen: list[str] = []
     while driver.loading or driver.warming:
         assert held(driver)[0] <= 100
         if driver.loading:

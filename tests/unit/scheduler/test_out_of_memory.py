@@ -578,3 +578,17 @@ def test_no_memory_for_a_model_that_is_gone_costs_nobody_the_weights() -> None:
     assert driver.fail_load("b", out_of_memory=True) == []
     assert driver.resident == {"a"}
     assert not driver.scheduler.holds("b")
+
+
+def test_another_warm_up_does_not_end_a_second_try() -> None:
+    """A model that is added with its weights warms up beside it; what waits starts when the second try is over."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+    driver.warm_up_ends("b", out_of_memory=True)
+    driver.add(program("c"), warm_up=True)
+    driver.arrive(driver.request("a"))
+    assert driver.warm_up_ends("c") == []
+
+    assert driver.warm_up_ends("b") == [LoadWeights("a", 4)]

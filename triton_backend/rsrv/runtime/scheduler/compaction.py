@@ -16,7 +16,7 @@ from rsrv.runtime.scheduler.model import ModelState
 class Compaction:
     """Whether one is due, and for whom."""
 
-    __slots__ = ("_mark", "asked", "reload", "retries", "retrying", "warm_ups")
+    __slots__ = ("_mark", "asked", "reload", "retries", "retrying", "warm_ups", "warming")
 
     def __init__(self) -> None:
         #: `Weights.loads` from which the interval is counted.
@@ -28,8 +28,9 @@ class Compaction:
         self.retries: deque[Running] = deque()
         #: models whose warm-up found none. They count as warming up still.
         self.warm_ups: deque[ModelState] = deque()
-        #: whether one of these is being tried again.
+        #: whether one of the executions is being tried again; and whose warm-up is.
         self.retrying = False
+        self.warming: ModelState | None = None
 
     @property
     def due(self) -> bool:
@@ -38,7 +39,7 @@ class Compaction:
     @property
     def pauses(self) -> bool:
         """Whether nothing else may start on the device."""
-        return self.due or self.retrying
+        return self.due or self.retrying or self.warming is not None
 
     def ask(self, *, reload: bool) -> None:
         self.asked = True

@@ -147,9 +147,11 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     warming = sum(state.warming for state in states) - len(compaction.warm_ups)
     _require(memory.warming == warming, "warm-ups are not counted")
     again = any(one.execute.again for one in running)
-    _require(compaction.retrying or not again, "a second try is not known")
-    alone = len(running) + memory.warming == 1 and memory.weights.loading is None
-    _require(alone or not compaction.retrying, "a second try does not have the device to itself")
+    _require(compaction.retrying == again, "a second try is not known")
+    second = compaction.retrying + (compaction.warming is not None)
+    # A model whose weights were there when it was added may warm up beside it.
+    alone = len(running) + (compaction.warming is not None) == 1 and memory.weights.loading is None
+    _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
     if not running and not due:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now

@@ -203,9 +203,9 @@ class Memory:
         if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
         if self.compaction.warm_ups and not self.compaction.retries:
-            self.compaction.retrying = True
+            self.compaction.warming = self.compaction.warm_ups.popleft()
             self.warming += 1
-            out.append(WarmUp(self.compaction.warm_ups.popleft().name, again=True))
+            out.append(WarmUp(self.compaction.warming.name, again=True))
 
     def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Free a model's resident weights."""

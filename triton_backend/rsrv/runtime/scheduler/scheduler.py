@@ -268,11 +268,13 @@ class Scheduler:
     def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:
         model = self._models.get(event.model) or self._draining[event.model]
         compaction = self._memory.compaction
-        if event.out_of_memory and not compaction.retrying:
+        again = compaction.warming is model
+        if event.out_of_memory and not again:
             model.story.add(now, "no memory to warm up", "")
             self._memory.warm_up_again(model)
             return
-        compaction.retrying = False
+        if again:
+            compaction.warming = None
         self._memory.warmed_up(model)
         model.story.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
         if model.draining:

@@ -399,6 +399,17 @@ def export_of_two(path: Path) -> Path:
     return export_doubling(path, x=[5, 5, 5], y=[6, 6, 6])
 
 
+def test_a_warm_up_that_finds_no_memory_is_tried_once_more(house: House, doublings: dict[str, Path]) -> None:
+    """The weights of others leave the device for it; the model is served."""
+    house.start()
+    a = house.engine(doublings["a"])
+    house.runtime.device.fail_next("launch")
+
+    b = house.engine(doublings["b"])
+
+    assert [answered(ask(engine)) for engine in (a, b)] == [1, 2]
+
+
 def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
@@ -410,7 +421,8 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
         house.engine(doublings["b"])
     house.runtime.device.fail_next("read", times=0)
 
-    until(lambda: house.runtime.device.device_bytes == _BYTES)
+    # The other one had left the device for the second try.
+    until(lambda: house.runtime.device.device_bytes == 0)
     until(lambda: house.host()[2] == 1)
     assert answered(ask(a)) == 1
     assert answered(ask(house.engine(doublings["b"]))) == 2
@@ -462,6 +474,26 @@ def test_a_load_whose_client_has_gone_makes_way_for_another(
     assert house.model("two")["loads"] == 1
 
 
+def test_a_stub_that_leaves_while_its_model_is_compiled_leaves_nothing(
+    house: House, doublings: dict[str, Path]
+) -> None:
+    """What the host keeps by then is given up, and nothing is loaded."""
+    house.start()
+    house.runtime.device.compiles.clear()
+    registering = register(house.runtime, "a", doublings["a"])
+    assert house.runtime.device.compiles.waiting.wait(10)
+    registering.lane.sock.shutdown(2)
+    registering.join()
+    until(lambda: read_status(os.getpid())["connections"] == 1)
+    house.runtime.device.compiles.set()
+    b = house.engine(doublings["b"])
+
+    until(lambda: house.host() == (_BYTES, _BYTES, 1))
+    assert house.runtime.device.uploaded == 1
+    assert answered(ask(b)) == 2
+    registering.lane.close()
+
+
 def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
     house: House, doublings: dict[str, Path]
 ) -> None:
@@ -472,7 +504,7 @@ def test_a_stub_that_leaves_while_its_weights_come_leaves_nothing(
     assert house.runtime.device.uploads.waiting.wait(10)
 
     registering.lane.sock.shutdown(2)
-    registering.thread.join(10)
+    registering.join()
     again = register(house.runtime, "a", doublings["a"])
     until(lambda: read_status(os.getpid())["connections"] == 2)
     house.runtime.device.uploads.set()
@@ -496,7 +528,7 @@ def test_a_stub_that_leaves_while_its_model_warms_up_leaves_nothing(
     assert house.runtime.device.gate.waiting.wait(10)
 
     registering.lane.sock.shutdown(2)
-    registering.thread.join(10)
+    registering.join()
     until(lambda: read_status(os.getpid())["connections"] == 1)
     assert house.runtime.device.device_bytes == _BYTES
     again = register(house.runtime, "a", doublings["a"])

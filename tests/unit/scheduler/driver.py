@@ -96,6 +96,8 @@ class Driver:
         self.abandoning: set[str] = set()
         self.warming: set[str] = set()
         self.given_up: list[str] = []
+        #: the latest model that was to be warmed up again.
+        self.warming_again = ""
         #: requests whose execution found no memory.
         self.again: set[int] = set()
         self._next_id = 0
@@ -150,10 +152,13 @@ class Driver:
     ) -> list[Instruction]:
         return self.send(LoadFailed(model, self.loading[model], error, out_of_memory))
 
-    def warm_up_ends(self, model: str, cost: float | None = 0.001) -> list[Instruction]:
+    def warm_up_ends(
+        self, model: str, cost: float | None = 0.001, *, out_of_memory: bool = False
+    ) -> list[Instruction]:
         """Every size costs `cost`; None: it failed."""
         costs = self.scheduler.snapshot().models[model].costs
-        return self.send(WarmUpEnded(model, None if cost is None else dict.fromkeys(costs, cost)))
+        new = None if cost is None or out_of_memory else dict.fromkeys(costs, cost)
+        return self.send(WarmUpEnded(model, new, out_of_memory))
 
     def abandon_load(self, model: str) -> list[Instruction]:
         return self.send(LoadAbandoned(model, self.loading[model]))
@@ -212,6 +217,17 @@ class Driver:
             started += executions(self.finish())
         return started
 
+    def settle(self) -> None:
+        """Let loads and executions end, a hundred at most: more are one that undoes another."""
+        for _ in range(100):
+            if self.loading:
+                self.load(next(iter(self.loading)))
+            elif self.executing:
+                self.finish()
+            else:
+                return
+        raise AssertionError("loads or executions do not end")
+
     # --- questions -----------------------------------------------------------------------------------
 
     def outcome(self, request: Request) -> Outcome | Reason | None:
@@ -240,6 +256,10 @@ class Driver:
                 self.abandoning.add(instruction.model)
             case WarmUp():
                 assert instruction.model in self.resident
+                if instruction.again:
+                    assert not self.executing
+                    assert not self.loading
+                    self.warming_again = instruction.model
                 self.warming.add(instruction.model)
             case GiveUp():
                 self.given_up.append(instruction.model)

@@ -15,6 +15,7 @@ from rsrv.runtime.scheduler.events import (
     LoadFailed,
     LoadWeights,
     Outcome,
+    WarmUp,
     WeightsLoaded,
 )
 from rsrv.runtime.scheduler.settings import SchedulerSettings
@@ -58,11 +59,7 @@ def test_the_second_time_its_requests_fail_and_nobody_elses() -> None:
 
     assert driver.outcome(first) is Outcome.FAILED
     assert driver.ended[first.id].error == "no memory"
-    while driver.loading or driver.executing:
-        if driver.loading:
-            driver.load(next(iter(driver.loading)))
-        else:
-            driver.finish()
+    driver.settle()
     assert driver.outcome(other) is Outcome.ANSWERED
     later = driver.request("a")
     driver.arrive(later)
@@ -86,11 +83,7 @@ def test_the_second_try_has_the_device_to_itself() -> None:
     assert len(driver.executing) == 1
     assert not driver.loading
     driver.finish()
-    while driver.loading or driver.executing:
-        if driver.loading:
-            driver.load(next(iter(driver.loading)))
-        else:
-            driver.finish()
+    driver.settle()
     assert {finish.outcome for finish in driver.ended.values()} == {Outcome.ANSWERED}
 
 
@@ -291,11 +284,7 @@ def test_nobody_gives_way_for_what_comes_back() -> None:
     driver.add(program("c"), resident=False)
     driver.send(Compact())
     driver.arrive(driver.request("c"))
-    while driver.loading or driver.executing:
-        if driver.loading:
-            driver.load(next(iter(driver.loading)))
-        else:
-            driver.finish()
+    driver.settle()
 
     assert driver.resident == {"a", "c"}
 
@@ -337,18 +326,16 @@ def test_compactions_come_at_intervals() -> None:
 
 
 def test_compactions_at_intervals_end() -> None:
-    """Loads that only undo one do not lead to the next one for ever."""
+    """Loads that only undo one do not lead to the next one for ever, and who waited is answered."""
     driver = driver_of(interval=1)
     driver.add(program("a"), program("b"))
     driver.add(program("c"), resident=False)
-    driver.arrive(driver.request("c"))
-    for _ in range(20):
-        if driver.loading:
-            driver.load(next(iter(driver.loading)))
-        elif driver.executing:
-            driver.finish()
+    request = driver.request("c")
+    driver.arrive(request)
+    driver.settle()
 
-    assert not driver.loading
+    assert driver.outcome(request) is Outcome.ANSWERED
+    assert driver.resident == {"a", "b", "c"}
 
 
 def test_a_compaction_of_an_empty_device_does_nothing() -> None:
@@ -421,11 +408,7 @@ def test_an_abandoned_load_may_fail() -> None:
         other = driver.request("b")
         driver.arrive(other)
         driver.fail_load("a", out_of_memory=out_of_memory)
-        while driver.loading or driver.executing:
-            if driver.loading:
-                driver.load(next(iter(driver.loading)))
-            else:
-                driver.finish()
+        driver.settle()
         assert driver.outcome(other) is Outcome.ANSWERED
 
 
@@ -492,3 +475,120 @@ def test_ends_of_loads_that_are_over_change_nothing() -> None:
         assert driver.send(late) == []
 
     assert driver.scheduler.snapshot() == before
+
+
+# --- warm-ups ----------------------------------------------------------------------------------------------
+
+
+def test_a_warm_up_without_memory_is_tried_again_alone() -> None:
+    """All others leave for it and nothing starts beside it; its own weights stay."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+
+    assert driver.warm_up_ends("b", out_of_memory=True) == [EvictWeights("a", 1), WarmUp("b", again=True)]
+    assert driver.arrive(driver.request("a")) == []
+    assert driver.warm_up_ends("b") == [LoadWeights("a", 3)]
+
+
+def test_a_warm_up_is_not_tried_a_third_time() -> None:
+    """The second end without memory is the last; then the model is removed, as after any other failure."""
+    driver = driver_of()
+    driver.add(program("a", pinned=True), resident=False, warm_up=True)
+    driver.load("a")
+    assert driver.warm_up_ends("a", out_of_memory=True) == [WarmUp("a", again=True)]
+    assert driver.warm_up_ends("a", out_of_memory=True) == []
+
+    assert driver.remove("a") == [EvictWeights("a", 1)]
+
+
+def test_a_model_removed_before_its_second_warm_up_leaves_after_it() -> None:
+    """The second try waits for an execution; what is removed meanwhile is gone when it is over."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+    driver.arrive(driver.request("a"))
+    driver.warm_up_ends("b", out_of_memory=True)
+    driver.remove("b")
+    driver.finish()
+    assert driver.warming == {"b"}
+    driver.warm_up_ends("b")
+
+    assert not driver.scheduler.holds("b")
+
+
+# --- more of loads -----------------------------------------------------------------------------------------
+
+
+def test_a_load_after_a_second_try_that_went_well_has_two_tries_again() -> None:
+    """What happened once is forgotten when the weights are there."""
+    driver = driver_of(budget=100)
+    waiting_for(driver, "a", "b")
+    for name in "ab":
+        driver.arrive(driver.request(name))
+        driver.fail_load(name, out_of_memory=True)
+        driver.load(name)
+        driver.finish_all()
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.fail_load("a", out_of_memory=True)
+    driver.load("a")
+    driver.finish_all()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_a_load_for_a_warm_up_is_not_in_vain() -> None:
+    """Nobody can wait for the model yet, and somebody waits for the link: the load goes on."""
+    driver = driver_of()
+    driver.add(program("a"), resident=False, warm_up=True)
+    waiting_for(driver, "b")
+    driver.arrive(driver.request("b"))
+
+    assert driver.loading.keys() == {"a"}
+    assert driver.abandoning == set()
+
+
+def test_weights_that_came_for_nobody_count_as_used_when_they_came() -> None:
+    """An abandoned load that ended well is not the first to give way."""
+    driver = driver_of(budget=200)
+    driver.add(program("a"))
+    waiting_for(driver, "b", "c")
+    driver.tick(1.0)
+    driver.arrive(driver.request("a"))
+    driver.finish()
+    gone = driver.request("b")
+    driver.arrive(gone)
+    driver.cancel(gone)
+    driver.load("b", 1.0)
+
+    assert driver.arrive(driver.request("c"))[0] == EvictWeights("a", 1)
+
+
+def test_no_memory_for_a_model_that_is_gone_costs_nobody_the_weights() -> None:
+    """There is nothing to try again."""
+    driver = driver_of()
+    driver.add(program("a"))
+    waiting_for(driver, "b")
+    driver.arrive(driver.request("b"))
+    driver.remove("b")
+
+    assert driver.fail_load("b", out_of_memory=True) == []
+    assert driver.resident == {"a"}
+    assert not driver.scheduler.holds("b")
+
+
+def test_another_warm_up_does_not_end_a_second_try() -> None:
+    """A model that is added with its weights warms up beside it; what waits starts when the second try is over."""
+    driver = driver_of()
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False, warm_up=True)
+    driver.load("b")
+    driver.warm_up_ends("b", out_of_memory=True)
+    driver.add(program("c"), warm_up=True)
+    driver.arrive(driver.request("a"))
+    assert driver.warm_up_ends("c") == []
+
+    assert driver.warm_up_ends("b") == [LoadWeights("a", 4)]

@@ -275,6 +275,30 @@ def test_a_model_that_is_removed_while_it_loads_ends_the_load() -> None:
         assert held(driver) == (0, 0)
 
 
+def test_unpinning_does_not_withdraw_a_warm_up() -> None:
+    """The model finds no room yet, and is not to be pinned any more: it comes all the same when there is some."""
+    driver = budgeted(100)
+    driver.add(program("a"))
+    driver.arrive(driver.request("a"))
+    driver.add(program("b", pinned=True), resident=False, warm_up=True)
+    driver.send(Pinned("b", False))
+    driver.finish_all()
+
+    assert driver.loading.keys() == {"b"}
+
+
+def test_pinned_models_come_before_those_that_somebody_waits_for() -> None:
+    """The link becomes free: an operator's wish goes first, though the request is older."""
+    driver = budgeted(300)
+    driver.add(program("a"), program("b"), program("c"), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.arrive(driver.request("b"))
+    driver.send(Pinned("c", True))
+    driver.load("a")
+
+    assert driver.loading.keys() == {"c"}
+
+
 # --- the budget changes ------------------------------------------------------------------------------------
 
 

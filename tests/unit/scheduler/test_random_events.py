@@ -139,11 +139,17 @@ class RandomEvents(RuleBasedStateMachine):
         self.driver.send(Compact())
 
     @precondition(lambda self: self.driver.warming)
-    @rule(data=st.data(), good=st.booleans(), cost=st.sampled_from([0.0005, 0.003]))
-    def warm_up_ends(self, data: st.DataObject, good: bool, cost: float) -> None:
+    @rule(
+        data=st.data(),
+        how=st.sampled_from(["good", "bad", "no memory"]),
+        cost=st.sampled_from([0.0005, 0.003]),
+    )
+    def warm_up_ends(self, data: st.DataObject, how: str, cost: float) -> None:
         model = data.draw(st.sampled_from(sorted(self.driver.warming)))
-        self.driver.warm_up_ends(model, cost if good else None)
-        if not good and model in self.loaded():
+        retried = how == "no memory" and self.driver.warming_again != model
+        self.driver.warming_again = ""
+        self.driver.warm_up_ends(model, cost if how == "good" else None, out_of_memory=how == "no memory")
+        if how != "good" and not retried and model in self.loaded():
             self.driver.remove(model)
 
     @rule(model=st.sampled_from(MODELS))

@@ -88,6 +88,30 @@ def test_nobody_goes_whose_bytes_a_relative_keeps() -> None:
     assert driver.loading.keys() == {"new"}
 
 
+def test_nobody_goes_for_bytes_that_the_newcomer_has_too() -> None:
+    """`a` is older, but all that it has stays for `b`: so `c` gives way."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=150))
+    driver.add(program("a", tensors=BASE), program("c", weight_bytes=50))
+    driver.add(tuned("b", 50), resident=False)
+    driver.arrive(driver.request("b"))
+
+    assert driver.resident == {"a"}
+    assert driver.loading.keys() == {"b"}
+
+
+def test_work_gives_way_if_those_that_nobody_waits_for_have_only_what_the_newcomer_needs() -> None:
+    """The idle relative looks like enough room and is none: less urgent work has to go."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=150, discipline="fifo"))
+    driver.add(program("busy", weight_bytes=0), program("a", tensors=BASE), program("c", weight_bytes=50))
+    driver.add(tuned("b", 50), resident=False)
+    driver.arrive(driver.request("busy"))
+    driver.arrive(driver.request("c", priority=9))
+    driver.arrive(driver.request("b"))
+
+    assert driver.resident == {"busy", "a"}
+    assert driver.loading.keys() == {"b"}
+
+
 def test_twins_go_together_when_one_does_not_free_enough() -> None:
     """Both owners of the 100 bytes are evicted for a model that needs them."""
     driver = Driver(SchedulerSettings(weight_budget_bytes=100))

@@ -291,8 +291,8 @@ class Loop:
                     self._registry.evict(key)
                 case ev.AbandonLoad(_, epoch):
                     self._registry.abandon(epoch)
-                case ev.WarmUp(key):
-                    self._registry.warm_up(key)
+                case ev.WarmUp(key, again):
+                    self._when_moved(partial(self._registry.warm_up, key, again=again), again)
                 case ev.GiveUp(key, error):
                     self._registry.give_up(key, error)
                 case _:
@@ -333,8 +333,11 @@ class Loop:
             # While a model is built, its warm-up may hold the device for long.
             contended=self._registry.builds > 0,
         )
-        if instruction.again:
-            # It needs the memory of those that were evicted for it.
+        self._when_moved(start, instruction.again)
+
+    def _when_moved(self, start: Callable[[], None], again: bool) -> None:
+        """Start something at once, or, if it is tried again, when it has the memory of those evicted for it."""
+        if again:
             self._registry.when_moved(start)
         else:
             start()

@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import CacheCounts, Device
+from rsrv.runtime.device import CacheCounts, Device, OutOfMemory
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
@@ -248,8 +248,8 @@ class Registry:
         self._rebudget()
         self._feed(ev.ModelAdded(result.program, warm_up=True))
 
-    def warm_up(self, key: str) -> None:
-        """A model's weights are there: execute every size of it, and then serve it."""
+    def warm_up(self, key: str, *, again: bool) -> None:
+        """A model's weights are there: execute every size of it, and then serve it. `again`: it found no memory."""
         model, device = self.get(key), self.device
         assert device is not None
 
@@ -258,6 +258,10 @@ class Registry:
             try:
                 costs = warm_up(model, device)
             except Exception as caught:
+                if isinstance(caught, OutOfMemory) and not again:
+                    log.warning("%s: no memory on the device to warm it up: %s", model.name, caught)
+                    self._inbox.post(lambda: self._feed(ev.WarmUpEnded(key, None, out_of_memory=True)))
+                    return
                 log.exception("%s: cannot be warmed up", model.name)
                 error = f"{type(caught).__name__}: {caught}"
             self._inbox.post(lambda: self._warmed_up(model, costs, error))

@@ -81,6 +81,8 @@ class WarmUpEnded:
 
     model: str
     costs: Mapping[tuple[int, int], float] | None
+    #: whether it failed because the device had no memory left: then there is a second try first.
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,8 @@ class WarmUp:
     """Execute every size of the model, and measure; its weights are there. Ends in `WarmUpEnded`."""
 
     model: str
+    #: whether it is the second try after the device had no memory left: all evictions must have been carried out.
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

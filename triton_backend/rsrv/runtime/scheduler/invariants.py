@@ -144,12 +144,15 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     due = scheduler._memory.compaction.due
     held_up = bool(running) or not scheduler._memory.idle
     _require(not due or held_up, "a compaction is due, and nothing in its way")
-    _require(scheduler._memory.warming == sum(state.warming for state in states), "warm-ups are not counted")
-    retrying = any(one.execute.again for one in running)
-    _require(scheduler._memory.compaction.retrying == retrying, "the second try is another one")
-    _require(
-        not retrying or (len(running) == 1 and scheduler._memory.weights.loading is None), "it is not alone"
-    )
+    memory, compaction = scheduler._memory, scheduler._memory.compaction
+    warming = sum(state.warming for state in states) - len(compaction.warm_ups)
+    _require(memory.warming == warming, "warm-ups are not counted")
+    again = any(one.execute.again for one in running)
+    _require(compaction.retrying == again, "a second try is not known")
+    second = compaction.retrying + (compaction.warming is not None)
+    # A model whose weights were there when it was added may warm up beside it.
+    alone = len(running) + (compaction.warming is not None) == 1 and memory.weights.loading is None
+    _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
     if not running and not due:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now

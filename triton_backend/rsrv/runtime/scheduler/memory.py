@@ -105,6 +105,11 @@ class Memory:
         self.warming -= 1
         self._queues.touched[model] = None
 
+    def warm_up_again(self, model: ModelState) -> None:
+        """A model's warm-up found no memory; it keeps its weights until the second try."""
+        self.warming -= 1
+        self.compaction.warm_ups.append(model)
+
     def obey(self, settings: SchedulerSettings) -> None:
         """Decide by other settings, or by another discipline."""
         self.weights.budget = settings.weight_budget_bytes
@@ -204,6 +209,10 @@ class Memory:
         self.loads.retry()
         if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
+        if self.compaction.warm_ups and not self.compaction.retries:
+            self.compaction.warming = self.compaction.warm_ups.popleft()
+            self.warming += 1
+            out.append(WarmUp(self.compaction.warming.name, again=True))
 
     def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Free a model's resident weights."""

@@ -169,7 +169,7 @@ class Scheduler:
                     raise CallerError(f"there is no model {event.model!r}")
             case WarmUpEnded():
                 warming = self._models.get(event.model) or self._draining.get(event.model)
-                if warming is None or not warming.warming:
+                if warming is None or not warming.warming or warming in self._memory.compaction.warm_ups:
                     raise CallerError(f"model {event.model!r} is not being warmed up")
             case WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 self._memory.weights.check_epoch(event.model, event.epoch)
@@ -267,6 +267,14 @@ class Scheduler:
 
     def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:
         model = self._models.get(event.model) or self._draining[event.model]
+        compaction = self._memory.compaction
+        again = compaction.warming is model
+        if event.out_of_memory and not again:
+            model.story.add(now, "no memory to warm up", "")
+            self._memory.warm_up_again(model)
+            return
+        if again:
+            compaction.warming = None
         self._memory.warmed_up(model)
         model.story.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
         if model.draining:

@@ -153,9 +153,11 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
     """The device refuses a byte more than one of them takes; what they share never gets lost on the way."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}", limit=2 * _BYTES)
     engines = [house.engine(relatives[name]) for name in "abc"]
+    before = house.runtime.device.uploaded
 
     assert [answered(ask(engine)) for engine in engines * 2] == [1, 2, 3] * 2
     assert house.runtime.device.device_bytes == 2 * _BYTES
+    assert house.runtime.device.uploaded == before + 6, "what they share was moved again"
 
 
 # --- residency by command ----------------------------------------------------------------------------------

@@ -287,8 +287,8 @@ class Loop:
                     self._execute(instruction)
                 case ev.LoadWeights(key, epoch):
                     self._registry.load(key, epoch)
-                case ev.EvictWeights(key):
-                    self._registry.evict(key)
+                case ev.EvictWeights(key, _, heir):
+                    self._registry.evict(key, heir)
                 case ev.AbandonLoad(_, epoch):
                     self._registry.abandon(epoch)
                 case ev.WarmUp(key, again):

@@ -343,9 +343,9 @@ class Registry:
         """Nobody waits for this load any more."""
         self._tiers.abandon(epoch)
 
-    def evict(self, key: str) -> None:
-        """Give the memory of a model's weights back; nothing executes on them any more."""
-        self._tiers.free(self.get(key))
+    def evict(self, key: str, heir: str | None) -> None:
+        """Give the memory of a model's weights back, but for what the next load needs; nothing executes on them."""
+        self._tiers.free(self.get(key), None if heir is None else self.get(heir))
 
     def when_moved(self, action: Callable[[], None]) -> None:
         """Do something on the loop when all that was asked for before has been loaded or freed."""
@@ -367,9 +367,10 @@ class Registry:
         wanted = self._settings.for_model(name).residency
         for entry in entries:
             model = entry.model
-            if model is None or model.residency == wanted:
+            if model is None:
                 continue
             log.info("%s: residency %s, was %s", model.key, wanted, model.residency)
+            # Again, if nothing changes: its load, or its copy, may have failed before.
             model.residency = wanted
             self._builder.put(partial(self._tiers.follow, model))
             self._feed(ev.Pinned(model.key, wanted == "device"))

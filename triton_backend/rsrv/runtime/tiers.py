@@ -77,11 +77,12 @@ class Tiers:
         if epoch == self._epoch:
             self._abandoned = True
 
-    def free(self, model: Model) -> None:
-        """Give the memory of a model's loaded weights back."""
+    def free(self, model: Model, heir: Model | None) -> None:
+        """Give the memory of a model's loaded weights back, but for what `heir`, loaded next, has too."""
         assert model.weights is not None, "the scheduler evicts resident weights only"
         model.weights = None
-        self._mover.put(lambda: self.device.free(model.host))
+        weights, next_weights = model.host, None if heir is None else heir.host
+        self._mover.put(lambda: self.device.free(weights, next_weights))
 
     def when_moved(self, action: Callable[[], None]) -> None:
         """Have the loop do something when all that was asked for before is done."""

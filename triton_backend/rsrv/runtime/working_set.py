@@ -1,6 +1,6 @@
 """The tensors on the device, each once, for all models that have it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rsrv.runtime.device import Buffer, Device
@@ -30,13 +30,18 @@ class WorkingSet:
     def load(self, weights: HostWeights, abandoned: Callable[[], bool]) -> Sequence[Buffer]:
         """Have all of a model's weights on the device; in argument order.
 
-        Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed.
+        Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, but that what was
+        kept for it is gone.
         """
         # A model may have a tensor twice.
         absent = {
             tensor.key: index for index, tensor in enumerate(weights.tensors) if tensor.key not in self._held
         }
-        buffers = self._device.upload((weights.read(index) for index in absent.values()), abandoned)
+        try:
+            buffers = self._device.upload((weights.read(index) for index in absent.values()), abandoned)
+        except BaseException:
+            self._drop(weights.distinct)
+            raise
         for (key, index), buffer in zip(absent.items(), buffers, strict=True):
             nbytes = weights.tensors[index].nbytes
             self._held[key] = _Held(buffer, nbytes, 0)
@@ -45,14 +50,23 @@ class WorkingSet:
             self._held[key].users += 1
         return [self._held[tensor.key].buffer for tensor in weights.tensors]
 
-    def free(self, weights: HostWeights) -> None:
-        """A loaded model needs its weights no longer, and nothing executes on them."""
-        unused = []
+    def free(self, weights: HostWeights, heir: HostWeights | None = None) -> None:
+        """A loaded model needs its weights no longer, and nothing executes on them.
+
+        `heir`: what is loaded next; what both have is kept for it.
+        """
         for key in weights.distinct:
-            held = self._held[key]
-            held.users -= 1
-            if not held.users:
-                unused.append(held.buffer)
-                self.nbytes -= held.nbytes
+            self._held[key].users -= 1
+        kept = () if heir is None else heir.distinct
+        self._drop(key for key in weights.distinct if key not in kept)
+
+    def _drop(self, keys: Iterable[TensorKey]) -> None:
+        """Free those that nobody uses."""
+        unused = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is not None and not held.users:
+                unused.append(held)
                 del self._held[key]
-        self._device.free(unused)
+        self._device.free(held.buffer for held in unused)
+        self.nbytes -= sum(held.nbytes for held in unused)

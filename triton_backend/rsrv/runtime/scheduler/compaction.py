@@ -43,7 +43,7 @@ class Compaction:
 
     def ask(self, *, reload: bool) -> None:
         self.asked = True
-        self.reload = reload
+        self.reload = self.reload or reload
 
     def count(self, loads: int, interval: int) -> None:
         """A load ended, the `loads`-th; ask for a compaction at regular numbers of them."""
@@ -54,6 +54,6 @@ class Compaction:
         """It is carried out, and evicted so many models; returns whether they come back."""
         # Loads that bring them back do not lead to the next one: that would go on for ever.
         self._mark = loads + evicted
-        reload = self.reload and not self.retries and not self.warm_ups
+        reload = self.reload
         self.asked = self.reload = False
         return reload

@@ -240,6 +240,8 @@ class EvictWeights:
 
     model: str
     epoch: int
+    #: whose load, the next one, needs the room: what both have stays. A remark, which the load makes superfluous.
+    heir: str | None = field(default=None, compare=False)
 
 
 class Outcome(Enum):

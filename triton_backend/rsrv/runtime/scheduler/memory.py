@@ -88,10 +88,9 @@ class Memory:
 
     def pin(self, model: ModelState, pinned: bool, now: float) -> None:
         """Keep a model's weights on the device from now on, or no longer."""
-        if pinned == model.holding.pinned:
-            return
-        self.weights.pin(model.holding, pinned)
-        model.story.add(now, "pinned" if pinned else "unpinned", "")
+        if pinned != model.holding.pinned:
+            self.weights.pin(model.holding, pinned)
+            model.story.add(now, "pinned" if pinned else "unpinned", "")
         if pinned and model.holding.residency is Residency.ABSENT:
             self.loads.want(model)
         elif not pinned and not model.warm_up:
@@ -184,9 +183,10 @@ class Memory:
         if planned is None:
             return
         model, victims = planned
-        for victim in victims:
-            self.evict(victim, now, out)
+        # Before the evictions: what it shares with those that leave stays.
         load = self.weights.load(model.holding, now)
+        for victim in victims:
+            self.evict(victim, now, out, heir=model.name)
         self.loads.wanted.pop(model.name, None)
         self._queues.discipline.link(not victims)
         model.story.add(now, "load weights", load)
@@ -214,9 +214,9 @@ class Memory:
             self.warming += 1
             out.append(WarmUp(self.compaction.warming.name, again=True))
 
-    def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        """Free a model's resident weights."""
-        evict = self.weights.evict(model.holding)
+    def evict(self, model: ModelState, now: float, out: list[Instruction], heir: str | None = None) -> None:
+        """Free a model's resident weights, but for what `heir`, whose load comes next, has too."""
+        evict = self.weights.evict(model.holding, heir)
         model.story.add(now, "evict weights", evict)
         model.holding.evictions += 1
         out.append(evict)

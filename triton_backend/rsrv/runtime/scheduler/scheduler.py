@@ -383,7 +383,9 @@ class Scheduler:
             return
         match model.holding.residency:
             case Residency.RESIDENT:
-                if model.ripe <= now:
+                if model.warming:
+                    discipline.wait(model, claims=False)
+                elif model.ripe <= now:
                     discipline.update(model)
                 else:
                     discipline.wait(model, claims=False)

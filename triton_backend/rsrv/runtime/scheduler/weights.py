@@ -241,11 +241,11 @@ class Weights:
         holding.residency = Residency.ABSENT
         self._give(holding)
 
-    def evict(self, holding: Holding) -> EvictWeights:
-        """Free resident weights on which nothing executes."""
+    def evict(self, holding: Holding, heir: str | None = None) -> EvictWeights:
+        """Free resident weights on which nothing executes. `heir`: whose load, just started, needs the room."""
         holding.residency = Residency.ABSENT
         self._give(holding)
-        return EvictWeights(holding.model, holding.epoch)
+        return EvictWeights(holding.model, holding.epoch, heir)
 
     def pin(self, holding: Holding, pinned: bool) -> None:
         """From now on they stay on the device, or no longer."""

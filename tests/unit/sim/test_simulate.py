@@ -320,6 +320,19 @@ def test_a_family_shares_its_backbone() -> None:
     assert record.evictions == []
 
 
+def test_relatives_in_a_swap_move_only_what_differs() -> None:
+    """In room for one, what the next one has in common with the last one stays."""
+    text = """
+        device: {weight_budget_bytes: 100, h2d_bytes_per_s: 100}
+        models: {tune: {cost: {1: 0.01}, weight_bytes: 100, shared_bytes: 90, count: 2}}
+        arrivals: [{t: 0, model: tune-0}, {t: 2, model: tune-1}, {t: 4, model: tune-0}]
+        """
+    record = run(text)
+
+    assert [load.nbytes for load in record.loads] == [100, 10, 10]
+    assert record.evictions == [("tune-0", 2.0), ("tune-1", 4.0)]
+
+
 def test_a_pinned_model_is_loaded_by_itself_and_stays() -> None:
     """Nobody asks for it at first, and what does not fit beside it takes turns."""
     text = """

@@ -137,6 +137,8 @@ class _Simulation:
         #: models whose weights are on the device; and, of the tensors that are there or on their way, for how many.
         self.resident: set[str] = set()
         self.tensors: Counter[str] = Counter()
+        #: bytes that the load which comes next has to move, if others are evicted for it.
+        self.claimed: int | None = None
         #: request -> the client that waits for its end.
         self.clients: dict[int, _Client] = {}
         #: until when the device and the link are taken.
@@ -244,9 +246,7 @@ class _Simulation:
                 case AbandonLoad():
                     self._abandon(instruction)
                 case EvictWeights():
-                    self.record.evictions.append((instruction.model, self.now))
-                    self.resident.remove(instruction.model)
-                    self._release(instruction.model)
+                    self._evict(instruction)
 
     def _end(self, finish: Finish) -> None:
         sent = self.record.requests[finish.request - 1]
@@ -280,14 +280,21 @@ class _Simulation:
 
     def _load(self, load: LoadWeights) -> None:
         program = self.scenario.programs[load.model]
-        nbytes = self._absent_bytes(program)
+        nbytes = self._claim(load.model)
+        self.claimed = None
         share = nbytes / program.weight_bytes if program.weight_bytes else 1.0
         seconds = instant(program.load_seconds * share)
-        self._hold(program)
         start = max(self.now, self.link_free)
         self.link_free = end = instant(start + seconds)
         self.record.loads.append(Load(load.model, load.epoch, start, end, nbytes))
         self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
+
+    def _evict(self, evict: EvictWeights) -> None:
+        if evict.heir is not None:
+            self._claim(evict.heir)
+        self.record.evictions.append((evict.model, self.now))
+        self.resident.remove(evict.model)
+        self._release(evict.model)
 
     def _abandon(self, abandon: AbandonLoad) -> None:
         """What the heap says of its end is of no use to the scheduler any more."""
@@ -301,6 +308,14 @@ class _Simulation:
 
     def _absent_bytes(self, program: Program) -> int:
         return sum(size for key, size in (program.tensors or {}).items() if not self.tensors[key])
+
+    def _claim(self, model: str) -> int:
+        """Hold what a model needs, before others are evicted for it; returns the bytes that its load has to move."""
+        if self.claimed is None:
+            program = self.scenario.programs[model]
+            self.claimed = self._absent_bytes(program)
+            self._hold(program)
+        return self.claimed
 
     def _hold(self, program: Program) -> None:
         self.tensors.update(program.tensors or ())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rsrv.runtime.device import DeviceError
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.lane import Lane, Rejected
@@ -414,6 +415,22 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     until(lambda: house.host()[2] == 1)
     assert answered(ask(a)) == 1
     assert answered(ask(house.engine(doublings["b"]))) == 2
+
+
+def test_a_model_that_cannot_be_built_leaves_no_weights_on_the_host(
+    house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler does not say what an execution takes: nobody is left who would give up the host's copy."""
+    house.start()
+
+    def silent(*_: object) -> int:
+        raise DeviceError("the compiler says nothing")
+
+    monkeypatch.setattr(house.runtime.device, "scratch_bytes", silent)
+    with pytest.raises(Exception, match="the compiler says nothing"):
+        house.engine(doublings["a"])
+
+    assert house.host() == (0, 0, 0)
 
 
 def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str, Path]) -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,10 @@ import pytest
 from rsrv.runtime.device import DeviceError
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.stub.lane import Lane, Rejected
-from rsrv.wire.socket import Closed
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
-from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, until
 
 #: of one weight of `export_doubling`: three f32
@@ -84,35 +81,6 @@ def house(start_runtime: StartRuntime) -> Iterator[House]:
     house = House(start_runtime)
     yield house
     house.close()
-
-
-@dataclass
-class Registering:
-    """A stub that waits for its model on a thread."""
-
-    lane: Lane
-    thread: threading.Thread
-    rejected: list[str]
-
-    def join(self) -> None:
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
-def register(runtime: Runtime, name: str, path: Path) -> Registering:
-    lane, rejected = Lane(runtime.open()), []
-
-    def wait() -> None:
-        try:
-            lane.register({"model": name, "bundle": str(path)})
-        except Rejected as error:
-            rejected.append(str(error))
-        except Closed:
-            rejected.append("closed")
-
-    registering = Registering(lane, threading.Thread(target=wait), rejected)
-    registering.thread.start()
-    return registering
 
 
 # --- sharing -----------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class Registry:
         self._forget = forget
         self._rebudget = rebudget
         self._builder = Worker("build")
+        # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
+        self._warmer = Worker("warm up")
         self._entries: dict[str, _Entry] = {}
         self._device_error = ""
         #: the latest complaint about the budget
@@ -262,8 +264,7 @@ class Registry:
                 error = f"{type(caught).__name__}: {caught}"
             self._inbox.post(lambda: self._warmed_up(model, costs, error))
 
-        # Before others are compiled: its weights stay on the device meanwhile.
-        self._builder.put(run, first=True)
+        self._warmer.put(run)
 
     def _warmed_up(self, model: Model, costs: dict[tuple[int, int], float] | None, error: str) -> None:
         key = model.key

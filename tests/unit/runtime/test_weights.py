@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from rsrv.runtime.device import DeviceError
+from rsrv.runtime.host import HostStore
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
@@ -233,6 +235,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
         ("x", "system", "there is no model 'x'"),
         ("a", "gpu", "models.a.residency: Input should be 'unpinned', 'system' or 'device'"),
         ("a", "", "models.a.residency: "),
+        ("\N{LINE SEPARATOR}" * 20_000, "system", "there is no model '"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -518,6 +521,33 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     set_residency(os.getpid(), "mine", "system")
     assert answered(ask(b)) == 2
     assert house.host()[2] == 1
+
+
+def test_what_nobody_uses_is_swept_when_the_last_model_fails(
+    house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What killed runtimes left in shared memory would stay for ever: the last to be ready never is."""
+    swept = threading.Event()
+    monkeypatch.setattr(HostStore, "sweep", lambda _: swept.set())
+    house.start()
+    house.runtime.device.uploads.clear(after=1)
+    house.runtime.device.gate.clear()
+    well = register(house.runtime, "a", doublings["a"])
+    assert house.runtime.device.gate.waiting.wait(10)
+    ill = register(house.runtime, "b", doublings["b"])
+    assert house.runtime.device.uploads.waiting.wait(10)
+    house.runtime.device.gate.set()
+    well.join()
+    assert not swept.is_set()
+
+    house.runtime.device.fail_next("upload", error=DeviceError("no luck"))
+    house.runtime.device.uploads.set()
+    ill.join()
+
+    assert ill.rejected == ["its weights cannot be loaded: DeviceError: no luck"]
+    assert swept.wait(10)
+    for registering in (well, ill):
+        registering.lane.close()
 
 
 # --- the status --------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Registry:
 
     def _remove(self, key: str, entry: _Entry) -> None:
         if not entry.ready:
-            self.builds -= 1
+            self._one_build_less()
         entry.leaving = True
         self._feed(ev.ModelRemoved(key))
         self.let_go(key)
@@ -243,7 +243,7 @@ class Registry:
             self._builder.put(partial(self._tiers.follow, result))
         if not entry.connections:
             del self._entries[key]
-            self.builds -= 1
+            self._one_build_less()
             self._close(result)
             return
         # Its executions need room beside all weights: first they get it, then its weights may come.
@@ -277,12 +277,16 @@ class Registry:
         else:
             model.program = replace(model.program, costs=costs)
             entry.ready = True
-            self.builds -= 1
-            if not self.builds:
-                # Whoever wants what other runtimes left in shared memory has taken it.
-                self._builder.put(self._tiers.host.sweep)
+            self._one_build_less()
             for connection in list(entry.connections.values()):
                 self._transport.guard(connection, self._welcome, connection, model)
+
+    def _one_build_less(self) -> None:
+        """A model is ready, or will never be."""
+        self.builds -= 1
+        if not self.builds and self.tiers is not None:
+            # Whoever wants what other runtimes left in shared memory has taken it.
+            self._builder.put(self.tiers.host.sweep)
 
     def give_up(self, key: str, error: str) -> None:
         """The weights of a model that should come for their own sake do not; what follows is the next event's."""
@@ -305,7 +309,7 @@ class Registry:
         for connection in waiting:
             connection.model = None
         if entry.model is None:
-            self.builds -= 1
+            self._one_build_less()
             del self._entries[key]
         else:
             self._remove(key, entry)

@@ -14,8 +14,10 @@ import pytest
 
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host import HostStore
+from rsrv.runtime.models import identify
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
+from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
@@ -548,6 +550,36 @@ def test_what_nobody_uses_is_swept_when_the_last_model_fails(
     assert swept.wait(10)
     for registering in (well, ill):
         registering.lane.close()
+
+
+def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
+    house: House, doublings: dict[str, Path]
+) -> None:
+    """The last stub leaves and another one comes before the loop hears that the first one's weights do not."""
+    house.start()
+    first = register(house.runtime, "a", doublings["a"])
+    first.join()
+    second = house.runtime.open()
+    loop, done = house.runtime.loop, threading.Event()
+
+    def meet() -> None:
+        leaving, coming = loop._transport.connections
+        assert leaving.model is not None
+        loop._registry.give_up(leaving.model, "no luck")
+        loop._transport._close(leaving)
+        loop._registry._identified(coming, "a", identify(str(doublings["a"])))
+        done.set()
+
+    loop._inbox.post(meet)
+    assert done.wait(10)
+
+    until(lambda: list(read_status(os.getpid())["models"]) == ["a"])
+    frame, fds = second.receiver.receive()
+    assert read_header(frame)[0] is Kind.REGISTERED
+    for fd in fds:
+        os.close(fd)
+    second.sock.close()
+    first.lane.close()
 
 
 # --- the status --------------------------------------------------------------------------------------------

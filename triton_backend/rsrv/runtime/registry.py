@@ -290,11 +290,11 @@ class Registry:
 
     def give_up(self, key: str, error: str) -> None:
         """The weights of a model that should come for their own sake do not; what follows is the next event's."""
+        entry = self._entries[key]
 
         def give_up() -> None:
-            entry = self._entries.get(key)
-            if entry is None or entry.leaving:
-                return
+            if self._entries.get(key) is not entry or entry.leaving:
+                return  # it left meanwhile, and may be there anew
             if entry.ready:
                 log.error("%s: its weights should be on the device, and do not get there: %s", key, error)
             else:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from rsrv.runtime import host
+from rsrv.runtime.aligned import Bytes
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.models import identify
@@ -19,6 +21,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
+from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
 from tests.unit.runtime.test_residency import answered, ask, register
@@ -195,6 +198,31 @@ def test_the_residency_changes_while_the_model_executes(
     assert answered(ask(b)) == 2
     pinned = house.device_bytes()["pinned_bytes"]
     assert pinned == (2 * _BYTES if residency == "device" else _BYTES)
+
+
+def test_a_host_without_memory_for_a_copy_ends_nothing(
+    house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposing a 2.0 bundle's weights takes memory as well; the model serves on from its file."""
+    house.start("weight_budget_bytes: 0")
+    a = house.engine(doublings["a"])
+    set_residency(os.getpid(), "a", "unpinned")
+    until(lambda: house.host()[2] == 0)
+    real, ended = host._read, []
+    errors = iter([MemoryError()])
+
+    def read(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:
+        for error in errors:
+            raise error
+        return real(file, index, nbytes)
+
+    monkeypatch.setattr(host, "_read", read)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    set_residency(os.getpid(), "a", "system")
+
+    b = house.engine(doublings["b"])
+    assert not ended
+    assert [answered(ask(engine)) for engine in (a, b)] == [1, 2]
 
 
 def test_the_residency_changes_while_the_model_is_compiled(house: House, doublings: dict[str, Path]) -> None:

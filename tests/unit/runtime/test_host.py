@@ -491,3 +491,15 @@ def test_a_store_that_is_closed_while_weights_come_leaves_nothing(
 
         assert list(Path(shm).glob("*/*")) == []
         assert store.counts == HostCounts(0, 0, 0)
+
+
+def test_a_file_that_was_exchanged_before_it_was_opened_is_refused(
+    private: HostStore, make: MakeBundle
+) -> None:
+    """Its tensors may lie elsewhere: what the old header says of it are wrong numbers."""
+    bundle, other = make(a=small(1), b=small(2)), make(b=small(2), a=small(1))
+    os.replace(weights_file(other), weights_file(bundle))
+
+    with pytest.raises(BundleError, match="changed since the bundle was read; load the model again"):
+        private.open(bundle, keep=True)
+    assert private.counts == HostCounts(0, 0, 0)

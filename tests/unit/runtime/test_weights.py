@@ -208,7 +208,8 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
     a = house.engine(doublings["a"])
     set_residency(os.getpid(), "a", "unpinned")
     until(lambda: house.host()[2] == 0)
-    real, ended = host._read, []
+    ended: list[int] = []
+    real = host._read
     errors = iter([MemoryError()])
 
     def read(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:

@@ -96,7 +96,7 @@ def serving(device: Device, settings: Settings, models: Sequence[Model]) -> Iter
 def _until_nothing_is_left(seconds: float = 30) -> None:
     """Every model has left: its weights are freed, or the next part would find the device full."""
     end = time.monotonic() + seconds
-    while read_status(os.getpid())["models"]:
+    while (status := read_status(os.getpid()))["models"] or status["memory"]["device"]["held_bytes"]:
         if time.monotonic() > end:
             raise Wrong("models do not leave with their clients")
         time.sleep(0.01)

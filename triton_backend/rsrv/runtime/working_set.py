@@ -47,12 +47,14 @@ class WorkingSet:
 
     def free(self, weights: HostWeights) -> None:
         """A loaded model needs its weights no longer, and nothing executes on them."""
-        unused = []
+        unused, freed = [], 0
         for key in weights.distinct:
             held = self._held[key]
             held.users -= 1
             if not held.users:
                 unused.append(held.buffer)
-                self.nbytes -= held.nbytes
+                freed += held.nbytes
                 del self._held[key]
         self._device.free(unused)
+        # Not before: whoever waits for it finds the memory free.
+        self.nbytes -= freed

@@ -81,11 +81,14 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
     modules: dict[tuple[int, int], Path] = {}
     weights: tuple[WeightSpec, ...] = ()
     file = None
+    stamp: tuple[int, ...] = ()
     if manifest.kind == "model":
         modules = _find_modules(manifest, files, problems)
         file = files.get(weights_file.FILE)
         if file is not None:
             reverse = manifest.format_version == "2.0"
+            # Before the header is read: what comes in between shows when the file is opened.
+            stamp = weights_file.stamp(file.stat())
             weights = weights_file.read_weights(file, reverse=reverse, problems=problems)
         elif manifest.format_version == "2.0":
             problems.add(
@@ -101,6 +104,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
         weights_file=file,
         weights=weights,
         digest=_digest(files) if digest else "",
+        weights_stamp=stamp,
     )
 
 

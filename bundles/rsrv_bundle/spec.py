@@ -111,6 +111,8 @@ class Bundle:
     weights: tuple[WeightSpec, ...]
     #: SHA-256, hexadecimal, over every file's relative name and content; empty if it was not asked for.
     digest: str
+    #: Which file `weights` describes, as `rsrv_bundle.weights.stamp` says it; empty if there is none.
+    weights_stamp: tuple[int, ...] = ()
 
     @property
     def weight_bytes(self) -> int:

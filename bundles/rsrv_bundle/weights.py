@@ -205,6 +205,11 @@ def _argument_order(
     return tuple(dict.fromkeys(names))
 
 
+def stamp(found: os.stat_result) -> tuple[int, ...]:
+    """Tells a file from another one of its name, and from itself when it was written to."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class WeightsFile:
     """The weights file of a bundle, held open: a name that is given to another file, or to none, changes nothing.
 
@@ -213,7 +218,7 @@ class WeightsFile:
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        """Raises BundleError if the file is gone or has shrunk since the bundle was read."""
+        """Raises BundleError if the file is gone or has changed since the bundle was read."""
         self._weights = bundle.weights
         self._reverse = bundle.manifest.format_version == "2.0"
         self._fd = -1
@@ -232,6 +237,10 @@ class WeightsFile:
             raise BundleError(
                 f"{FILE}: changed since the bundle was read: {size} bytes, {last} were expected"
             )
+        if stamp(self._opened) != bundle.weights_stamp:
+            self.close()
+            # Its tensors may lie elsewhere, and other modules belong to it.
+            raise BundleError(f"{FILE}: changed since the bundle was read; load the model again")
 
     def read_into(self, index: int, out: Bytes) -> None:
         """Fill `out`, as long as the weight and aligned for it, row-major, as the modules take it.

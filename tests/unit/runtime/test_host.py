@@ -8,6 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from rsrv.runtime.aligned import LARGE, Bytes
 from rsrv.runtime.host import HostCounts, HostStore
 from rsrv.runtime.host_memory import Block, HostMemoryError, PrivateMemory, SharedMemory
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
+from rsrv_bundle.weights import WeightsFile
 from tests.unit.bundle.forge import make_bundle
 from tests.unit.runtime.weights import Array, large, small, write_bundle
 
@@ -462,3 +464,42 @@ def test_a_violation_of_the_books_is_raised(private: HostStore, make: MakeBundle
     held.count -= 1
     private.validate()
     weights.close()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("opened", [False, True], ids=["open", "keep"])
+def test_a_store_that_is_closed_while_weights_come_leaves_nothing(
+    make: MakeBundle, monkeypatch: pytest.MonkeyPatch, at: int, opened: bool
+) -> None:
+    """The server ends while a model is added: what was read of it does not stay in shared memory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
+        store = HostStore(SharedMemory("0600", Path(shm)))
+        bundle = make(a=large(1), b=large(2), c=large(3))
+        weights = store.open(bundle, keep=False) if opened else None
+        read = host._read
+
+        def closing(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:
+            filled, digest = read(file, index, nbytes)
+            if index == at:
+                store.close()
+            return filled, digest
+
+        monkeypatch.setattr(host, "_read", closing)
+        come = partial(store.open, bundle, keep=True) if weights is None else weights.keep
+        with pytest.raises(HostMemoryError):
+            come()
+
+        assert list(Path(shm).glob("*/*")) == []
+        assert store.counts == HostCounts(0, 0, 0)
+
+
+def test_a_file_that_was_exchanged_before_it_was_opened_is_refused(
+    private: HostStore, make: MakeBundle
+) -> None:
+    """Its tensors may lie elsewhere: what the old header says of it are wrong numbers."""
+    bundle, other = make(a=small(1), b=small(2)), make(b=small(2), a=small(1))
+    os.replace(weights_file(other), weights_file(bundle))
+
+    with pytest.raises(BundleError, match="changed since the bundle was read; load the model again"):
+        private.open(bundle, keep=True)
+    assert private.counts == HostCounts(0, 0, 0)

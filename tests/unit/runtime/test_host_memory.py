@@ -194,6 +194,20 @@ def test_a_sweep_removes_what_nobody_holds_and_nothing_else(
     mine.release()
 
 
+def test_a_sweep_without_a_free_descriptor_is_for_another_time(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a directory takes one; a sweep is not worth an error."""
+    memory = SharedMemory("0600", shm)
+
+    def refuse(_: object) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert memory.sweep() == 0
+    memory.close()
+
+
 def test_a_publisher_that_is_killed_before_the_link_leaves_nothing(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:

@@ -1,14 +1,18 @@
 """More models than the weight budget holds: what the scheduler asks for is done, beside everything else."""
 
+import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.stub.lane import Lane
+from rsrv.stub.lane import Lane, Rejected
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import compact
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_pipelining import answer
@@ -89,6 +93,55 @@ def test_weights_upload_while_a_model_is_compiled(
     lane.close()
 
 
+def test_a_model_warms_up_while_another_is_compiled(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """Until it has, its weights stay where there is room for one model: others would wait for the compilation."""
+    runtime = start_runtime(
+        load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
+    )
+    served = make_engine(runtime, doublings["c"], name="c")
+    runtime.device.uploads.clear()
+    warming = register(runtime, "a", doublings["a"])
+    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.compiles.clear()
+    compiled = register(runtime, "b", doublings["b"])
+    assert runtime.device.compiles.waiting.wait(10)
+
+    runtime.device.uploads.set()
+
+    assert answered(ask(served)) == 3
+    warming.join()
+    assert runtime.device.compiles.waiting.is_set()
+    runtime.device.compiles.set()
+    compiled.join()
+    for registering in (warming, compiled):
+        registering.lane.close()
+    served.close()
+
+
+def test_a_compaction_does_not_wait_for_a_compilation(
+    runtime: Runtime, engines: list[Engine], doublings: dict[str, Path]
+) -> None:
+    """It waits for the model that is being warmed up, and all others wait for it."""
+    runtime.device.uploads.clear()
+    warming = register(runtime, "d", doublings["d"])
+    assert runtime.device.uploads.waiting.wait(10)
+    runtime.device.compiles.clear()
+    compiled = register(runtime, "another", doublings["d"])
+    assert runtime.device.compiles.waiting.wait(10)
+
+    compact(os.getpid())
+    runtime.device.uploads.set()
+
+    assert [answered(ask(engine)) for engine in engines] == [1, 2, 3]
+    assert runtime.device.compiles.waiting.is_set()
+    runtime.device.compiles.set()
+    for registering in (warming, compiled):
+        registering.join()
+        registering.lane.close()
+
+
 def test_a_model_larger_than_the_budget_is_served_alone(
     start_runtime: StartRuntime, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,3 +171,32 @@ def answered(request: FakeRequest) -> float:
     offsets = answer(request).arrays["y"] - 2 * x
     assert offsets.min() == offsets.max()
     return float(offsets.min())
+
+
+@dataclass
+class Registering:
+    """A stub that waits for its model on a thread."""
+
+    lane: Lane
+    thread: threading.Thread
+    rejected: list[str]
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def register(runtime: Runtime, name: str, path: Path) -> Registering:
+    lane, rejected = Lane(runtime.open()), []
+
+    def wait() -> None:
+        try:
+            lane.register({"model": name, "bundle": str(path)})
+        except Rejected as error:
+            rejected.append(str(error))
+        except Closed:
+            rejected.append("closed")
+
+    registering = Registering(lane, threading.Thread(target=wait), rejected)
+    registering.thread.start()
+    return registering

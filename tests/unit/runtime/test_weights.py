@@ -12,14 +12,19 @@ from typing import Any
 
 import pytest
 
+from rsrv.runtime import host
+from rsrv.runtime.aligned import Bytes
+from rsrv.runtime.device import DeviceError
+from rsrv.runtime.host import HostStore
+from rsrv.runtime.models import identify
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
-from rsrv.stub.lane import Lane, Rejected
-from rsrv.wire.socket import Closed
+from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
+from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
-from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, until
 
 #: of one weight of `export_doubling`: three f32
@@ -83,35 +88,6 @@ def house(start_runtime: StartRuntime) -> Iterator[House]:
     house = House(start_runtime)
     yield house
     house.close()
-
-
-@dataclass
-class Registering:
-    """A stub that waits for its model on a thread."""
-
-    lane: Lane
-    thread: threading.Thread
-    rejected: list[str]
-
-    def join(self) -> None:
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
-def register(runtime: Runtime, name: str, path: Path) -> Registering:
-    lane, rejected = Lane(runtime.open()), []
-
-    def wait() -> None:
-        try:
-            lane.register({"model": name, "bundle": str(path)})
-        except Rejected as error:
-            rejected.append(str(error))
-        except Closed:
-            rejected.append("closed")
-
-    registering = Registering(lane, threading.Thread(target=wait), rejected)
-    registering.thread.start()
-    return registering
 
 
 # --- sharing -----------------------------------------------------------------------------------------------
@@ -226,6 +202,32 @@ def test_the_residency_changes_while_the_model_executes(
     assert pinned == (2 * _BYTES if residency == "device" else _BYTES)
 
 
+def test_a_host_without_memory_for_a_copy_ends_nothing(
+    house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transposing a 2.0 bundle's weights takes memory as well; the model serves on from its file."""
+    house.start("weight_budget_bytes: 0")
+    a = house.engine(doublings["a"])
+    set_residency(os.getpid(), "a", "unpinned")
+    until(lambda: house.host()[2] == 0)
+    ended: list[int] = []
+    real = host._read
+    errors = iter([MemoryError()])
+
+    def read(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:
+        for error in errors:
+            raise error
+        return real(file, index, nbytes)
+
+    monkeypatch.setattr(host, "_read", read)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    set_residency(os.getpid(), "a", "system")
+
+    b = house.engine(doublings["b"])
+    assert not ended
+    assert [answered(ask(engine)) for engine in (a, b)] == [1, 2]
+
+
 def test_the_residency_changes_while_the_model_is_compiled(house: House, doublings: dict[str, Path]) -> None:
     """It is built as it was to be before, and follows at once."""
     house.start()
@@ -266,6 +268,7 @@ def test_pinned_models_beyond_the_budget_are_named_in_the_log(
         ("x", "system", "there is no model 'x'"),
         ("a", "gpu", "models.a.residency: Input should be 'unpinned', 'system' or 'device'"),
         ("a", "", "models.a.residency: "),
+        ("\N{LINE SEPARATOR}" * 20_000, "system", "there is no model '"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -430,6 +433,22 @@ def test_a_model_whose_warm_up_fails_is_refused_and_leaves_nothing(
     assert answered(ask(house.engine(doublings["b"]))) == 2
 
 
+def test_a_model_that_cannot_be_built_leaves_no_weights_on_the_host(
+    house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler does not say what an execution takes: nobody is left who would give up the host's copy."""
+    house.start()
+
+    def silent(*_: object) -> int:
+        raise DeviceError("the compiler says nothing")
+
+    monkeypatch.setattr(house.runtime.device, "scratch_bytes", silent)
+    with pytest.raises(Exception, match="the compiler says nothing"):
+        house.engine(doublings["a"])
+
+    assert house.host() == (0, 0, 0)
+
+
 def test_a_compaction_waits_for_what_executes(house: House, doublings: dict[str, Path]) -> None:
     """Meanwhile requests wait; then all is freed and comes back, and all answers are right."""
     house.start()
@@ -567,6 +586,63 @@ def test_an_unpinned_model_whose_file_was_cut_fails_and_others_serve_on(
     set_residency(os.getpid(), "mine", "system")
     assert answered(ask(b)) == 2
     assert house.host()[2] == 1
+
+
+def test_what_nobody_uses_is_swept_when_the_last_model_fails(
+    house: House, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What killed runtimes left in shared memory would stay for ever: the last to be ready never is."""
+    swept = threading.Event()
+    monkeypatch.setattr(HostStore, "sweep", lambda _: swept.set())
+    house.start()
+    house.runtime.device.uploads.clear(after=1)
+    house.runtime.device.gate.clear()
+    well = register(house.runtime, "a", doublings["a"])
+    assert house.runtime.device.gate.waiting.wait(10)
+    ill = register(house.runtime, "b", doublings["b"])
+    assert house.runtime.device.uploads.waiting.wait(10)
+    house.runtime.device.gate.set()
+    well.join()
+    assert not swept.is_set()
+
+    house.runtime.device.fail_next("upload", error=DeviceError("no luck"))
+    house.runtime.device.uploads.set()
+    ill.join()
+
+    assert ill.rejected == ["its weights cannot be loaded: DeviceError: no luck"]
+    assert swept.wait(10)
+    for registering in (well, ill):
+        registering.lane.close()
+
+
+def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
+    house: House, doublings: dict[str, Path]
+) -> None:
+    """The last stub leaves and another one comes before the loop hears that the first one's weights do not."""
+    house.start()
+    first = register(house.runtime, "a", doublings["a"])
+    first.join()
+    second = house.runtime.open()
+    loop, done = house.runtime.loop, threading.Event()
+
+    def meet() -> None:
+        leaving, coming = loop._transport.connections
+        assert leaving.model is not None
+        loop._registry.give_up(leaving.model, "no luck")
+        loop._transport._close(leaving)
+        loop._registry._identified(coming, "a", identify(str(doublings["a"])))
+        done.set()
+
+    loop._inbox.post(meet)
+    assert done.wait(10)
+
+    until(lambda: list(read_status(os.getpid())["models"]) == ["a"])
+    frame, fds = second.receiver.receive()
+    assert read_header(frame)[0] is Kind.REGISTERED
+    for fd in fds:
+        os.close(fd)
+    second.sock.close()
+    first.lane.close()
 
 
 # --- the status --------------------------------------------------------------------------------------------

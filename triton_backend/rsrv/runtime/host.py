@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from rsrv.runtime.aligned import LARGE, Bytes
-from rsrv.runtime.host_memory import Block, Memory, fresh
+from rsrv.runtime.host_memory import Block, HostMemoryError, Memory, fresh
 from rsrv_bundle import Bundle
 from rsrv_bundle.weights import WeightsFile, as_array, changed_since_loaded
 
@@ -76,6 +76,7 @@ class HostStore:
         # Over all that follows, and held for moments only: nobody reads, hashes or copies under it.
         self._lock = Lock()
         self._held: dict[str, _Held] = {}
+        self._closed = False
         self._open: set[HostWeights] = set()
         self._kept: set[HostWeights] = set()
         self._logical = 0
@@ -116,9 +117,17 @@ class HostStore:
         return self._memory.sweep()
 
     def close(self) -> None:
-        """Close all weights. Nobody may use the store afterwards; arrays that were handed out stay good."""
+        """Close all weights. Nobody may use the store afterwards; arrays that were handed out stay good.
+
+        Weights that another thread is about to open or keep are given up as well, and that ends in a HostMemoryError.
+        """
         for weights in list(self._open):
             weights.close()
+        with self._lock:
+            self._closed = True
+            rest, self._held, self._physical = list(self._held.values()), {}, 0
+        for held in rest:
+            held.block.release()
         self._memory.close()
 
     def validate(self) -> None:
@@ -152,10 +161,14 @@ class HostStore:
         self._lock_pages(block.bytes)
         with self._lock:
             held = self._held.get(digest)
-            if held is None:
+            if held is None and not self._closed:
                 held = self._held[digest] = _Held(block)
                 self._physical += block.bytes.nbytes
-            held.count += 1
+            if held is not None:
+                held.count += 1
+        if held is None:
+            block.release()
+            raise HostMemoryError("the runtime ends")
         if held.block is not block:
             block.release()  # another thread had read the same meanwhile
 
@@ -163,7 +176,7 @@ class HostStore:
         """One reference less to each of them."""
         unused = []
         with self._lock:
-            for tensor in tensors:
+            for tensor in tensors if not self._closed else ():
                 held = self._held[tensor.key.digest]
                 held.count -= 1
                 if not held.count:

@@ -127,7 +127,11 @@ class SharedMemory:
 
     def sweep(self) -> int:
         removed = 0
-        for name in os.listdir(self._directory):
+        try:
+            names = os.listdir(self._directory)
+        except OSError:
+            return 0  # no descriptor is free: another time
+        for name in names:
             if _NAME.fullmatch(name):
                 try:
                     fd = self._open(name)

@@ -254,7 +254,7 @@ class Loop:
                 try:
                     self._registry.set_residency(name, residency)
                 except SettingsError as error:
-                    return {"error": str(error)}
+                    return {"error": str(error)[:4000]}
                 return {}
         return {
             "error": 'commands are {"command": "compact"} and {"command": "residency", "model", "residency"}'

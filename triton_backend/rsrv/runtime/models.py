@@ -78,6 +78,10 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
         executables[key] = device.compile(module_file(bundle, key).read_bytes(), signatures[key])
         log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
     compiled = time.perf_counter() - started
+    nbytes = sum(weight.nbytes for weight in bundle.weights)
+    scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
+    interface = describe(bundle, {key: signatures[key] for key in wanted})
+    # Last: nobody would close them after a failure.
     weights = host.open(bundle, keep=of_model.residency == "system")
     program = Program(
         model=model_key(name, bundle),
@@ -91,7 +95,6 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
         weight=of_model.weight,
         max_delay=of_model.max_delay_us / 1e6,
     )
-    scratch = max(device.scratch_bytes(executable, weights.nbytes) for executable in executables.values())
     log.info(
         "%s: built in %.2f s (compiling %.2f s), %d bytes of weights, %d of scratch",
         name,
@@ -104,7 +107,7 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
         program.model,
         name,
         bundle,
-        describe(bundle, {key: signatures[key] for key in wanted}),
+        interface,
         program,
         executables,
         scratch,

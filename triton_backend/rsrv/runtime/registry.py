@@ -65,6 +65,8 @@ class Registry:
         self._forget = forget
         self._rebudget = rebudget
         self._builder = Worker("build")
+        # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
+        self._warmer = Worker("warm up")
         self._entries: dict[str, _Entry] = {}
         self._device_error = ""
         #: the latest complaint about the budget
@@ -139,7 +141,7 @@ class Registry:
 
     def _remove(self, key: str, entry: _Entry) -> None:
         if not entry.ready:
-            self.builds -= 1
+            self._one_build_less()
         entry.leaving = True
         self._feed(ev.ModelRemoved(key))
         self.let_go(key)
@@ -241,7 +243,7 @@ class Registry:
             self._builder.put(partial(self._tiers.follow, result))
         if not entry.connections:
             del self._entries[key]
-            self.builds -= 1
+            self._one_build_less()
             self._close(result)
             return
         # Its executions need room beside all weights: first they get it, then its weights may come.
@@ -266,8 +268,7 @@ class Registry:
                 error = f"{type(caught).__name__}: {caught}"
             self._inbox.post(lambda: self._warmed_up(model, costs, error))
 
-        # Before others are compiled: its weights stay on the device meanwhile.
-        self._builder.put(run, first=True)
+        self._warmer.put(run)
 
     def _warmed_up(self, model: Model, costs: dict[tuple[int, int], float] | None, error: str) -> None:
         key = model.key
@@ -280,20 +281,24 @@ class Registry:
         else:
             model.program = replace(model.program, costs=costs)
             entry.ready = True
-            self.builds -= 1
-            if not self.builds:
-                # Whoever wants what other runtimes left in shared memory has taken it.
-                self._builder.put(self._tiers.host.sweep)
+            self._one_build_less()
             for connection in list(entry.connections.values()):
                 self._transport.guard(connection, self._welcome, connection, model)
 
+    def _one_build_less(self) -> None:
+        """A model is ready, or will never be."""
+        self.builds -= 1
+        if not self.builds and self.tiers is not None:
+            # Whoever wants what other runtimes left in shared memory has taken it.
+            self._builder.put(self.tiers.host.sweep)
+
     def give_up(self, key: str, error: str) -> None:
         """The weights of a model that should come for their own sake do not; what follows is the next event's."""
+        entry = self._entries[key]
 
         def give_up() -> None:
-            entry = self._entries.get(key)
-            if entry is None or entry.leaving:
-                return
+            if self._entries.get(key) is not entry or entry.leaving:
+                return  # it left meanwhile, and may be there anew
             if entry.ready:
                 log.error("%s: its weights should be on the device, and do not get there: %s", key, error)
             else:
@@ -308,7 +313,7 @@ class Registry:
         for connection in waiting:
             connection.model = None
         if entry.model is None:
-            self.builds -= 1
+            self._one_build_less()
             del self._entries[key]
         else:
             self._remove(key, entry)

@@ -99,3 +99,6 @@ class Tiers:
             log.warning(
                 "%s: the host keeps no copy of its weights, so each load reads the file: %s", model.key, error
             )
+        except Exception:
+            # As when a 2.0 bundle's weight finds no memory to be transposed in: that is no reason to end.
+            log.exception("%s: the host keeps no copy of its weights, so each load reads the file", model.key)

@@ -42,21 +42,16 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: deque[Callable[[], Any]] = deque()
-        #: one for each job
-        self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Callable[[], Any], *, first: bool = False) -> None:
-        """`first`: before all that wait."""
-        (self._jobs.appendleft if first else self._jobs.append)(job)
-        self._turns.put(None)
+    def put(self, job: Callable[[], Any]) -> None:
+        self._jobs.put(job)
 
     def _run(self) -> None:
         while True:
-            self._turns.get()
-            job = self._jobs.popleft()
+            job = self._jobs.get()
             try:
                 job()
             except BaseException:

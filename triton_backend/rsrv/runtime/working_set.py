@@ -69,4 +69,5 @@ class WorkingSet:
                 unused.append(held)
                 del self._held[key]
         self._device.free(held.buffer for held in unused)
+        # Not before: whoever waits for it finds the memory free.
         self.nbytes -= sum(held.nbytes for held in unused)

@@ -301,7 +301,9 @@ class Driver:
         if self.settings.discipline != "fair":
             # The first in the order of all that could execute is in it, or was held back for company.
             able = [
-                one for one in self.waiting.values() if one.model in self.resident - self.patient
+                one
+                for one in self.waiting.values()
+                if one.model in self.resident - self.patient - self.warming
             ] + requests
             assert min(able, key=self._order) in requests
         for request in requests:

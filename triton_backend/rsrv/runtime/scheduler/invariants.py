@@ -153,7 +153,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     # A model whose weights were there when it was added may warm up beside it.
     alone = len(running) + (compaction.warming is not None) == 1 and memory.weights.loading is None
     _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
-    if not running and not due:
+    if not running and not scheduler._memory.compaction.pauses:
         for state in states:
             ripe = state.ready and state.ripe <= scheduler._now
             _require(not ripe, "it could execute, and the device has nothing to do (7)", state)

@@ -196,14 +196,20 @@ class Memory:
         if overdue:
             self.loads.retry()
 
-    def compact(self, now: float, out: list[Instruction]) -> None:
-        """Evict all that is neither pinned nor in use; nothing loads or executes."""
+    def compact(self, now: float, out: list[Instruction]) -> float:
+        """Evict all that is neither pinned nor in use; nothing loads or executes.
+
+        Returns:
+            How long loads take, in seconds, that bring back those with waiting work.
+        """
         evicted = [model for model in self._models.values() if evictable(model)]
+        working = [model for model in evicted if model.place is not None]
         for model in evicted:
             self.evict(model, now, out)
         self.loads.retry()
         if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
+        return self.weights.bring_back(model.holding for model in working)
 
     def evict(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Free a model's resident weights."""

@@ -8,6 +8,7 @@ load and a late one hurts nobody. One load is under way at a time: the link to t
 comes next is decided as late as possible.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
 from rsrv.runtime.scheduler.errors import CallerError
@@ -183,6 +184,18 @@ class Weights:
             case Residency.ABSENT:
                 ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
                 return ahead + holding.remaining_seconds
+
+    def bring_back(self, holdings: Iterable[Holding]) -> float:
+        """Seconds that loads of all of these take, one after the other, each tensor once."""
+        seconds = 0.0
+        seen: set[Piece] = set()
+        for holding in holdings:
+            fresh = [piece for piece in holding.pieces if not piece.users and piece not in seen]
+            seen.update(fresh)
+            size = holding.bytes
+            share = sum(piece.bytes for piece in fresh) / size if size else 1.0
+            seconds += holding.load_seconds * share
+        return seconds
 
     # --- what happens to them --------------------------------------------------------------------------------
 

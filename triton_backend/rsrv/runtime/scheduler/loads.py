@@ -124,7 +124,8 @@ class Loads:
     def come_back(self, evicted: Iterable[ModelState]) -> None:
         """These were evicted for no lack of room."""
         latest = sorted(evicted, key=lambda model: model.holding.used, reverse=True)
-        self._later = [model.name for model in latest]
+        names = [model.name for model in latest]
+        self._later = [*names, *(name for name in self._later if name not in names)]
 
     # --- decisions -------------------------------------------------------------------------------------------
 

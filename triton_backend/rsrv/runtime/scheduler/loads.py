@@ -7,7 +7,7 @@ whatever executes. It gets free bytes, or those of `make_room`. These do not giv
 - weights with waiting work, while those that nobody waits for take enough bytes, even if they stay for now;
 - weights with waiting work that the discipline ranks before the one that comes: evicting them would only
   bring them back sooner;
-- weights that came less than `residency_factor` times their load time ago, if work waits for them, or will
+- weights that came less than `residency_factor` times as long ago as their load took, if work waits for them, or will
   soon: its pauses are usually less than half a load time, and this one has not lasted for twice as long.
   So clients that think for a moment between two requests do not lose their weights each time, at most
   1 / (1 + residency_factor) of the time goes into loads that take turns with executions, and whoever waits
@@ -285,7 +285,7 @@ class Loads:
         return None
 
     def _held_until(self, model: ModelState) -> float:
-        return model.holding.since + self._factor * model.holding.load_seconds
+        return model.holding.since + self._factor * model.holding.took
 
     def _unused(self, model: ModelState) -> float:
         """From when on a model counts as unused that nobody waits for."""
@@ -298,7 +298,7 @@ class Loads:
         if not discipline.sheds or cold.front is None:
             return False
         deadline = cold.front.entries[0].request.deadline
-        return deadline is not None and deadline - cold.turn_seconds - cold.holding.load_seconds < until
+        return deadline is not None and deadline - cold.turn_seconds - cold.holding.remaining_seconds < until
 
 
 def evictable(model: ModelState) -> bool:

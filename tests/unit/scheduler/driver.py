@@ -115,6 +115,7 @@ class Driver:
             execute = self.executing.pop(event.dispatch)
             if event.out_of_memory and not execute.again:
                 self.again.update(execute.requests)
+                self.patient.add(execute.model)
         if isinstance(event, WarmUpEnded):
             self.warming.remove(event.model)
         if isinstance(event, WeightsLoaded) and self.loading.get(event.model) == event.epoch:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome
+from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, RequestsArrived
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
@@ -340,6 +340,25 @@ def test_a_model_that_found_no_room_for_the_next_request_is_loaded_when_there_is
     device.run(2.0)
 
     assert device.outcome(again) is Outcome.ANSWERED
+
+
+@pytest.mark.parametrize("period", [0.1, 0.2, 0.5])
+def test_models_whose_deadlines_are_shorter_than_loads_take_turns(period: float) -> None:
+    """Two of them share one place: each stays for its next requests before it gives way to the other."""
+    device = budgeted(100, discipline="edf")
+    for name in "ab":
+        device.model(program(name, weight_bytes=100), load=0.1, resident=False)
+    for number in range(int(30.0 / period)):
+        at = period * number
+        device.later(at, RequestsArrived((device.request("a", deadline=at + 0.05),)))
+        at += period / 2
+        device.later(at, RequestsArrived((device.request("b", deadline=at + 0.05),)))
+    device.run(40.0)
+
+    for name in "ab":
+        own = [one for one in device.requests.values() if one.model == name]
+        answered = [one for one in own if device.answered(one) is not None]
+        assert len(answered) >= 0.2 * len(own)
 
 
 def test_one_long_pause_does_not_end_the_protection_of_short_ones() -> None:

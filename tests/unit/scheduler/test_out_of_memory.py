@@ -264,6 +264,19 @@ def test_what_was_there_comes_back_after_a_compaction() -> None:
     assert driver.resident == {"a", "b", "c"}
 
 
+def test_a_second_compaction_forgets_nobody_of_the_first() -> None:
+    """It comes while only one of three is back: all come back in the end."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"), program("c"))
+    driver.send(Compact())
+    driver.load("a")
+    driver.send(Compact())
+    while driver.loading:
+        driver.load(next(iter(driver.loading)))
+
+    assert driver.resident == {"a", "b", "c"}
+
+
 def test_those_with_work_come_back_first() -> None:
     """A request that waits goes before what only was there."""
     driver = driver_of()

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, Program
+from rsrv.runtime.scheduler.events import (
+    Event,
+    EvictWeights,
+    LoadWeights,
+    Outcome,
+    Program,
+    WeightsLoaded,
+)
 from rsrv.runtime.scheduler.eviction import Resident, in_order, lru, make_room
 from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.settings import SchedulerSettings
@@ -320,3 +328,44 @@ def test_pieces_are_the_tensors_that_the_same_models_have(
         for one, holding in here.items():
             assert holding.bytes == sum(size[key] for key in models[one])
             assert holding.absent_bytes == sum(size[key] for key in models[one] - present)
+
+
+# --- how long loads take -----------------------------------------------------------------------------------
+
+
+class _Paced(Device):
+    """Loads take 1 ms for each byte that they move."""
+
+    def later(self, at: float, event: Event) -> None:
+        if isinstance(event, WeightsLoaded):
+            seconds = 0.001 * self.scheduler._models[event.model].holding.moved
+            at, event = self.now + seconds, WeightsLoaded(event.model, event.epoch, seconds)
+        super().later(at, event)
+
+
+@pytest.mark.parametrize("expected", [0.0, 0.11])
+def test_relatives_take_turns_as_fast_as_what_differs_loads(expected: float) -> None:
+    """Four share the base and room for two own tensors: nobody waits for as long as a whole load, let alone four."""
+    device = _Paced(SchedulerSettings(weight_budget_bytes=102), validate_every=100)
+    for name in "abcd":
+        device.model(tuned(name, own=1), load=0.0, resident=False, expected=expected)
+    device.saturate("abcd")
+    device.run(5.0)
+
+    for name in "abcd":
+        starts = [start for start, _, execute in device.executed if execute.model == name and start > 1.0]
+        assert max(after - before for before, after in pairwise(starts)) < 0.1
+    assert sum(device.got.values()) > 0.8 * 5.0
+
+
+def test_who_only_ever_loaded_what_differs_knows_how_long_all_would_take() -> None:
+    """Nobody said so before; it is as long as its relative's bytes took, each."""
+    device = _Paced(SchedulerSettings(weight_budget_bytes=1000))
+    for name in "ab":
+        device.model(tuned(name), load=0.0, resident=False)
+        device.arrive(device.request(name))
+        device.run(device.now + 1.0)
+
+    models = device.scheduler.snapshot().models
+    assert models["a"].load_seconds == pytest.approx(0.110)
+    assert models["b"].load_seconds == pytest.approx(0.110)

@@ -7,7 +7,7 @@ whatever executes. It gets free bytes, or those of `make_room`. These do not giv
 - weights with waiting work, while those that nobody waits for take enough bytes, even if they stay for now;
 - weights with waiting work that the discipline ranks before the one that comes: evicting them would only
   bring them back sooner;
-- weights that came less than `residency_factor` times their load time ago, if work waits for them, or will
+- weights that came less than `residency_factor` times as long ago as their load took, if work waits for them, or will
   soon: its pauses are usually less than half a load time, and this one has not lasted for twice as long.
   So clients that think for a moment between two requests do not lose their weights each time, at most
   1 / (1 + residency_factor) of the time goes into loads that take turns with executions, and whoever waits
@@ -42,6 +42,7 @@ class Loads:
         "_later",
         "_missed",
         "_missed_again",
+        "_missed_at",
         "_models",
         "_policy",
         "_retry_at",
@@ -64,8 +65,9 @@ class Loads:
         self.cold = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
         self._missed: dict[str, None] = {}
-        #: whether it is worth while to look for room for them.
+        #: whether it is worth while to look for room for them, and when time alone may have made some.
         self._missed_again = False
+        self._missed_at = inf
         #: models that come back after a compaction if nobody else needs the link, into room that is free.
         self._later: list[str] = []
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
@@ -124,7 +126,8 @@ class Loads:
     def come_back(self, evicted: Iterable[ModelState]) -> None:
         """These were evicted for no lack of room."""
         latest = sorted(evicted, key=lambda model: model.holding.used, reverse=True)
-        self._later = [model.name for model in latest]
+        names = [model.name for model in latest]
+        self._later = [*names, *(name for name in self._later if name not in names)]
 
     # --- decisions -------------------------------------------------------------------------------------------
 
@@ -191,9 +194,14 @@ class Loads:
 
     def next_try(self) -> float | None:
         """When time alone may make room for somebody who waits."""
-        if self._stuck is None or self._retry_at == inf or self.weights.loading is not None:
+        if self.weights.loading is not None:
             return None
-        return self._retry_at
+        at = inf
+        if self._stuck is not None:
+            at = self._retry_at
+        elif self._missed and self.first() is None:
+            at = self._missed_at
+        return None if at == inf else at
 
     def overdue(self, discipline: Discipline, now: float) -> list[ModelState]:
         """Who gives way while there is more on the device than allowed: all who free anything, if it is in use."""
@@ -238,19 +246,26 @@ class Loads:
 
     def _plan_missed(self, now: float) -> Plan | None:
         """As `plan`, for a model that nobody waits for; nobody with work gives way for it."""
-        if not (self._missed and self._missed_again):
+        if not (self._missed and (self._missed_again or self._missed_at <= now)):
             return None
         self._missed_again = False
+        self._missed_at = inf
         self._missed = {
             name: None
             for name in self._missed
             if name in self._models and self._models[name].holding.residency is Residency.ABSENT
         }
-        idle = [
-            _resident(one)
-            for one in self._models.values()
-            if evictable(one) and one.place is None and self._unused(one) <= now
-        ]
+        if not self._missed:
+            return None
+        idle: list[Resident] = []
+        for one in self._models.values():
+            if evictable(one) and one.place is None:
+                # Who came because its requests were shed, too, shall be there for the next ones.
+                until = max(self._held_until(one), self._unused(one))
+                if until <= now:
+                    idle.append(_resident(one))
+                else:
+                    self._missed_at = min(self._missed_at, until)
         for name in self._missed:
             model = self._models[name]
             pieces, missing = model.holding.pieces, self.weights.missing(model.holding)
@@ -270,7 +285,7 @@ class Loads:
         return None
 
     def _held_until(self, model: ModelState) -> float:
-        return model.holding.since + self._factor * model.holding.load_seconds
+        return model.holding.since + self._factor * model.holding.took
 
     def _unused(self, model: ModelState) -> float:
         """From when on a model counts as unused that nobody waits for."""
@@ -283,7 +298,7 @@ class Loads:
         if not discipline.sheds or cold.front is None:
             return False
         deadline = cold.front.entries[0].request.deadline
-        return deadline is not None and deadline - cold.turn_seconds - cold.holding.load_seconds < until
+        return deadline is not None and deadline - cold.turn_seconds - cold.holding.remaining_seconds < until
 
 
 def evictable(model: ModelState) -> bool:

@@ -201,9 +201,14 @@ class Memory:
         if overdue:
             self.loads.retry()
 
-    def compact(self, now: float, out: list[Instruction]) -> None:
-        """Evict all that is neither pinned nor in use; nothing loads or executes."""
+    def compact(self, now: float, out: list[Instruction]) -> float:
+        """Evict all that is neither pinned nor in use; nothing loads or executes.
+
+        Returns:
+            How long loads take, in seconds, that bring back those with waiting work.
+        """
         evicted = [model for model in self._models.values() if evictable(model)]
+        working = [model for model in evicted if model.place is not None]
         for model in evicted:
             self.evict(model, now, out)
         self.loads.retry()
@@ -213,6 +218,7 @@ class Memory:
             self.compaction.warming = self.compaction.warm_ups.popleft()
             self.warming += 1
             out.append(WarmUp(self.compaction.warming.name, again=True))
+        return self.weights.bring_back(model.holding for model in working)
 
     def evict(self, model: ModelState, now: float, out: list[Instruction], heir: str | None = None) -> None:
         """Free a model's resident weights, but for what `heir`, whose load comes next, has too."""

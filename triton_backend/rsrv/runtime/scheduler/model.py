@@ -46,6 +46,7 @@ class ModelState:
 
     __slots__ = (
         "backlog_seconds",
+        "barred",
         "batch_seconds",
         "counts",
         "device_seconds",
@@ -96,6 +97,8 @@ class ModelState:
         #: whether it is still to be warmed up, or is being warmed up now.
         self.warm_up = warm_up
         self.warming = False
+        #: until when it does not execute, because others gave way for it and shall get their turn.
+        self.barred = -inf
         #: requests that found its weights elsewhere.
         self.misses = 0
         # The next six are derived from the lanes and costs by `recount`.
@@ -107,7 +110,7 @@ class ModelState:
         self.turn_seconds = 0.0
         #: expected device time of a full execution of the front lane.
         self.batch_seconds = 0.0
-        #: until when it is held back, so that more requests can share its next execution.
+        #: until when it is held back: it is barred, or more requests can share its next execution.
         self.ripe = -inf
         self.counts = Counts()
         self.dispatches = 0
@@ -153,8 +156,9 @@ class ModelState:
         # The next execution is one of the size that is cheapest when full, unless less than that waits.
         self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
         self.turn_seconds = min(backlog, self.batch_seconds)
+        self.ripe = self.barred
         if self.program.max_delay and front is not None:
-            self.ripe = self._ripe(front)
+            self.ripe = max(self.ripe, self._ripe(front))
 
     def _ripe(self, front: Lane) -> float:
         """When the front request has waited for others long enough: -inf if there is nothing to wait for."""

@@ -346,10 +346,14 @@ class Scheduler:
         compaction = self._memory.compaction
         if not compaction.due or self._running or not self._memory.idle:
             return
-        self._memory.compact(now, out)
+        back = self._memory.compact(now, out)
         if compaction.retries:
             first = compaction.retries.popleft()
             compaction.retrying = True
+            # If it never finds memory, those who gave way would not execute before they give way again.
+            turn = first.execute.seconds + (1.0 + self.settings.residency_factor) * back
+            first.model.barred = max(first.model.barred, now + turn)
+            self._queues.touched[first.model] = None
             again = replace(first.execute, dispatch=self._running.started + 1, again=True)
             self._running.start(again, first.model, now, charged=first.charged)
             first.model.story.add(now, "execute again", again)

@@ -8,6 +8,7 @@ load and a late one hurts nobody. One load is under way at a time: the link to t
 comes next is decided as late as possible.
 """
 
+from collections.abc import Iterable
 from enum import Enum
 
 from rsrv.runtime.scheduler.errors import CallerError
@@ -47,6 +48,7 @@ class Holding:
         "since",
         "starved",
         "takes",
+        "took",
         "used",
         "uses",
     )
@@ -70,6 +72,8 @@ class Holding:
         self.evictions = 0
         #: how long a load of all its bytes takes: as the latest telling one, or as the program says.
         self.load_seconds = program.load_seconds
+        #: how long the latest load took; before the first: as long as one of all its bytes.
+        self.took = program.load_seconds
         #: when the current residency, or the load under way, began; and how long the latter was expected to take.
         self.since = 0.0
         self.takes = 0.0
@@ -110,6 +114,7 @@ class Weights:
 
     __slots__ = (
         "_epoch",
+        "_pace",
         "abandoning",
         "budget",
         "bytes",
@@ -122,6 +127,8 @@ class Weights:
 
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
+        #: seconds per byte of the latest telling load of any model.
+        self._pace = 0.0
         self.pieces = Pieces()
         #: device bytes that weights may take, pinned ones included; None: no limit.
         self.budget = budget
@@ -184,6 +191,18 @@ class Weights:
                 ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
                 return ahead + holding.remaining_seconds
 
+    def bring_back(self, holdings: Iterable[Holding]) -> float:
+        """Seconds that loads of all of these take, one after the other, each tensor once."""
+        seconds = 0.0
+        seen: set[Piece] = set()
+        for holding in holdings:
+            fresh = [piece for piece in holding.pieces if not piece.users and piece not in seen]
+            seen.update(fresh)
+            size = holding.bytes
+            share = sum(piece.bytes for piece in fresh) / size if size else 1.0
+            seconds += holding.load_seconds * share
+        return seconds
+
     # --- what happens to them --------------------------------------------------------------------------------
 
     def adopt(self, holding: Holding, now: float) -> None:
@@ -229,9 +248,14 @@ class Weights:
         holding.residency = Residency.RESIDENT
         holding.loads += 1
         holding.abandoned = holding.starved = False
-        size = holding.bytes
-        if holding.moved >= _TELLING * size:
-            holding.load_seconds = seconds * size / holding.moved if size else seconds
+        holding.took = seconds
+        size, moved = holding.bytes, holding.moved
+        if moved >= _TELLING * size:
+            holding.load_seconds = seconds * size / moved if size else seconds
+            self._pace = seconds / moved if moved else self._pace
+        elif not holding.load_seconds:
+            # Nobody said, and too little was moved to tell: as long as others' bytes took.
+            holding.load_seconds = self._pace * size
         holding.since = holding.used = now
 
     def failed(self, holding: Holding, *, abandoned: bool = False) -> None:

@@ -1,0 +1,73 @@
+"""A model whose executions never find memory, among others that do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rsrv.runtime.scheduler.events import Event, ExecutionFinished, Outcome
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import program
+
+
+class _Storm(Device):
+    """Executions of `bad` find no memory; the second time, too, unless `alone` is enough for it."""
+
+    bad = "bad"
+    alone = False
+
+    def later(self, at: float, event: Event) -> None:
+        if isinstance(event, ExecutionFinished):
+            execute = self.executing[event.dispatch]
+            if execute.model == self.bad and not (self.alone and execute.again):
+                event = ExecutionFinished(event.dispatch, event.seconds, "no memory", True)
+        super().later(at, event)
+
+    def answers(self) -> Counter[str]:
+        finishes = self.ended.values()
+        return Counter(
+            self.requests[one.request].model for one in finishes if one.outcome is Outcome.ANSWERED
+        )
+
+
+def storm_of(discipline: str = "fair", depth: int = 1) -> _Storm:
+    device = _Storm(SchedulerSettings(discipline=discipline, depth=depth), validate_every=100)
+    for name in ("bad", "a", "b", "c"):
+        device.model(program(name), load=0.1)
+    return device
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("discipline", ["fair", "fifo"])
+def test_a_model_that_never_finds_memory_does_not_stop_the_others(discipline: str, depth: int) -> None:
+    """All have work all the time; those who gave way execute for four times as long as they took to come back."""
+    device = storm_of(discipline, depth)
+    device.saturate(["bad", "a", "b", "c"])
+    device.run(6.0)
+
+    assert sum(device.answers().values()) > 3_000
+    assert device.loads["a"] <= 1 + 6.0 / (5 * 0.3)
+    assert not device.answers()["bad"]
+
+
+def test_a_model_that_finds_memory_only_alone_is_served_beside_others() -> None:
+    """Each of its executions costs all others their weights, so it waits for its turn; none of its requests fail."""
+    device = storm_of()
+    device.alone = True
+    device.saturate(["bad", "a", "b", "c"])
+    device.run(6.0)
+
+    assert device.answers()["bad"] >= 3
+    assert all(device.answers()[name] > 1000 for name in "abc")
+
+
+def test_a_model_whose_second_try_cost_nobody_anything_does_not_wait() -> None:
+    """Those who gave way had no work."""
+    device = storm_of()
+    device.alone = True
+    device.clients(["bad"], think=0.0)
+    device.run(1.0)
+
+    assert device.answers()["bad"] > 300

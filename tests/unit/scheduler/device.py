@@ -23,6 +23,8 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
     Tick,
+    WarmUp,
+    WarmUpEnded,
     WeightsLoaded,
 )
 from rsrv.runtime.scheduler.settings import SchedulerSettings
@@ -58,14 +60,20 @@ class Device(Driver):
         self._due: list[tuple[float, int, Event]] = []
 
     def model(
-        self, program: Program, load: float = 0.0, *, resident: bool = True, expected: float | None = None
+        self,
+        program: Program,
+        load: float = 0.0,
+        *,
+        resident: bool = True,
+        warm_up: bool = False,
+        expected: float | None = None,
     ) -> None:
         """Add it; a load takes `load` seconds, as the scheduler expects, unless said."""
         program = replace(program, load_seconds=load if expected is None else expected)
         self.programs[program.model] = program
         self.load_seconds[program.model] = load
         self.got[program.model] = 0.0
-        self.add(program, resident=resident)
+        self.add(program, resident=resident, warm_up=warm_up)
 
     def saturate(self, names: Iterable[str], *, priority: int = 0) -> None:
         """From now on two requests of each of these wait at any time."""
@@ -122,6 +130,10 @@ class Device(Driver):
                 refill = self._saturated.get(instruction.model)
                 if refill is not None:
                     self.later(self.now, self._more(instruction, refill))
+            case WarmUp():
+                # Beside the executions: how long it takes hardly matters to who comes next.
+                costs = self.programs[instruction.model].costs
+                self.later(self.now + sum(costs.values()), WarmUpEnded(instruction.model, costs))
             case LoadWeights():
                 self.loads[instruction.model] += 1
                 seconds = self.load_seconds[instruction.model]

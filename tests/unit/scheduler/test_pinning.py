@@ -16,6 +16,7 @@ from rsrv.runtime.scheduler.events import (
 )
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.weights import Residency
+from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 
 
@@ -366,3 +367,38 @@ def test_a_larger_budget_is_used_at_once() -> None:
 
     assert driver.loading.keys() == {"b"}
     assert driver.scheduler.snapshot().models["b"].residency is Residency.LOADING
+
+
+@pytest.mark.parametrize("fits", [2, 3, 5])
+def test_traffic_goes_on_while_many_models_are_added(fits: int) -> None:
+    """Fifty warm-ups and four saturated models take turns with the room for a few: all execute, all get ready."""
+    device = Device(SchedulerSettings(weight_budget_bytes=100 * fits), validate_every=100)
+    for name in "abcd":
+        device.model(program(name, {(0, 1): 0.01}), load=0.1, resident=False)
+    device.saturate("abcd")
+    device.run(2.0)
+    for number in range(50):
+        device.model(program(f"new{number}"), load=0.1, resident=False, warm_up=True)
+    before = dict(device.got)
+    while any(device.loads[f"new{number}"] == 0 for number in range(50)):
+        device.run(device.now + 1.0)
+        assert device.now < 100.0
+
+    during = {name: device.got[name] - before[name] for name in "abcd"}
+    assert min(during.values()) > 0.2 * max(during.values())
+    assert sum(during.values()) > 0.5 * (device.now - 2.0)
+
+
+def test_models_are_added_though_those_with_work_find_no_room() -> None:
+    """`low` waits behind a saturated model of a higher priority for ever; a new one does not wait with it."""
+    device = Device(SchedulerSettings(weight_budget_bytes=200, discipline="fifo"), validate_every=100)
+    device.model(program("high", {(0, 1): 0.01}), load=0.01)
+    device.model(program("also", {(0, 1): 0.01}), load=0.01)
+    device.model(program("low", {(0, 1): 0.01}), load=0.01, resident=False)
+    device.saturate(["high", "also"], priority=1)
+    device.arrive(device.request("low", priority=9))
+    for name in ("new", "newer"):
+        device.model(program(name), load=0.01, resident=False, warm_up=True)
+    device.run(5.0)
+
+    assert device.loads["new"] == device.loads["newer"] == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import CacheCounts, Device, OutOfMemory
+from rsrv.runtime.device import CacheCounts, Device, DeviceError, OutOfMemory
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
@@ -68,7 +68,6 @@ class Registry:
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
         self._entries: dict[str, _Entry] = {}
-        self._device_error = ""
         #: the latest complaint about the budget
         self._tight: str | None = None
         #: models being built or warmed up now
@@ -76,7 +75,11 @@ class Registry:
         #: None until it is made
         self.device: Device | None = None
         self.tiers: Tiers | None = None
-        self._builder.put(lambda: self._make_device(make_device))
+        self._make_device = make_device
+        # The build thread's own, until the loop hears of them.
+        self._made: Device | None = None
+        self._prepared: tuple[Device, Tiers] | None = None
+        self._builder.put(self._begin)
 
     def find(self, key: str | None) -> Model | None:
         """The model, if it is ready."""
@@ -194,35 +197,47 @@ class Registry:
 
     # --- building -----------------------------------------------------------------------------------------
 
-    def _make_device(self, make: Callable[[], Device]) -> None:
-        """On the build thread, before anything else."""
-        device, tiers, error = None, None, ""
+    def _begin(self) -> None:
+        """On the build thread, before anything else: what is tried again with each model may fail here."""
         try:
-            device = make()
-            tiers = Tiers(device, self._settings, self._inbox)
-        except Exception as caught:
+            self._prepare()
+        except HostMemoryError as error:
+            log.error("%s", error)
+        except Exception:
             log.exception("no device")
-            error = f"{type(caught).__name__}: {caught}"
 
-        def ready() -> None:
-            self.device, self.tiers, self._device_error = device, tiers, error
-            self._rebudget()
+    def _prepare(self) -> tuple[Device, Tiers]:
+        """On the build thread: the device, and the tiers, which it makes if that has not succeeded yet.
 
-        self._inbox.post(ready)
+        Raises DeviceError and HostMemoryError.
+        """
+        if self._prepared is None:
+            if self._made is None:
+                try:
+                    self._made = self._make_device()
+                except Exception as error:
+                    raise DeviceError(
+                        f"the runtime has no device: {type(error).__name__}: {error}"
+                    ) from error
+            device, tiers = self._prepared = self._made, Tiers(self._made, self._settings, self._inbox)
+
+            def ready() -> None:
+                self.device, self.tiers = device, tiers
+                self._rebudget()
+
+            self._inbox.post(ready)
+        return self._prepared
 
     def _build(self, key: str, name: str, bundle: Bundle) -> None:
         """On the build thread."""
         result: Model | str
         try:
-            if self.device is None or self.tiers is None:
-                # This thread made it, or failed to, before any bundle was read.
-                result = f"the runtime has no device: {self._device_error}"
-            else:
-                result = build(bundle, self.device, self.tiers.host, self._settings, name)
-                # What a model is made of lives long: keep the collector from walking over it ever again.
-                gc.collect()
-                gc.freeze()
-        except (BundleError, HostMemoryError) as error:
+            device, tiers = self._prepare()
+            result = build(bundle, device, tiers.host, self._settings, name)
+            # What a model is made of lives long: keep the collector from walking over it ever again.
+            gc.collect()
+            gc.freeze()
+        except (BundleError, DeviceError, HostMemoryError) as error:
             result = str(error)
         except Exception as error:
             log.exception("%s: cannot be loaded", name)
@@ -291,6 +306,7 @@ class Registry:
         if not self.builds and self.tiers is not None:
             # Whoever wants what other runtimes left in shared memory has taken it.
             self._builder.put(self.tiers.host.sweep)
+            self._rebudget()
 
     def give_up(self, key: str, error: str) -> None:
         """The weights of a model that should come for their own sake do not; what follows is the next event's."""
@@ -395,8 +411,8 @@ class Registry:
             arena=None if self.device is None else self.device.memory_limit,
             fraction=runtime.weight_fraction,
             slack=runtime.weight_slack_fraction,
-            # As many executions have their inputs, outputs and intermediate results there at once.
-            scratch=depth * max((model.scratch for model in models), default=0),
+            # As many executions have their inputs, outputs and intermediate results there at once; a warm-up's, too.
+            scratch=(depth + (self.builds > 0)) * max((model.scratch for model in models), default=0),
             pinned=sum(pinned.values()),
             limit=runtime.weight_budget_bytes,
         )

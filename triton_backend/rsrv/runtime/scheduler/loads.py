@@ -15,8 +15,8 @@ whatever executes. It gets free bytes, or those of `make_room`. These do not giv
   wait so long goes first.
 
 While the first one finds no room nobody else is loaded: a large model is not starved by small ones.
-Before all of them come models that an operator pinned, or that are added: for these, only the first of the
-exceptions holds.
+Before all of them come models that an operator pinned: for these, only the first of the exceptions holds. Models
+that are added take turns with those that have work, and let them keep what came less than the said time ago.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,6 +47,7 @@ class Loads:
         "_policy",
         "_retry_at",
         "_stuck",
+        "_yields",
         "cold",
         "wanted",
         "weights",
@@ -61,6 +62,8 @@ class Loads:
         self._policy = POLICIES[eviction]
         #: absent models that are to come first, whoever waits for them: pinned, to be warmed up, or tried again.
         self.wanted: dict[str, None] = {}
+        #: whether the latest load was for a warm-up, so that those with work have their turn.
+        self._yields = False
         #: models with work whose weights are absent, by the discipline's rank.
         self.cold = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
@@ -139,6 +142,15 @@ class Loads:
         if name is None:
             self._stuck = None
             return self._plan_missed(now) or self._plan_later()
+        planned = self._plan_first(name, discipline, now)
+        if planned is None and self._yields and self.wanted:
+            # Whoever's turn it is finds no room now: the link need not wait for that.
+            self._yields = False
+            planned = self._plan_first(next(iter(self.wanted)), discipline, now)
+        return planned
+
+    def _plan_first(self, name: str, discipline: Discipline, now: float) -> Plan | None:
+        """As `plan`, for one that is to come next."""
         if name == self._stuck:
             self._reconsider(name, discipline, now)
             if name == self._stuck:
@@ -149,8 +161,16 @@ class Loads:
         return planned
 
     def first(self) -> str | None:
-        """Who comes next, if there is room."""
-        return next(iter(self.wanted), None) or self.cold.first()
+        """Who comes next, if there is room. Models that are added take turns with those that have work."""
+        wanted, cold = next(iter(self.wanted), None), self.cold.first()
+        if wanted is None or (cold is not None and self._yields and self._models[wanted].warm_up):
+            return cold
+        return wanted
+
+    def started(self, model: ModelState) -> None:
+        """A model's load has begun."""
+        self.wanted.pop(model.name, None)
+        self._yields = model.warm_up
 
     def search(self, discipline: Discipline, now: float) -> tuple[Plan | None, float]:
         """Look for room for the first one; and when time alone may make more (inf: it does not)."""
@@ -235,7 +255,8 @@ class Loads:
         if model.holding.pinned or (model.place is not None and model.place[0] == COMMITTED_LEVEL):
             return inf
         if cold.name in self.wanted:
-            return -inf
+            # A model that is added can wait until those that came for their work have done some.
+            return self._held_until(model) if cold.warm_up and model.place is not None else -inf
         if model.place is None:
             until = min(self._held_until(model), self._unused(model))
         elif discipline.rank(model) <= self.cold.rank(cold.name):

@@ -187,7 +187,7 @@ class Memory:
         load = self.weights.load(model.holding, now)
         for victim in victims:
             self.evict(victim, now, out, heir=model.name)
-        self.loads.wanted.pop(model.name, None)
+        self.loads.started(model)
         self._queues.discipline.link(not victims)
         model.story.add(now, "load weights", load)
         out.append(load)

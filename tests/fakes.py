@@ -163,7 +163,7 @@ class FakeDevice:
             self.uploaded += 1
             return Buffer(FakeBuffer(array.copy()))
 
-    def free(self, buffers: Iterable[Buffer]) -> None:
+    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
         with self._lock:
             for buffer in buffers:
                 assert isinstance(buffer, FakeBuffer)

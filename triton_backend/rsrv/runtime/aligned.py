@@ -2,6 +2,7 @@
 
 import mmap
 from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,44 @@ def aligned_copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     copy = aligned(array.nbytes, huge_pages=True).view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
+
+
+class Reuse:
+    """Copies for jax's CPU, in memory of freed ones that make room for them: fresh pages cost five times the copy.
+
+    Nothing is kept for longer than that: what is freed for its own sake goes back to the system, and so does
+    what those that came had no use for, at `give_back`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        #: address -> memory in use; small copies are the heap's affair
+        self._taken: dict[int, Bytes] = {}
+        #: bytes -> memory to use next
+        self._spare: dict[int, list[Bytes]] = {}
+
+    def copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """As `aligned_copy`; to be freed."""
+        if array.nbytes < LARGE:
+            return aligned_copy(array)
+        with self._lock:
+            spare = self._spare.get(array.nbytes)
+            memory = spare.pop() if spare else aligned(array.nbytes, huge_pages=True)
+            self._taken[memory.ctypes.data] = memory
+        copy = memory.view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    def free(self, address: int, *, reuse: bool) -> None:
+        """Nobody uses the copy at this address any more. Others' addresses are ignored."""
+        with self._lock:
+            memory = self._taken.pop(address, None)
+            if memory is not None and reuse:
+                self._spare.setdefault(memory.nbytes, []).append(memory)
+
+    def give_back(self) -> bool:
+        """What was freed to be used again will not be; whether there was anything."""
+        with self._lock:
+            left = any(self._spare.values())
+            self._spare.clear()
+        return left

@@ -16,7 +16,7 @@ from typing import Any, Literal, NewType, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.aligned import Reuse
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv_bundle.modules import Signature
@@ -82,8 +82,8 @@ class Device(Protocol):
         OutOfMemory, and whatever `arrays` raises; then nothing is left on the device, nor reads from the arrays.
         """
 
-    def free(self, buffers: Iterable[Buffer]) -> None:
-        """Give the memory back at once. Nothing may execute on these buffers."""
+    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
+        """Give the memory back at once, or for the next upload to use. Nothing may execute on these buffers."""
 
     def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
         """Keep host memory where it is, so that the device reads it by itself; returns what undoes it.
@@ -187,6 +187,7 @@ class JaxDevice:
         self._cuda: Driver | None = None
         #: for weights, unless jax has them
         self._own: WeightMemory | None = None
+        self._reuse = Reuse()
         if weight_memory == "driver":
             try:
                 self._own = WeightMemory(self._driver())
@@ -269,16 +270,23 @@ class JaxDevice:
             if isinstance(error, CudaError):
                 raise DeviceError(str(error)) from None
             raise
+        finally:
+            if self._reuse.give_back():
+                gc.collect(0)  # as in `free`
         return arrived
 
     def _start(self, array: Array) -> Any:
         """Send a tensor on its way; for `_arrive`."""
         if self._own is not None and self._own.takes(array):
             return self._own.start(array)
-        if self._device.platform == "cpu":
-            # jax would use an aligned array in place, here a file's mapping, which whoever writes the file changes.
-            array = aligned_copy(array)
-        return self._jax.device_put(array, self._device)
+        if self._device.platform != "cpu":
+            return self._jax.device_put(array, self._device)
+        # jax would use an aligned array in place, here one that the host keeps.
+        copy = self._reuse.copy(array)
+        buffer = self._jax.device_put(copy, self._device)
+        if buffer.unsafe_buffer_pointer() != copy.ctypes.data:
+            self._reuse.free(copy.ctypes.data, reuse=False)  # jax made one more
+        return buffer
 
     def _arrive(self, moving: Any) -> Buffer:
         """Wait until it is there."""
@@ -290,14 +298,17 @@ class JaxDevice:
             self._own.free(moving.address)
             raise
 
-    def free(self, buffers: Iterable[Buffer]) -> None:
+    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
         buffer: Any
+        on_cpu = self._device.platform == "cpu"
         for buffer in buffers:
-            address = buffer.unsafe_buffer_pointer() if self._own is not None else 0
+            address = buffer.unsafe_buffer_pointer() if on_cpu or self._own is not None else 0
             buffer.delete()
             if self._own is not None:
                 self._own.free(address)
-        if self._device.platform == "cpu":
+            if on_cpu:
+                self._reuse.free(address, reuse=reuse)
+        if on_cpu and not reuse:
             # jax lets go of the arrays that it used in place with the next collection, of the youngest will do.
             gc.collect(0)
 

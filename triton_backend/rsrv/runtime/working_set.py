@@ -58,9 +58,9 @@ class WorkingSet:
         for key in weights.distinct:
             self._held[key].users -= 1
         kept = () if heir is None else heir.distinct
-        self._drop(key for key in weights.distinct if key not in kept)
+        self._drop((key for key in weights.distinct if key not in kept), reuse=heir is not None)
 
-    def _drop(self, keys: Iterable[TensorKey]) -> None:
+    def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
         """Free those that nobody uses."""
         unused = []
         for key in keys:
@@ -68,6 +68,6 @@ class WorkingSet:
             if held is not None and not held.users:
                 unused.append(held)
                 del self._held[key]
-        self._device.free(held.buffer for held in unused)
+        self._device.free((held.buffer for held in unused), reuse=reuse)
         # Not before: whoever waits for it finds the memory free.
         self.nbytes -= sum(held.nbytes for held in unused)

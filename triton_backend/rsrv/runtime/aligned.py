@@ -1,14 +1,16 @@
 """Memory that jax's CPU uses in place, and that goes back to the system when it is dropped."""
 
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 #: bytes to which arrays must be aligned for jax's CPU to use them in place
 _ALIGNMENT = 64
@@ -53,27 +55,31 @@ class Reuse:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        #: address -> memory in use; small copies are the heap's affair
+        #: id of the tensor that lies there -> memory; small copies are the heap's affair
         self._taken: dict[int, Bytes] = {}
         #: bytes -> memory to use next
         self._spare: dict[int, list[Bytes]] = {}
 
-    def copy(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """As `aligned_copy`; to be freed."""
+    def put(self, array: npt.NDArray[Any], make: Callable[[npt.NDArray[Any]], T]) -> T:
+        """What `make` makes of a copy: to be freed before it is dropped."""
         if array.nbytes < LARGE:
-            return aligned_copy(array)
+            return make(aligned_copy(array))
         with self._lock:
             spare = self._spare.get(array.nbytes)
-            memory = spare.pop() if spare else aligned(array.nbytes, huge_pages=True)
-            self._taken[memory.ctypes.data] = memory
+            memory = spare.pop() if spare else None
+        if memory is None:
+            memory = aligned(array.nbytes, huge_pages=True)
         copy = memory.view(array.dtype).reshape(array.shape)
         copy[...] = array
-        return copy
-
-    def free(self, address: int, *, reuse: bool) -> None:
-        """Nobody uses the copy at this address any more. Others' addresses are ignored."""
+        made = make(copy)
         with self._lock:
-            memory = self._taken.pop(address, None)
+            self._taken[id(made)] = memory
+        return made
+
+    def free(self, made: object, *, reuse: bool) -> None:
+        """Nobody uses it any more."""
+        with self._lock:
+            memory = self._taken.pop(id(made), None)
             if memory is not None and reuse:
                 self._spare.setdefault(memory.nbytes, []).append(memory)
 

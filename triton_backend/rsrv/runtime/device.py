@@ -279,14 +279,10 @@ class JaxDevice:
         """Send a tensor on its way; for `_arrive`."""
         if self._own is not None and self._own.takes(array):
             return self._own.start(array)
-        if self._device.platform != "cpu":
-            return self._jax.device_put(array, self._device)
-        # jax would use an aligned array in place, here one that the host keeps.
-        copy = self._reuse.copy(array)
-        buffer = self._jax.device_put(copy, self._device)
-        if buffer.unsafe_buffer_pointer() != copy.ctypes.data:
-            self._reuse.free(copy.ctypes.data, reuse=False)  # jax made one more
-        return buffer
+        if self._device.platform == "cpu":
+            # jax would use an aligned array in place, here one that the host keeps.
+            return self._reuse.put(array, lambda copy: self._jax.device_put(copy, self._device))
+        return self._jax.device_put(array, self._device)
 
     def _arrive(self, moving: Any) -> Buffer:
         """Wait until it is there."""
@@ -302,12 +298,12 @@ class JaxDevice:
         buffer: Any
         on_cpu = self._device.platform == "cpu"
         for buffer in buffers:
-            address = buffer.unsafe_buffer_pointer() if on_cpu or self._own is not None else 0
+            address = buffer.unsafe_buffer_pointer() if self._own is not None else 0
             buffer.delete()
             if self._own is not None:
                 self._own.free(address)
             if on_cpu:
-                self._reuse.free(address, reuse=reuse)
+                self._reuse.free(buffer, reuse=reuse)
         if on_cpu and not reuse:
             # jax lets go of the arrays that it used in place with the next collection, of the youngest will do.
             gc.collect(0)

@@ -147,13 +147,35 @@ CLIENTS = 16
 
 
 @pytest.fixture
-def stressed(start_triton: StartTriton, example_bundles: Path, tmp_path: Path) -> RunningTriton:
-    """A server with slow and quick models, one of which has a short queue; each test ends it by itself."""
+def start_stressed(
+    start_triton: StartTriton, example_bundles: Path, tmp_path: Path
+) -> Callable[[], RunningTriton]:
+    """Starts a server with slow and quick models, one of which has a short queue."""
     folders = {path.name: path for folder in (example_bundles, bundles.ensure()) for path in folder.iterdir()}
     (tmp_path / "settings.yaml").write_text(SETTINGS)
     options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
     assert rsrv_gen.main([*(str(folders[name]) for name in STRESSED), *options]) == 0
-    return start_triton(tmp_path / "gen")
+    return lambda: start_triton(tmp_path / "gen")
+
+
+@pytest.fixture
+def stressed(start_stressed: Callable[[], RunningTriton]) -> RunningTriton:
+    """Such a server; each test ends it by itself."""
+    return start_stressed()
+
+
+def crashed_by_a_cancellation(server: RunningTriton) -> bool:
+    """Whether the server ran into a fault of its own that later releases do not have.
+
+    Up to 24.10 its gRPC front end may free a call while that is being cancelled (triton-inference-server/server
+    issues 7368 and 8034): it happens about once in many thousand cancellations, whatever the models do.
+    """
+    try:
+        server.server.process.wait(5)  # it first writes where it was
+    except subprocess.TimeoutExpired:
+        return False
+    _, crashed, where = server.log_text().rpartition("Signal (11) received")
+    return bool(crashed) and "pthread_mutex_lock" in where
 
 
 def mlp_reference() -> Callable[[Array], Array]:
@@ -373,9 +395,19 @@ def grown(server: RunningTriton, before: Mapping[int, tuple[int, int]]) -> Itera
     ],
 )
 def test_a_mix_of_everything_that_clients_do_loses_nothing(
-    stressed: RunningTriton, warm_up: float, seconds: float
+    start_stressed: Callable[[], RunningTriton], warm_up: float, seconds: float
 ) -> None:
     """Slow and quick models, deadlines, cancellations, errors: each request ends once and right, nothing leaks."""
+    server = start_stressed()
+    try:
+        lose_nothing(server, warm_up, seconds)
+    except Exception:
+        if not crashed_by_a_cancellation(server):
+            raise
+        lose_nothing(start_stressed(), warm_up, seconds)
+
+
+def lose_nothing(stressed: RunningTriton, warm_up: float, seconds: float) -> None:
     processes = set(resources(stressed))
     assert len(processes) == len(STRESSED) + 1
     first = stress(stressed, warm_up, seed=1)

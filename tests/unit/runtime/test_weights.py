@@ -139,6 +139,24 @@ def test_relatives_take_turns_in_room_for_one(house: House, relatives: dict[str,
 # --- residency by command ----------------------------------------------------------------------------------
 
 
+def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
+    house: House, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """`a` was evicted, and its file has changed since: pinning it needs the copy, which is given up afterwards."""
+    path = tmp_path / "a"
+    shutil.copytree(doublings["a"], path)
+    house.start(f"weight_budget_bytes: {_BYTES}")
+    a, b = house.engine(path), house.engine(doublings["b"])
+    assert house.model("a")["weights"] == "absent"
+    os.utime(path / "weights.safetensors", (0, 0))
+
+    set_residency(os.getpid(), "a", "device")
+
+    until(lambda: house.model("a")["weights"] == "resident")
+    until(lambda: house.host()[2] == 1)
+    assert [answered(ask(engine)) for engine in (a, b, a)] == [1, 2, 1]
+
+
 @pytest.mark.parametrize("before", _RESIDENCIES)
 @pytest.mark.parametrize("after", _RESIDENCIES)
 def test_every_residency_follows_every_other(

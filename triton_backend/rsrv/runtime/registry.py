@@ -374,6 +374,8 @@ class Registry:
 
     def _loaded(self, event: ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned, model: Model) -> None:
         self._feed(event)
+        if model.weights is not None and model.residency == "device":
+            self._builder.put(partial(self._tiers.follow, model))
         self.let_go(model.key)
 
     def set_residency(self, name: str, residency: str) -> None:
@@ -393,7 +395,9 @@ class Registry:
             log.info("%s: residency %s, was %s", model.key, wanted, model.residency)
             # Again, if nothing changes: its load, or its copy, may have failed before.
             model.residency = wanted
-            self._builder.put(partial(self._tiers.follow, model))
+            if wanted != "device" or model.weights is not None:
+                self._builder.put(partial(self._tiers.follow, model))
+            # else the host's copy, if there is one, is what the load reads
             self._feed(ev.Pinned(model.key, wanted == "device"))
         self._rebudget()
 

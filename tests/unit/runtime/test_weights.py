@@ -19,6 +19,7 @@ from rsrv.runtime.host import HostStore
 from rsrv.runtime.models import identify
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
+from rsrv.stub.lane import Rejected
 from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
 from rsrv_bundle.weights import WeightsFile
@@ -147,11 +148,18 @@ def test_a_pinned_model_comes_from_the_host_before_its_copy_goes(
     shutil.copytree(doublings["a"], path)
     house.start(f"weight_budget_bytes: {_BYTES}")
     a, b = house.engine(path), house.engine(doublings["b"])
-    assert house.model("a")["weights"] == "absent"
+    assert answered(ask(a)) == 1
     os.utime(path / "weights.safetensors", (0, 0))
+    house.runtime.device.uploads.clear()
+    late = ask(b)
+    assert house.runtime.device.uploads.waiting.wait(10)
 
     set_residency(os.getpid(), "a", "device")
+    with pytest.raises(Rejected):
+        house.engine(tmp_path / "nothing")  # what the command gave the build thread to do is done
+    house.runtime.device.uploads.set()
 
+    assert answered(late) == 2
     until(lambda: house.model("a")["weights"] == "resident")
     until(lambda: house.host()[2] == 1)
     assert [answered(ask(engine)) for engine in (a, b, a)] == [1, 2, 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.lane import Lane, Rejected
@@ -157,6 +158,28 @@ def test_a_model_larger_than_the_budget_is_served_alone(
     assert "raise runtime.weight_budget_bytes" in caplog.text
     for engine in engines:
         engine.close()
+
+
+def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
+    start_runtime: StartRuntime, doublings: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory that is repaired meanwhile needs no restart; until then, models are refused and told why."""
+    failures = iter([True, True, False])
+
+    def shared(access: str) -> PrivateMemory:
+        if next(failures):
+            raise HostMemoryError("/dev/shm/ours must be closed to others")
+        return PrivateMemory()
+
+    monkeypatch.setattr("rsrv.runtime.tiers.SharedMemory", shared)
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nruntime: {shared_host_weights: true}"))
+    with pytest.raises(Rejected, match="must be closed to others"):
+        make_engine(runtime, doublings["a"], name="a")
+
+    engine = make_engine(runtime, doublings["a"], name="a")
+
+    assert answered(ask(engine)) == 1
+    engine.close()
 
 
 def ask(engine: Engine) -> FakeRequest:

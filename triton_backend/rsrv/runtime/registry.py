@@ -10,6 +10,7 @@ from typing import Any
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import CacheCounts, Device, DeviceError, OutOfMemory
+from rsrv.runtime.equipment import Equipment
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
@@ -75,11 +76,12 @@ class Registry:
         #: None until it is made
         self.device: Device | None = None
         self.tiers: Tiers | None = None
-        self._make_device = make_device
-        # The build thread's own, until the loop hears of them.
-        self._made: Device | None = None
-        self._prepared: tuple[Device, Tiers] | None = None
-        self._builder.put(self._begin)
+        self._equipment = Equipment(make_device, settings, inbox, self._equipped)
+        self._builder.put(self._equipment.begin)
+
+    def _equipped(self, device: Device, tiers: Tiers) -> None:
+        self.device, self.tiers = device, tiers
+        self._rebudget()
 
     def find(self, key: str | None) -> Model | None:
         """The model, if it is ready."""
@@ -197,42 +199,11 @@ class Registry:
 
     # --- building -----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """On the build thread, before anything else: what is tried again with each model may fail here."""
-        try:
-            self._prepare()
-        except HostMemoryError as error:
-            log.error("%s", error)
-        except Exception:
-            log.exception("no device")
-
-    def _prepare(self) -> tuple[Device, Tiers]:
-        """On the build thread: the device, and the tiers, which it makes if that has not succeeded yet.
-
-        Raises DeviceError and HostMemoryError.
-        """
-        if self._prepared is None:
-            if self._made is None:
-                try:
-                    self._made = self._make_device()
-                except Exception as error:
-                    raise DeviceError(
-                        f"the runtime has no device: {type(error).__name__}: {error}"
-                    ) from error
-            device, tiers = self._prepared = self._made, Tiers(self._made, self._settings, self._inbox)
-
-            def ready() -> None:
-                self.device, self.tiers = device, tiers
-                self._rebudget()
-
-            self._inbox.post(ready)
-        return self._prepared
-
     def _build(self, key: str, name: str, bundle: Bundle) -> None:
         """On the build thread."""
         result: Model | str
         try:
-            device, tiers = self._prepare()
+            device, tiers = self._equipment.get()
             result = build(bundle, device, tiers.host, self._settings, name)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()

@@ -162,10 +162,12 @@ class Loads:
 
     def first(self) -> str | None:
         """Who comes next, if there is room. Models that are added take turns with those that have work."""
-        wanted, cold = next(iter(self.wanted), None), self.cold.first()
-        if wanted is None or (cold is not None and self._yields and self._models[wanted].warm_up):
+        cold = self.cold.first()
+        if not self.wanted:
             return cold
-        return wanted
+        wanted = next(iter(self.wanted))
+        yields = self._yields and cold is not None and self._models[wanted].warm_up
+        return cold if yields else wanted
 
     def started(self, model: ModelState) -> None:
         """A model's load has begun."""

@@ -195,6 +195,8 @@ class Memory:
 
     def trim(self, now: float, out: list[Instruction]) -> None:
         """Evict what is beyond the budget, as far as it is free: the budget fell, or models were pinned."""
+        if self.weights.missing() <= 0:
+            return
         overdue = self.loads.overdue(self._queues.discipline, now)
         for model in overdue:
             self.evict(model, now, out)

@@ -12,7 +12,6 @@ from rsrv.runtime.scheduler.events import (
     Instruction,
     LoadAbandoned,
     LoadFailed,
-    Program,
     WarmUp,
     WeightsLoaded,
 )
@@ -20,7 +19,7 @@ from rsrv.runtime.scheduler.loads import Loads, evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.weights import Holding, Residency, Weights
+from rsrv.runtime.scheduler.weights import Residency, Weights
 
 
 class Memory:
@@ -60,10 +59,6 @@ class Memory:
         return self.weights.loading is None and not self.warming
 
     # --- models ------------------------------------------------------------------------------------------
-
-    def add(self, program: Program) -> Holding:
-        """The absent weights of a model that is added."""
-        return self.weights.add(program)
 
     def admit(self, model: ModelState, *, resident: bool, now: float, out: list[Instruction]) -> None:
         """An added model's weights are there already, or are to come if they must."""

@@ -257,7 +257,7 @@ class Scheduler:
         model = ModelState(
             program,
             self._variant_costs(program, program.costs),
-            self._memory.add(program),
+            self._memory.weights.add(program),
             warm_up=event.warm_up,
             story_length=self.settings.story_length,
         )

@@ -75,13 +75,16 @@ def _summary(bundle: Bundle, sizes: Sequence[int]) -> str:
     manifest = bundle.manifest
     parts = [f"format {manifest.format_version}"]
     if manifest.kind == "meta":
-        parts.append(f"meta model of {len(manifest.meta_calls)} calls")
+        external = f" and {len(manifest.meta_external)} external" if manifest.meta_external else ""
+        parts.append(f"meta model of {len(manifest.meta_calls)} calls{external}")
     else:
         if manifest.batched:
             parts.append(f"batch sizes {' '.join(map(str, sizes))}")
         if bundle.variants > 1:
             parts.append(f"{bundle.variants} variants")
         parts.append(f"{len(bundle.weights)} weights, {bundle.weight_bytes} bytes")
+        if manifest.public:
+            parts.append("public")
     if bundle.hooks is not None:
         parts.append("hooks")
     parts.append(f"sha256 {bundle.digest[:12]}")

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rsrv_bundle.errors import Problems
 from rsrv_bundle.spec import Kind
 
-NAMES = {"model": ("preprocess", "postprocess"), "meta": ("run",)}
+#: Kind of bundle -> its hooks and the arguments that each is called with, by position.
+HOOKS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
+    "model": {"preprocess": ("inputs",), "postprocess": ("outputs",)},
+    "meta": {"run": ("inputs", "call")},
+}
 _MAX_BYTES = 4_000_000
 
 
 def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
     """The hooks that `file` defines at its top level, by assignment, import or `def`.
 
-    Raises BundleError if it is no Python, or if it defines none of the hooks of a bundle of this kind: a model's
-    are `preprocess` and `postprocess`, a meta model's is `run`.
+    Raises BundleError if it is no Python, if it defines none of the hooks of a bundle of this kind, or if one can't
+    be called as it will be: a model's are `preprocess(inputs)` and `postprocess(outputs)`, a meta model's is
+    `run(inputs, call)`, which may be an `async def`.
     """
     problems = Problems()
-    wanted = NAMES[kind]
+    wanted = HOOKS[kind]
     found: tuple[str, ...] = ()
     try:
         if file.stat().st_size > _MAX_BYTES:
@@ -29,25 +34,52 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
     except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:
         problems.add(file.name, "", f"is not valid Python: {e}")
     else:
-        defined = set(_top_level_names(tree.body))
-        found = tuple(name for name in wanted if name in defined)
+        defined = list(_top_level_names(tree.body))
+        found = tuple(name for name in wanted if any(name == other for other, _ in defined))
         if not found:
             problems.add(file.name, "", f"defines no hook; define {' or '.join(wanted)} as a function")
+        for name in found:
+            rules = [_wrong_use(name, how, wanted[name]) for other, how in defined if other == name]
+            # With several definitions only running the file would tell which one counts.
+            if all(rules):
+                problems.add(file.name, name, rules[-1])
     problems.raise_if_any()
     return found
 
 
-def _top_level_names(body: list[ast.stmt]) -> Iterator[str]:
+def _wrong_use(name: str, definition: ast.AST | None, wanted: tuple[str, ...]) -> str:
+    """Why a hook that is defined like this can't be called; empty if it can, or if only running it would tell."""
+    signature = f"{name}({', '.join(wanted)})"
+    if isinstance(definition, ast.AsyncFunctionDef) and name != "run":
+        return f"must be a plain function; write def {signature}"
+    if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return ""
+    if not isinstance(definition, ast.Lambda) and definition.decorator_list:
+        return ""
+    takes = definition.args
+    positional = [*takes.posonlyargs, *takes.args]
+    required = len(positional) - len(takes.defaults)
+    enough = len(positional) >= len(wanted) or takes.vararg is not None
+    by_name = any(default is None for default in takes.kw_defaults)
+    if required <= len(wanted) and enough and not by_name:
+        return ""
+    return f"takes ({ast.unparse(takes)}), but it is called as {signature}"
+
+
+def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST | None]]:
+    """Every name that is defined, with the function it is bound to where that can be seen."""
     for statement in body:
         match statement:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.Assign(targets=targets):
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name, statement
+            case ast.ClassDef(name=name):
+                yield name, None
+            case ast.Assign(targets=targets, value=value):
+                yield from ((target.id, value) for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                yield name, value
             case ast.Import(names=names) | ast.ImportFrom(names=names):
-                yield from (alias.asname or alias.name for alias in names)
+                yield from ((alias.asname or alias.name, None) for alias in names)
             case ast.If(body=inner, orelse=other):
                 yield from _top_level_names([*inner, *other])
             case ast.Try(body=inner, handlers=handlers, orelse=other):

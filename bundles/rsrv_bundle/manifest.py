@@ -3,7 +3,7 @@
 Format versions:
 
 - "2.0" is ReactantServer's. Shapes are written first-axis-fastest, so the letters are reversed here. Unknown keys
-  are ignored.
+  are ignored. Of our own keys it may have `public` and `meta.external`.
 - "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
   known.
 """
@@ -30,6 +30,7 @@ _KEYS_20 = (
     "description",
     "kind",
     "meta",
+    "public",
     *_SECTIONS,
     "batching",
     "input_shapes",
@@ -94,6 +95,7 @@ class _Parser:
         sections = {key: self.tensors(key) for key in _SECTIONS}
         inputs = sections["executable_inputs"] or ()
         outputs = sections["executable_outputs"] or ()
+        calls, external = self.meta(kind)
         manifest = Manifest(
             format_version=self.version,
             description=self.description(),
@@ -104,7 +106,9 @@ class _Parser:
             client_outputs=sections["client_outputs"],
             compiled_batch_sizes=self.batch_sizes(),
             input_shapes=self.input_shapes(inputs, kind),
-            meta_calls=self.meta_calls(kind),
+            meta_calls=calls,
+            meta_external=external,
+            public=self.public(kind),
             provenance=self.mapping("provenance", lenient=not strict),
             numerics=self.numerics() if strict else {},
         )
@@ -202,28 +206,53 @@ class _Parser:
                 self.bad(key, f"batch sizes are whole numbers from 1 to {MAX_EXTENT}, not {size!r:.40}")
         return tuple(sorted({size for size in sizes if is_positive(size)}))
 
-    def meta_calls(self, kind: Kind) -> tuple[str, ...]:
+    def meta(self, kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a meta model calls: models of rsrv, and other models of Triton."""
         meta = self.document.get("meta")
         if kind != "meta":
             if meta is not None and self.version == "3.0":
                 self.bad("meta", "only a bundle of kind 'meta' has it; add kind: meta or remove it")
-            return ()
+            return (), ()
         if not isinstance(meta, dict) or not isinstance(meta.get("calls"), list):
             self.bad("meta.calls", "a meta model needs the list of the models it calls; it may be empty")
-            return ()
+            return (), ()
         if self.version == "3.0":
-            self.known_keys("meta", meta, ("calls",))
-        calls = meta["calls"]
-        for call in calls:
-            if not isinstance(call, str):
-                self.bad("meta.calls", f"entries are model names, not {call!r:.40}")
-        names = tuple(call for call in calls if isinstance(call, str))
-        for name, count in Counter(names).items():
+            self.known_keys("meta", meta, ("calls", "external"))
+        calls = self.model_names("meta.calls", meta["calls"])
+        external = self.model_names("meta.external", meta.get("external"))
+        for name in external:
+            if name in calls:
+                rule = f"'{name}' is in meta.calls as well; a model of rsrv belongs there, any other one here"
+                self.bad("meta.external", rule)
+        return calls, external
+
+    def model_names(self, key: str, value: Any) -> tuple[str, ...]:
+        """Names of other models, each once."""
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            self.bad(key, "must be a list of model names")
+            return ()
+        for name in value:
+            if not isinstance(name, str) or not name:
+                self.bad(key, f"entries are model names, not {name!r:.40}")
+        counts = Counter(name for name in value if isinstance(name, str) and name)
+        for name, count in counts.items():
             if count > 1:
-                self.bad("meta.calls", f"'{name}' is listed {count} times; list each model once")
-        if self.name in names:
-            self.bad("meta.calls", f"'{self.name}' must not call itself")
-        return names
+                self.bad(key, f"'{name}' is listed {count} times; list each model once")
+        if self.name in counts:
+            self.bad(key, f"'{self.name}' must not call itself")
+        return tuple(counts)
+
+    def public(self, kind: Kind) -> bool:
+        value = self.document.get("public")
+        # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
+        if self.version == "3.0" and value is not None:
+            if not isinstance(value, bool):
+                self.bad("public", f"must be true or false, not {value!r:.40}")
+            elif kind == "meta":
+                self.bad("public", "only a bundle of kind 'model' has it, a meta model always is; remove it")
+        return value is True and kind == "model"
 
     # input_shapes: one set of sizes for each variant.
 

@@ -65,12 +65,16 @@ class Manifest:
     compiled_batch_sizes: tuple[int, ...]
     #: One entry per variant: the sizes of `variable_axes`, in that order. Empty without variants.
     input_shapes: tuple[tuple[int, ...], ...]
-    #: Names of the models that a meta model may call, in the manifest's order.
+    #: Names of the bundles that a meta model may call, in the manifest's order.
     meta_calls: tuple[str, ...]
     #: Free form.
     provenance: Mapping[str, Any]
     #: What the exporter's check of the written bundle measured, e.g. max_abs_error. Format 3.0; may be empty.
     numerics: Mapping[str, float]
+    #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
+    meta_external: tuple[str, ...] = ()
+    #: Whether clients may address a model that meta models call; those that none calls they may anyway.
+    public: bool = False
 
     @property
     def wire_inputs(self) -> tuple[TensorSpec, ...]:

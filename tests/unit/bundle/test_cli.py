@@ -24,10 +24,15 @@ def test_good_bundles_print_one_line_each_and_exit_0(
         out_dir=tmp_path / "m",
     )
     meta = make_bundle(tmp_path, META, name="meta", modules=(), hooks="def run(inputs, call): ...\n")
-    assert cli.main(["check", str(tmp_path / "m"), str(meta)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+    calls = {"calls": ["first"], "external": ["resnet"]}
+    mixed = make_bundle(
+        tmp_path, changed(META, meta=calls), name="mixed", modules=(), hooks="async def run(i, c): ...\n"
+    )
+    assert cli.main(["check", str(tmp_path / "m"), str(meta), str(mixed)]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith(f"ok {tmp_path / 'm'}: format 3.0, batch sizes 1 2, 1 weights, 4 bytes, sha256 ")
     assert second.startswith(f"ok {meta}: format 3.0, meta model of 2 calls, hooks, sha256 ")
+    assert third.startswith(f"ok {mixed}: format 3.0, meta model of 1 calls and 1 external, hooks, sha256 ")
 
 
 def test_broken_bundles_print_one_line_per_problem_and_exit_1(
@@ -46,6 +51,23 @@ def test_broken_bundles_print_one_line_per_problem_and_exit_1(
         "manifest.yaml",
         "none",
     ]
+
+
+def test_a_meta_model_that_could_not_run_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What one bundle alone shows is found here; whether its callees exist is for rsrv-gen."""
+    meta = make_bundle(tmp_path, META, name="meta", modules=(), hooks="def run(inputs): ...\n")
+    assert cli.main(["check", str(meta)]) == 1
+    assert capsys.readouterr().out == (
+        f"{meta}: model.py: run: takes (inputs), but it is called as run(inputs, call)\n"
+    )
+
+
+def test_a_public_model_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary names what is not the rule."""
+    assert cli.main(["check", "--no-signatures", str(make_bundle(tmp_path, changed(GOOD, public=True)))]) == 0
+    assert ", public, sha256 " in capsys.readouterr().out
 
 
 def test_modules_can_be_left_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv_bundle import BundleError
+from rsrv_bundle import BundleError, Kind
 from rsrv_bundle.hooks import check_hooks
 
 
@@ -34,6 +34,53 @@ def test_hooks_inside_other_definitions_do_not_count(tmp_path: Path) -> None:
     file.write_text("class A:\n    def preprocess(self): ...\ndef f():\n    def postprocess(o): ...\n")
     with pytest.raises(BundleError, match="defines no hook"):
         check_hooks(file, "model")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def run(inputs, call): ...",
+        "def run(inputs, call, top_k=5, *, fast=False): ...",
+        "def run(inputs, /, *rest): ...",
+        "def run(*arguments, **options): ...",
+        "run = lambda inputs, call: inputs",
+        "@cached\ndef run(): ...",
+        "import both\nrun = both.run",
+        "try:\n    from fast import run\nexcept ImportError:\n    def run(inputs): ...",
+    ],
+)
+def test_run_may_be_written_in_any_way_that_takes_two_arguments(tmp_path: Path, text: str) -> None:
+    """A coroutine, defaults and stars are fine, and what can't be seen without running it is not judged."""
+    file = tmp_path / "model.py"
+    file.write_text(text)
+    assert check_hooks(file, "meta") == ("run",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("meta", "def run(inputs): ...", "run: takes (inputs), but it is called as run(inputs, call)"),
+        (
+            "meta",
+            "async def run(a, b, c): ...",
+            "run: takes (a, b, c), but it is called as run(inputs, call)",
+        ),
+        ("meta", "def run(inputs, *, call): ...", "run: takes (inputs, *, call), but"),
+        ("meta", "run = lambda: 0", "run: takes (), but"),
+        ("meta", "if x:\n    def run(): ...\nelse:\n    def run(a): ...", "run: takes (a), but"),
+        ("model", "def preprocess(inputs, call): ...", "but it is called as preprocess(inputs)"),
+        ("model", "async def postprocess(o): ...", "plain function; write def postprocess(outputs)"),
+    ],
+)
+def test_a_hook_that_could_not_be_called_is_refused(
+    tmp_path: Path, kind: Kind, text: str, message: str
+) -> None:
+    """The message shows what the function takes, and how it is called."""
+    file = tmp_path / "model.py"
+    file.write_text(text)
+    with pytest.raises(BundleError) as caught:
+        check_hooks(file, kind)
+    assert message in str(caught.value)
 
 
 def test_a_meta_model_runs(tmp_path: Path) -> None:

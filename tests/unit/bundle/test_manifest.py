@@ -28,6 +28,11 @@ def with_input(**entry: Any) -> dict[str, Any]:
     return changed(GOOD, executable_inputs=[changed(GOOD["executable_inputs"][0], **entry)])
 
 
+def calls(calls: list[str], external: Any) -> dict[str, Any]:
+    """The section `meta`."""
+    return {"calls": calls, "external": external}
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("no version", changed(GOOD, format_version=None), "format_version: is missing"),
     ("old version", changed(GOOD, format_version="1.0"), "format_version: '1.0' is not supported"),
@@ -79,6 +84,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("f8 to clients", with_input(dtype="f8_e4m3"), "the element type f8_e4m3 cannot travel to clients"),
     ("client spec", changed(GOOD, client_outputs=[tensor(c=1)]), "client_outputs: only hooks can change"),
     ("meta on a model", changed(GOOD, meta={"calls": []}), "meta: only a bundle of kind 'meta' has it"),
+    ("public type", changed(GOOD, public="yes"), "public: must be true or false, not 'yes'"),
+    ("public number", changed(GOOD, public=1), "public: must be true or false, not 1"),
     ("unknown key", changed(GOOD, executable_input=[]), "did you mean 'executable_inputs'?"),
     ("unknown key far", changed(GOOD, zzz=1), "zzz: unknown key; known keys: format_version"),
     ("unknown nested", changed(GOOD, batching={"batch_sizes": [1]}), "batching.batch_sizes: unknown key"),
@@ -108,6 +115,12 @@ BAD_META: list[tuple[str, dict[str, Any], str]] = [
     ("call type", changed(META, meta={"calls": [1]}), "entries are model names, not 1"),
     ("call twice", changed(META, meta={"calls": ["a", "a"]}), "'a' is listed 2 times"),
     ("own name", changed(META, meta={"calls": ["model_a"]}), "'model_a' must not call itself"),
+    ("external type", changed(META, meta=calls([], "x")), "meta.external: must be a list of model names"),
+    ("external entry", changed(META, meta=calls([], [""])), "meta.external: entries are model names, not ''"),
+    ("external twice", changed(META, meta=calls([], ["x", "x"])), "meta.external: 'x' is listed 2 times"),
+    ("external self", changed(META, meta=calls([], ["model_a"])), "meta.external: 'model_a' must not call"),
+    ("overlap", changed(META, meta=calls(["a", "b"], ["b"])), "meta.external: 'b' is in meta.calls as well"),
+    ("public", changed(META, public=True), "public: only a bundle of kind 'model' has it"),
     ("no client inputs", changed(META, client_inputs=None), "client_inputs: a meta model must list"),
     ("no client outputs", changed(META, client_outputs=[]), "client_outputs: a meta model must list"),
     ("shapes", changed(META, input_shapes=[{"c": 1}]), "input_shapes: a meta model has no compiled shapes"),
@@ -148,6 +161,24 @@ def test_a_good_meta_model_needs_neither_modules_nor_weights(tmp_path: Path) -> 
     bundle = read_bundle(make_bundle(tmp_path, META, modules=(), hooks=HOOKS))
     assert bundle.manifest.meta_calls == ("first", "second")
     assert (bundle.modules, bundle.weights, bundle.manifest.wire_inputs[0].dims) == ({}, (), (-1, -1))
+
+
+def test_a_meta_model_may_call_models_that_are_no_bundles(tmp_path: Path) -> None:
+    """Other models of Triton have a list of their own."""
+    manifest = changed(META, meta=calls(["first"], ["tokenizer", "resnet"]))
+    bundle = read_bundle(make_bundle(tmp_path, manifest, modules=(), hooks=HOOKS))
+    assert bundle.manifest.meta_calls == ("first",)
+    assert bundle.manifest.meta_external == ("tokenizer", "resnet")
+
+
+@pytest.mark.parametrize(("value", "public"), [(None, False), (False, False), (True, True)])
+@pytest.mark.parametrize("version", ["2.0", "3.0"])
+def test_a_model_is_public_when_it_says_so(
+    tmp_path: Path, version: str, value: bool | None, public: bool
+) -> None:
+    """In both formats, and not by itself."""
+    manifest = changed(GOOD, format_version=version, public=value)
+    assert read_bundle(make_bundle(tmp_path, manifest, weights=one_weight())).manifest.public is public
 
 
 @pytest.mark.parametrize("text", ["", "[]", "just words", "- a\n- b"])
@@ -201,9 +232,9 @@ def test_version_2_shapes_are_reversed(tmp_path: Path) -> None:
 
 def test_version_2_ignores_unknown_keys_and_odd_provenance(tmp_path: Path) -> None:
     """As its own reader does."""
-    manifest = changed(V2, executable_input=[], provenance="me", numerics={"a": "b"}, meta=3)
-    bundle = read_bundle(make_bundle(tmp_path, manifest, weights=one_weight()))
-    assert bundle.manifest.provenance == {}
+    odd = {"executable_input": [], "provenance": "me", "numerics": {"a": "b"}, "meta": 3, "public": "no"}
+    bundle = read_bundle(make_bundle(tmp_path, changed(V2, **odd), weights=one_weight()))
+    assert (bundle.manifest.provenance, bundle.manifest.public) == ({}, False)
 
 
 def test_an_unquoted_shape_of_one_batch_axis_is_text(tmp_path: Path) -> None:

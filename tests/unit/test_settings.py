@@ -23,7 +23,7 @@ def test_what_is_written_reads_back_the_same() -> None:
     """The effective settings beside the models say what was effective."""
     settings = load_settings(
         "models: {a: {max_queue_depth: 3}, 'no': {max_batch_size: 8}}\nstub: {in_place_ms: 0}\n"
-        "runtime: {shared_host_weights: true, shared_host_weights_mode: '0660'}"
+        "runtime: {shared_host_weights: true, shared_host_weights_mode: '0660'}\nmeta: {transport: bls}"
     )
 
     assert load_settings(dump_settings(settings)) == settings
@@ -33,7 +33,7 @@ def test_the_dump_documents_every_key() -> None:
     """It doubles as the example file."""
     text = dump_settings(load_settings(""))
 
-    for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "sender_threads"):
+    for key in ("max_queue_depth", "compilation_cache_dir", "in_place_ms", "sender_threads", "bls_timeout_s"):
         before = text[: text.index(f"{key}:")].splitlines()
         assert before[-2].lstrip().startswith("# ") or before[-1].lstrip().startswith("# ")
 
@@ -55,6 +55,10 @@ def test_the_dump_documents_every_key() -> None:
         ("runtime: {weight_budget_bytes: -1}", "runtime.weight_budget_bytes: "),
         ("runtime: {shared_host_weights_mode: '0666'}", "Input should be '0600' or '0660'"),
         ("runtime: {shared_host_weights_mode: 0600}", "Input should be '0600' or '0660'"),
+        ("meta: {transport: rpc}", "meta.transport: Input should be 'direct' or 'bls'"),
+        ("meta: {bls_timeout_s: 0}", "meta.bls_timeout_s: "),
+        ("meta: {bls_timeout_s: .inf}", "meta.bls_timeout_s: "),
+        ("meta: {bls_concurrency: 0}", "meta.bls_concurrency: "),
         ("models: {m: {weight: 0}}", "models.m.weight: "),
         ("models: {m: {max_delay_us: 1.5}}", "models.m.max_delay_us: "),
     ],

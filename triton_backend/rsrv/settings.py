@@ -154,6 +154,34 @@ class StubSection(_Section):
     sender_threads: int = Field(4, ge=1, le=32, description="Threads that answer later, and run slow hooks.")
 
 
+#: how a meta model's calls of rsrv's models travel
+Transport = Literal["direct", "bls"]
+
+
+class MetaSection(_Section):
+    """How meta models call other models."""
+
+    transport: Transport = Field(
+        "direct",
+        description="How calls of rsrv's models travel. direct: to the runtime, tensors by reference, and Triton does "
+        "not know those models; bls: through Triton, which then counts and traces them. The repository is laid out for "
+        "one of them: run rsrv-gen again after a change.",
+    )
+    bls_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A sub-call through Triton that has no answer after this time fails; a request's deadline may be "
+        "sooner.",
+    )
+    bls_concurrency: int = Field(
+        8,
+        ge=1,
+        description="Sub-calls through Triton that one meta model has under way at most; fewer if Triton's "
+        "thread-pool-size allows less.",
+    )
+
+
 #: where the weights of a model are for sure
 Residency = Literal["unpinned", "system", "device"]
 
@@ -195,6 +223,7 @@ class Settings(BaseSettings):
     scheduler: SchedulerSection = SchedulerSection()
     runtime: RuntimeSection = RuntimeSection()
     stub: StubSection = StubSection()
+    meta: MetaSection = MetaSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
     @classmethod

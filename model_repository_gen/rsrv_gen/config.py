@@ -11,6 +11,7 @@ Triton batches only along the first axis, and then every input and output must h
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,9 +35,15 @@ class ConfigError(Exception):
     """The bundle can't be described to Triton; the text says why."""
 
 
-def render(bundle: Bundle) -> bytes:
-    """The text of config.pbtxt. Raises ConfigError for what Triton would refuse."""
-    config = model_config(bundle)
+#: Parameters of a config.pbtxt that the stub reads. The first marks a model that only metas may call; the second
+#: has, as a JSON list, the models of Triton that a meta model calls beside rsrv's.
+INTERNAL = "rsrv_internal"
+EXTERNAL = "rsrv_external"
+
+
+def render(bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False) -> bytes:
+    """The text of config.pbtxt; `callees` are those of a meta model. Raises ConfigError for what Triton would refuse."""
+    config = model_config(bundle, callees, internal=internal)
     if problems := validate(config):
         raise ConfigError("; ".join(problems))
     text = text_format.MessageToString(config)
@@ -45,10 +52,10 @@ def render(bundle: Bundle) -> bytes:
     return f"{MARK}\n{text}".encode()
 
 
-def model_config(bundle: Bundle) -> Any:
+def model_config(bundle: Bundle, callees: Sequence[Bundle] = (), *, internal: bool = False) -> Any:
     """The configuration as Triton's own message (untyped: tritonclient ships no types)."""
     manifest = bundle.manifest
-    rows = max_batch_size(bundle)
+    rows = max_batch_size(bundle, callees)
     config = ModelConfig(name=bundle.name, backend="python", max_batch_size=rows)
     # KIND_CPU although the model runs on a GPU: the stub must not be given one, the runtime process has it.
     config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU, count=1)
@@ -63,6 +70,10 @@ def model_config(bundle: Bundle) -> Any:
     if rows > 0:
         # Nothing inside: a queue policy, a queue size or priority levels stall a busy instance for 500 ms at a time.
         config.dynamic_batching.SetInParent()
+    if internal:
+        config.parameters[INTERNAL].string_value = "true"
+    if manifest.meta_external:
+        config.parameters[EXTERNAL].string_value = json.dumps(manifest.meta_external)
     return config
 
 
@@ -78,10 +89,13 @@ def triton_batches(bundle: Bundle) -> bool:
     return all(spec.batch_axis == 0 for spec in (*manifest.wire_inputs, *manifest.wire_outputs))
 
 
-def max_batch_size(bundle: Bundle) -> int:
+def max_batch_size(bundle: Bundle, callees: Sequence[Bundle] = ()) -> int:
     """The rows that one execute() may take, or 0 when Triton can't batch this model.
 
         clamp(EXECUTE_BYTES / bytes of one row, largest compiled size, EXECUTE_ROWS)
+
+    A meta model has no compiled sizes. What its callees take at once, a client may want to send at once, and so
+    theirs count; beyond them its `run` cuts the rows as it likes.
 
     One row counts with its inputs and outputs, variable axes at their largest variant. This may exceed the largest
     compiled size: then one execute() hands the runtime everything that waits, and the runtime cuts it into
@@ -89,7 +103,8 @@ def max_batch_size(bundle: Bundle) -> int:
     """
     if not triton_batches(bundle):
         return 0
-    largest = max(bundle.manifest.compiled_batch_sizes, default=1)
+    sizes = [size for one in (bundle, *callees) for size in one.manifest.compiled_batch_sizes]
+    largest = max(sizes, default=1)
     return max(largest, min(EXECUTE_BYTES // max(1, row_bytes(bundle)), EXECUTE_ROWS))
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from rsrv_bundle import Bundle, BundleError, find_bundles, read_bundle
-from rsrv_gen.config import ConfigError
-from rsrv_gen.plan import LinkMode, ModelPlan, plan_model
+from rsrv_bundle import BundleError, find_bundles, read_bundle
+from rsrv_bundle.hooks import check_hooks
+from rsrv_gen import config
+from rsrv_gen.metas import unusable_metas
+from rsrv_gen.plan import Source
 
 #: The settings beside the models; a model can't have this name.
 SETTINGS_FILE = "rsrv.yaml"
@@ -19,16 +21,16 @@ SETTINGS_FILE = "rsrv.yaml"
 class Sources:
     """What the command line's paths came to."""
 
-    #: Model name -> its planned directory.
-    plans: dict[str, ModelPlan] = field(default_factory=dict)
-    #: Model name -> why there is no plan for it.
+    #: Model name -> its bundle, which can be served, and the models that it calls as well.
+    good: dict[str, Source] = field(default_factory=dict)
+    #: Model name -> why it can't be served.
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Paths that hold no bundle at all: part of the input is not known.
     unusable: list[str] = field(default_factory=list)
 
 
-def read_sources(paths: Iterable[Path], mode: LinkMode) -> Sources:
-    """Plans every bundle below the paths; a path is a bundle, or a directory of bundles."""
+def read_sources(paths: Iterable[Path]) -> Sources:
+    """Reads every bundle below the paths; a path is a bundle, or a directory of bundles."""
     sources = Sources()
     places: dict[str, list[Path]] = {}
     for path in paths:
@@ -46,22 +48,30 @@ def read_sources(paths: Iterable[Path], mode: LinkMode) -> Sources:
                 places[bundle.name].append(bundle)
     for name, same in sorted(places.items()):
         try:
-            sources.plans[name] = _plan(name, same, mode)
+            sources.good[name] = _read(name, same)
         except BundleError as error:
             sources.broken[name] = error.problems
-        except (ConfigError, OSError) as error:
+        except (config.ConfigError, OSError) as error:
             sources.broken[name] = (str(error),)
+    bundles = {name: source.bundle for name, source in sources.good.items()}
+    for name, problems in unusable_metas(bundles, sources.broken).items():
+        sources.broken[name] = problems
+        del sources.good[name]
     return sources
 
 
-def _plan(name: str, places: Sequence[Path], mode: LinkMode) -> ModelPlan:
+def _read(name: str, places: Sequence[Path]) -> Source:
     if name == SETTINGS_FILE:
         raise BundleError(f"{name} is the name of the settings file; rename the bundle")
     if len(places) > 1:
         raise BundleError(["there are several bundles of this name; rename all but one:", *map(str, places)])
     # The digest would read every weight; nothing here needs it.
-    bundle: Bundle = read_bundle(places[0], digest=False)
-    return plan_model(bundle, bundle_files(bundle.path), mode)
+    bundle = read_bundle(places[0], digest=False)
+    if bundle.manifest.kind == "meta" and bundle.hooks is not None:
+        check_hooks(bundle.hooks, "meta")
+    # Rendered here only to learn whether Triton would take it: no meta model may count on one that it refuses.
+    config.render(bundle)
+    return Source(bundle, bundle_files(bundle.path))
 
 
 def bundle_files(bundle: Path) -> list[PurePosixPath]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from rsrv_gen.config import MARK
-from rsrv_gen.plan import CONFIG_FILE, Content, LinkMode, ModelPlan, SourceFile, SourceFolder
+from rsrv_gen.plan import CALLS_FOLDER, CONFIG_FILE, Content, LinkMode, ModelPlan, SourceFile, SourceFolder
 
 #: Smaller files are always copied: a manifest that is edited in place must not change the served model under it.
 LINK_BYTES = 2**20
@@ -47,6 +47,12 @@ def our_models(repository: Path) -> set[str]:
     if not repository.is_dir():
         return set()
     return {entry.name for entry in repository.iterdir() if is_ours(entry)}
+
+
+def carried(folder: Path) -> list[str]:
+    """Names of the callees whose bundles a meta model's directory has."""
+    calls = folder / CALLS_FOLDER
+    return sorted(entry.name for entry in calls.iterdir()) if calls.is_dir() else []
 
 
 def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:

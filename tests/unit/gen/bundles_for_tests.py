@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rsrv_bundle import Bundle, Manifest, TensorSpec
@@ -14,6 +16,16 @@ executable_inputs:
 executable_outputs:
   - {name: y, dtype: f32, shape: nc, dims: {c: 2}}
 batching: {compiled_batch_sizes: [1, 8]}
+"""
+
+
+META_MANIFEST = """\
+format_version: "3.0"
+kind: meta
+client_inputs:
+  - {name: text, dtype: u8, shape: nc, dims: {c: 100}}
+client_outputs:
+  - {name: y, dtype: f32, shape: nc, dims: {c: 2}}
 """
 
 
@@ -35,6 +47,7 @@ def bundle(
     sizes: Sequence[int] = (1, 8),
     input_shapes: Sequence[tuple[int, ...]] = (),
     client_inputs: Sequence[TensorSpec] | None = None,
+    external: Sequence[str] = (),
 ) -> Bundle:
     """A bundle as the reader would return it, without a directory behind it."""
     manifest = Manifest(
@@ -50,6 +63,7 @@ def bundle(
         meta_calls=(),
         provenance={},
         numerics={},
+        meta_external=tuple(external),
     )
     return Bundle(
         name="toy",
@@ -63,10 +77,45 @@ def bundle(
     )
 
 
-def write_bundle(folder: Path, module: str = "not looked into") -> Path:
+def meta_bundle(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Bundle:
+    """A meta model as the reader would return it, without a directory behind it."""
+    made = bundle([], [])
+    manifest = replace(
+        made.manifest,
+        kind="meta",
+        client_inputs=tuple(inputs),
+        client_outputs=tuple(outputs),
+        compiled_batch_sizes=(),
+    )
+    return replace(made, manifest=manifest)
+
+
+def write_bundle(
+    folder: Path,
+    module: str = "not looked into",
+    *,
+    public: bool = False,
+    files: Mapping[str, str] | None = None,
+) -> Path:
     """A directory that reads as a bundle."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.yaml").write_text(MANIFEST)
+    (folder / "manifest.yaml").write_text(MANIFEST + ("public: true\n" if public else ""))
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text)
     for size in (1, 8):
         (folder / f"model.b{size}.mlir").write_text(f"{module} {size}")
+    return folder
+
+
+def write_meta(
+    folder: Path,
+    calls: Sequence[str],
+    external: Sequence[str] = (),
+    run: str = "async def run(inputs, call): ...\n",
+) -> Path:
+    """A directory that reads as a meta model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    section = json.dumps({"calls": list(calls), "external": list(external)})
+    (folder / "manifest.yaml").write_text(f"{META_MANIFEST}meta: {section}\n")
+    (folder / "model.py").write_text(run)
     return folder

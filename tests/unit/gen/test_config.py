@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from rsrv_bundle import Bundle, TensorSpec, dtypes
 from rsrv_gen.config import EXECUTE_BYTES, EXECUTE_ROWS, MARK, ConfigError, max_batch_size, render, row_bytes
-from tests.unit.gen.bundles_for_tests import bundle, spec
+from tests.unit.gen.bundles_for_tests import bundle, meta_bundle, spec
 
 
 def rendered(of: Bundle) -> Any:
@@ -92,6 +93,42 @@ def test_what_clients_send_decides_and_not_what_the_modules_take() -> None:
 def test_max_batch_size_is_what_one_call_may_carry(elements: int, sizes: tuple[int, ...], rows: int) -> None:
     """Bytes divided by a row's bytes, at least the largest compiled size, at most the limit in rows."""
     assert max_batch_size(bundle([spec("x", "nc", c=elements)], [spec("y", "n")], sizes=sizes)) == rows
+
+
+@pytest.mark.parametrize(
+    ("elements", "sizes", "rows"),
+    [
+        pytest.param(25, (1, 8), EXECUTE_ROWS, id="small rows stop at the limit in rows"),
+        pytest.param(2**22, (1, 8), 8, id="large rows still allow a full batch of a callee"),
+        pytest.param(2**22, (), 3, id="no callee, so the limit in bytes"),
+        pytest.param(2**25, (), 1, id="one row always fits"),
+        pytest.param(-1, (), EXECUTE_ROWS, id="nobody knows how large rows are"),
+    ],
+)
+def test_a_meta_model_takes_the_rows_that_its_callees_take(
+    elements: int, sizes: tuple[int, ...], rows: int
+) -> None:
+    """It has no compiled sizes of its own: bytes of a row bound it, but not below its callees' largest size."""
+    meta = meta_bundle([spec("x", "nc", c=elements)], [spec("y", "n")])
+    callees = [bundle([spec("x", "nc", c=2)], [spec("y", "n")], sizes=sizes), bundle([], [], sizes=())]
+    assert max_batch_size(meta, callees) == rows
+
+
+def test_a_meta_model_without_a_batch_axis_is_not_batched() -> None:
+    """The rule is the same for all: every tensor of clients has it in front, or none is gathered."""
+    config = rendered(meta_bundle([spec("x", "nc", c=2)], [spec("boxes", "mk", k=4)]))
+    assert config.max_batch_size == 0
+    assert list(config.output[0].dims) == [-1, 4]
+
+
+def test_parameters_tell_the_stub_what_is_internal_and_what_is_external() -> None:
+    """They are there only when they say something."""
+    plain = bundle([spec("x", "n")], [spec("y", "n")])
+    assert not rendered(plain).parameters
+    config = text_format.Parse(render(plain, internal=True).decode(), ModelConfig())
+    assert {key: value.string_value for key, value in config.parameters.items()} == {"rsrv_internal": "true"}
+    config = rendered(bundle([spec("x", "n")], [spec("y", "n")], external=["resnet", 'a "b"']))
+    assert json.loads(config.parameters["rsrv_external"].string_value) == ["resnet", 'a "b"']
 
 
 def test_the_largest_variant_counts() -> None:

@@ -1,0 +1,338 @@
+"""rsrv-gen on meta models: what they carry, what becomes internal, what is refused."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv_gen import write
+from rsrv_gen.cli import main
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """The meta model `chain` that calls `one` and `two`, and `three`, which nobody calls."""
+    for name in ("one", "two", "three"):
+        write_bundle(tmp_path / "bundles" / name, name)
+    (tmp_path / "bundles" / "two" / "model.py").write_text("def preprocess(inputs): return inputs\n")
+    write_meta(tmp_path / "bundles" / "chain", ["one", "two"])
+    return tmp_path / "bundles"
+
+
+@pytest.fixture
+def gen(tmp_path: Path) -> Path:
+    """Where the repository goes; it does not exist yet."""
+    return tmp_path / "gen"
+
+
+@pytest.fixture
+def bls(tmp_path: Path) -> tuple[str, str]:
+    """The option that makes calls go through Triton."""
+    file = tmp_path / "bls.yaml"
+    file.write_text("meta: {transport: bls}\n")
+    return "--config", str(file)
+
+
+def run(*arguments: str | Path) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def models(gen: Path) -> set[str]:
+    """Names of the models that Triton would see."""
+    return {path.name for path in gen.iterdir() if path.is_dir()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Relative name -> content of every file below, links to folders followed."""
+    return {
+        os.path.relpath(os.path.join(parent, name), folder): Path(parent, name).read_bytes()
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+    }
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def replace_file(file: Path, text: str) -> None:
+    """As a careful writer does it: a new file, renamed over the old one."""
+    new = file.with_name("new")
+    new.write_text(text)
+    new.replace(file)
+
+
+def test_a_meta_model_carries_its_callees_and_only_they_disappear(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Callees have no directory of their own, what nobody calls has one, and a line each says so."""
+    assert run(bundles, "-o", gen) == 0
+    assert models(gen) == {"chain", "three"}
+    assert lines(capsys) == [
+        "new three",
+        "new chain (carries one, two)",
+        "internal one (called by chain)",
+        "internal two (called by chain)",
+        "new rsrv.yaml",
+    ]
+    of_one = ["calls/one/manifest.yaml", "calls/one/model.b1.mlir", "calls/one/model.b8.mlir"]
+    of_two = [name.replace("one", "two") for name in of_one]
+    assert set(files(gen / "chain" / "1")) == {
+        *("model.py", "__pycache__", "bundle/manifest.yaml", "bundle/model.py", "bundle/__pycache__"),
+        *of_one,
+        *(*of_two, "calls/two/model.py", "calls/two/__pycache__"),
+    }
+    text = (gen / "chain" / "1" / "model.py").read_text()
+    assert text.startswith("from rsrv.stub.meta_model import TritonPythonModel\n")
+    assert "rsrv_internal" not in (gen / "three" / "config.pbtxt").read_text()
+
+
+def test_a_public_callee_has_a_directory_as_well(
+    bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients address it like any other, whichever way calls go, and the meta model still carries it."""
+    write_bundle(bundles / "one", public=True)
+    for options in ((), bls):
+        assert run(bundles, "-o", gen, *options) == 0
+        assert "one" in models(gen)
+        assert "rsrv_internal" not in (gen / "one" / "config.pbtxt").read_text()
+        assert (gen / "chain/1/calls/one/model.b1.mlir").is_file()
+    assert "unchanged one" in lines(capsys)
+
+
+def test_through_triton_callees_have_directories_that_are_marked(
+    bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their stubs know by a parameter that they are not for clients; they are written before the meta model."""
+    assert run(bundles, "-o", gen, *bls) == 0
+    assert lines(capsys)[:-1] == [
+        "new one (internal: called by chain)",
+        "new three",
+        "new two (internal: called by chain)",
+        "new chain (carries one, two)",
+    ]
+    for name in ("one", "two"):
+        text = (gen / name / "config.pbtxt").read_text()
+        assert 'parameters {\n  key: "rsrv_internal"\n  value {\n    string_value: "true"\n  }\n}' in text
+    assert run(bundles, "-o", gen, *bls, "--check") == 0
+
+
+def test_a_change_of_transport_removes_directories_and_brings_them_back(
+    bundles: Path, gen: Path, bls: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A check tells of it, and does nothing."""
+    run(bundles, "-o", gen, *bls)
+    assert run(bundles, "-o", gen, "--check") == 1
+    assert models(gen) == {"chain", "one", "two", "three"}
+    capsys.readouterr()
+    assert run(bundles, "-o", gen) == 0
+    assert "removed one (internal: called by chain; public: true in its manifest would keep it)" in lines(
+        capsys
+    )
+    assert models(gen) == {"chain", "three"}
+    assert run(bundles, "-o", gen, *bls) == 0
+    assert models(gen) == {"chain", "one", "two", "three"}
+
+
+def test_a_callee_that_nobody_calls_any_more_comes_back(bundles: Path, gen: Path) -> None:
+    """It is a model like any other again, also when the meta model itself goes."""
+    run(bundles, "-o", gen)
+    write_meta(bundles / "chain", ["one"])
+    assert run(bundles, "-o", gen) == 0
+    assert models(gen) == {"chain", "three", "two"}
+    assert not (gen / "chain/1/calls/two").exists()
+    others = [bundles / name for name in ("one", "two", "three")]
+    assert run(*others, "-o", gen, "--prune") == 0
+    assert models(gen) == {"one", "two", "three"}
+
+
+def test_a_meta_model_that_stays_keeps_its_callees_internal(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kept because its bundle broke, or was not given: it is served, and so is what it carries."""
+    run(bundles, "-o", gen)
+    assert run(bundles / "one", "-o", gen) == 0
+    assert models(gen) == {"chain", "three"}
+    capsys.readouterr()
+    (bundles / "chain" / "manifest.yaml").write_text("nothing: good\n")
+    assert run(bundles, "-o", gen, "--prune") == 1
+    assert models(gen) == {"chain", "three"}
+    printed = lines(capsys)
+    assert "internal one (called by chain)" in printed
+    assert "kept chain (as it was before its bundle broke)" in printed
+
+
+def test_a_broken_new_meta_model_takes_nothing_away(bundles: Path, gen: Path) -> None:
+    """Models that were served go on being served when only a meta model that never was calls them."""
+    write_meta(bundles / "chain", ["one", "twoo"])
+    assert run(bundles, "-o", gen) == 1
+    assert models(gen) == {"one", "two", "three"}
+
+
+def test_a_callee_stays_while_its_meta_model_cannot_be_written(
+    bundles: Path, gen: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else nobody could reach it any more."""
+    run(bundles / "one", bundles / "two", "-o", gen)
+    (gen / "chain").mkdir()
+    assert run(bundles, "-o", gen) == 1
+    assert "kept one (not every model that is to carry it could be written)" in lines(capsys)
+    assert {"one", "two"} <= models(gen)
+
+
+@pytest.mark.parametrize("link", ["hard", "copy", "symlink"])
+def test_a_changed_callee_changes_the_meta_models_that_carry_it(
+    bundles: Path, gen: Path, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That is what makes Triton load them anew; with symlink the bundle itself is what Triton sees."""
+    large = "x" * write.LINK_BYTES
+    for name in ("one", "two"):
+        write_bundle(bundles / name, files={"weights.txt": large})
+    write_meta(bundles / "other", ["two"])
+    options = ("-o", gen, "--link", link)
+    assert run(bundles, *options) == 0
+    for meta, callee in (("chain", "one"), ("chain", "two"), ("other", "two")):
+        target = gen / meta / "1/calls" / callee
+        assert target.is_symlink() == (link == "symlink")
+        assert (target / "weights.txt").samefile(bundles / callee / "weights.txt") == (link != "copy")
+    assert run(bundles, *options, "--check") == 0
+    replace_file(bundles / "one" / "weights.txt", large.replace("x", "y"))
+    replace_file(bundles / "one" / "model.b8.mlir", "another")
+    capsys.readouterr()
+    assert run(bundles, *options) == 0
+    printed = lines(capsys)
+    assert ("unchanged" if link == "symlink" else "changed") + " chain (carries one, two)" in printed
+    assert "unchanged other (carries two)" in printed
+    assert files(gen / "chain/1/calls/one") == files(bundles / "one")
+
+
+@pytest.mark.parametrize(
+    ("calls", "external", "problem"),
+    [
+        pytest.param(
+            ["tow"],
+            [],
+            "manifest.yaml: meta.calls: calls 'tow', which is no bundle here (did you mean 'two'?); add its bundle, "
+            "or list it under meta.external if it is another Triton model",
+            id="a typing error",
+        ),
+        pytest.param(["zebra"], [], "calls 'zebra', which is no bundle here; add its bundle", id="unknown"),
+        pytest.param(["other"], [], "calls 'other', which is itself a meta model", id="a meta model"),
+        pytest.param(["bad"], [], "calls 'bad', whose bundle is broken; mend that one first", id="broken"),
+        pytest.param(["empty"], [], "calls 'empty', whose bundle is broken", id="refused by Triton"),
+        pytest.param(["one"], ["two"], "meta.external: 'two' is a bundle here; move it to", id="no external"),
+        pytest.param(
+            [], ["other"], "meta.external: 'other' is itself a meta model", id="external meta model"
+        ),
+        pytest.param(["chain"], [], "meta.calls: 'chain' must not call itself", id="itself"),
+    ],
+)
+def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
+    bundles: Path,
+    gen: Path,
+    calls: list[str],
+    external: list[str],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The message names the callee and what to do, and only this meta model is skipped."""
+    write_meta(bundles / "chain", calls, external)
+    write_meta(bundles / "other", ["three"])
+    write_bundle(bundles / "bad")
+    (bundles / "bad" / "manifest.yaml").write_text("nothing: good\n")
+    empty = write_bundle(bundles / "empty")
+    text = (empty / "manifest.yaml").read_text().replace("[1, 8]", "[1]")
+    (empty / "manifest.yaml").write_text(text.replace("\n  - {name: x", " []\n#"))
+    (empty / "model.b8.mlir").unlink()
+    assert run(bundles, "-o", gen) == 1
+    errors = capsys.readouterr().err
+    assert "empty is skipped:\n  a model needs at least one input" in errors
+    assert "chain is skipped:" in errors
+    assert problem in errors
+    assert models(gen) == {"one", "two", "other"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def main(inputs, call): ...\n", "model.py: defines no hook; define run as a function"),
+        ("def run(inputs): ...\n", "model.py: run: takes (inputs), but it is called as run(inputs, call)"),
+        ("def run(:\n", "model.py: is not valid Python"),
+    ],
+)
+def test_a_meta_model_that_could_not_run_is_refused(
+    bundles: Path, gen: Path, text: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Better here than when the first request comes."""
+    (bundles / "chain" / "model.py").write_text(text)
+    assert run(bundles, "-o", gen) == 1
+    assert problem in capsys.readouterr().err
+    assert models(gen) == {"one", "two", "three"}
+
+
+def test_a_meta_model_may_call_nothing_or_other_models_of_triton(bundles: Path, gen: Path) -> None:
+    """It carries nothing then, and its configuration names the others."""
+    write_meta(bundles / "chain", [], ["resnet", "tokenizer"])
+    assert run(bundles, "-o", gen) == 0
+    assert models(gen) == {"chain", "one", "two", "three"}
+    assert not (gen / "chain/1/calls").exists()
+    text = (gen / "chain" / "config.pbtxt").read_text()
+    assert 'key: "rsrv_external"' in text
+    assert r'string_value: "[\"resnet\", \"tokenizer\"]"' in text
+
+
+MODELS = ("a", "b", "c", "d")
+METAS = ("k", "l", "m")
+CALLS = st.dictionaries(
+    st.sampled_from(METAS), st.lists(st.sampled_from(MODELS), unique=True, max_size=3), max_size=3
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    first=CALLS,
+    then=CALLS,
+    public=st.sets(st.sampled_from(MODELS)),
+    link=st.sampled_from(["hard", "copy", "symlink"]),
+    transport=st.sampled_from(["direct", "bls"]),
+)
+def test_any_metas_carry_all_that_they_call(
+    first: dict[str, list[str]],
+    then: dict[str, list[str]],
+    public: set[str],
+    link: str,
+    transport: str,
+) -> None:
+    """Whatever was there before: each callee's files are in each of its metas, internal models are no models
+    of Triton's when calls are direct and marked when they are not, and a second run changes nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        config = root / "settings.yaml"
+        config.write_text(f"meta: {{transport: {transport}}}\n")
+        gen = root / "gen"
+        for round_number, metas in enumerate((first, then)):
+            bundles = root / f"bundles{round_number}"
+            for name in MODELS:
+                write_bundle(bundles / name, f"{name} {round_number}", public=name in public)
+            for name, calls in metas.items():
+                write_meta(bundles / name, calls)
+            options = (bundles, "-o", gen, "--link", link, "--config", config, "--prune")
+            assert run(*options) == 0
+            assert run(*options, "--check") == 0
+
+            for name, calls in metas.items():
+                for callee in calls:
+                    assert files(gen / name / "1/calls" / callee) == files(bundles / callee)
+                carried = gen / name / "1/calls"
+                assert (set(os.listdir(carried)) if carried.is_dir() else set()) == set(calls)
+            internal = {callee for calls in metas.values() for callee in calls} - public
+            hidden = internal if transport == "direct" else set()
+            assert models(gen) == {*MODELS, *metas} - hidden
+            marked = {n for n in models(gen) if "rsrv_internal" in (gen / n / "config.pbtxt").read_text()}
+            assert marked == internal - hidden

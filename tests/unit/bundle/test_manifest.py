@@ -292,10 +292,12 @@ def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
         bundle.input_shape(0, 2, 1)
 
 
-def test_the_documented_manifest_is_a_good_one(tmp_path: Path) -> None:
-    """The format's page shows a whole manifest."""
+def test_the_documented_manifests_are_good_ones(tmp_path: Path) -> None:
+    """The format's page shows a whole manifest of either kind."""
     page = Path(__file__).parents[3] / "docs" / "bundle-format.md"
-    _, _, rest = page.read_text(encoding="utf-8").partition("```yaml\n")
+    model, meta = (part.partition("```")[0] for part in page.read_text(encoding="utf-8").split("```yaml\n")[1:])
     modules = [f"model.b{size}.mlir" for size in (1, 4, 16)]
-    bundle = read_bundle(make_bundle(tmp_path, rest.partition("```")[0], modules=modules, hooks=HOOKS))
+    bundle = read_bundle(make_bundle(tmp_path, model, modules=modules, hooks=HOOKS))
     assert [spec.name for spec in bundle.manifest.wire_outputs] == ["class", "score"]
+    bundle = read_bundle(make_bundle(tmp_path, meta, name="reader", modules=(), hooks=HOOKS))
+    assert bundle.manifest.meta_calls == ("detector", "digits")

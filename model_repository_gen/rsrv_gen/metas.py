@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 
-from rsrv_bundle import Bundle
-
-_MANIFEST = "manifest.yaml"
+from rsrv_bundle import Bundle, manifest
+from rsrv_bundle.errors import Problems
 
 
 def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Mapping[str, tuple[str, ...]]:
@@ -17,32 +16,36 @@ def unusable_metas(bundles: Mapping[str, Bundle], broken: Collection[str]) -> Ma
     """
     found = {}
     for name, bundle in bundles.items():
-        manifest = bundle.manifest
-        problems = [_wrong_call(callee, bundles, broken) for callee in manifest.meta_calls]
-        problems += [_wrong_external(other, bundles, broken) for other in manifest.meta_external]
-        if any(problems):
-            found[name] = tuple(f"{_MANIFEST}: {problem}" for problem in problems if problem)
+        problems = Problems()
+        for callee in bundle.manifest.meta_calls:
+            if rule := _wrong_call(callee, bundles, broken):
+                problems.add(manifest.FILE, "meta.calls", rule)
+        for other in bundle.manifest.meta_external:
+            if rule := _wrong_external(other, bundles, broken):
+                problems.add(manifest.FILE, "meta.external", rule)
+        if problems.lines:
+            found[name] = tuple(problems.lines)
     return found
 
 
 def _wrong_call(callee: str, bundles: Mapping[str, Bundle], broken: Collection[str]) -> str:
     if callee in broken:
-        return f"meta.calls: calls '{callee}', whose bundle is broken; mend that one first"
+        return f"calls '{callee}', whose bundle is broken; mend that one first"
     if callee not in bundles:
         near = difflib.get_close_matches(callee, [*bundles, *broken], n=1)
         hint = f" (did you mean '{near[0]}'?)" if near else ""
         rule = "add its bundle, or list it under meta.external if it is another Triton model"
-        return f"meta.calls: calls '{callee}', which is no bundle here{hint}; {rule}"
+        return f"calls '{callee}', which is no bundle here{hint}; {rule}"
     if bundles[callee].manifest.kind == "meta":
-        return f"meta.calls: calls '{callee}', which is itself a meta model; list the models that it calls"
+        return f"calls '{callee}', which is itself a meta model; list the models that it calls"
     return ""
 
 
 def _wrong_external(name: str, bundles: Mapping[str, Bundle], broken: Collection[str]) -> str:
     if name in bundles and bundles[name].manifest.kind == "meta":
-        return f"meta.external: '{name}' is itself a meta model; list the models that it calls"
+        return f"'{name}' is itself a meta model; list the models that it calls"
     if name in bundles or name in broken:
-        return f"meta.external: '{name}' is a bundle here; move it to meta.calls"
+        return f"'{name}' is a bundle here; move it to meta.calls"
     return ""
 
 

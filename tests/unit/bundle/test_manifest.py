@@ -295,7 +295,9 @@ def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
 def test_the_documented_manifests_are_good_ones(tmp_path: Path) -> None:
     """The format's page shows a whole manifest of either kind."""
     page = Path(__file__).parents[3] / "docs" / "bundle-format.md"
-    model, meta = (part.partition("```")[0] for part in page.read_text(encoding="utf-8").split("```yaml\n")[1:])
+    model, meta = (
+        part.partition("```")[0] for part in page.read_text(encoding="utf-8").split("```yaml\n")[1:]
+    )
     modules = [f"model.b{size}.mlir" for size in (1, 4, 16)]
     bundle = read_bundle(make_bundle(tmp_path, model, modules=modules, hooks=HOOKS))
     assert [spec.name for spec in bundle.manifest.wire_outputs] == ["class", "score"]

@@ -223,6 +223,7 @@ def test_a_changed_callee_changes_the_meta_models_that_carry_it(
             id="a typing error",
         ),
         pytest.param(["zebra"], [], "calls 'zebra', which is no bundle here; add its bundle", id="unknown"),
+        pytest.param(["a\nb"], [], r"calls 'a\nb', which is no bundle here", id="a name of two lines"),
         pytest.param(["other"], [], "calls 'other', which is itself a meta model", id="a meta model"),
         pytest.param(["bad"], [], "calls 'bad', whose bundle is broken; mend that one first", id="broken"),
         pytest.param(["empty"], [], "calls 'empty', whose bundle is broken", id="refused by Triton"),

@@ -29,6 +29,8 @@ NUMPY_2 = "numpy>=2.1,<3"
 #: The stub of 24.10 was built before numpy 2 existed: with numpy 2 it hands over wrong inputs without any error.
 #: Python 3.13 has no numpy 1.26; there `rsrv.stub` must read its inputs through DLPack.
 STUB_NUMPY = NUMPY_2 if sys.version_info >= (3, 13) else "numpy==1.26.4"
+#: What the examples' model.py import beside numpy.
+TOKENIZERS = "tokenizers>=0.21,<1"
 
 
 def say(text: str) -> None:
@@ -89,7 +91,7 @@ class Installation:
         return [
             Step(
                 "stub",
-                f"{python}, {STUB_NUMPY}, {ROOT}",
+                f"{python}, {STUB_NUMPY}, {TOKENIZERS}, {ROOT}",
                 "environment of Triton's stub processes",
                 self._stub,
             ),
@@ -116,7 +118,7 @@ class Installation:
     def numpy2_bin(self) -> Path:
         """As `stub_bin`, of an environment with numpy 2 on any Python; it is made when it is first asked for."""
         folder = self.folder / "stub-numpy2"
-        key = f"{_this_python()}, {NUMPY_2}, {ROOT}"
+        key = f"{_this_python()}, {NUMPY_2}, {TOKENIZERS}, {ROOT}"
         self._bring(
             [Step("stub-numpy2", key, "environment with numpy 2", lambda: self._environment(folder, NUMPY_2))]
         )
@@ -160,7 +162,9 @@ class Installation:
         """What a stub needs, in `folder`."""
         _must_run([sys.executable, "-m", "venv", str(_emptied(folder))])
         self._pip("install", "--only-binary=:all:", numpy, bin_folder=folder / "bin")
-        # A path file is all that it takes: the stub's side of rsrv is pure Python and needs numpy only.
+        # Without the hub's client that it asks for, which only downloads.
+        self._pip("install", "--no-deps", "--only-binary=:all:", TOKENIZERS, bin_folder=folder / "bin")
+        # A path file is all that it takes: the stub's side of rsrv is pure Python.
         site = folder / "lib" / f"python{PYTHON_TAG}" / "site-packages"
         (site / "rsrv.pth").write_text(f"{ROOT / 'triton_backend'}\n")
 

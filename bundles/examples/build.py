@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-NAMES = ("digits", "mlp", "two_sizes", "v2_affine")
+NAMES = ("digits", "minilm", "minilm_encoder", "minilm_pool", "mlp", "two_sizes", "v2_affine")
 
 _HERE = Path(__file__).resolve().parent
 #: In the output directory: for each bundle, what it was built from.
@@ -52,8 +52,12 @@ def _maker(name: str) -> Any:
 
 
 def _source_digest(name: str) -> str:
-    """One hash over everything that decides a bundle's bytes: the maker, the format package, jax's version."""
-    sources = sorted([*_HERE.glob(f"{name}*.py"), *(_HERE.parent / "rsrv_bundle").glob("*.py")])
+    """One hash over everything that decides a bundle's bytes: the maker, the format package, jax's version.
+
+    Makers whose names start with the same word may use each other.
+    """
+    family = name.partition("_")[0]
+    sources = sorted([*_HERE.glob(f"{family}*.py"), *(_HERE.parent / "rsrv_bundle").glob("*.py")])
     total = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
     for source in sources:
         total.update(f"\n{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}".encode())

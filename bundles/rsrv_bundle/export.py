@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -128,7 +127,7 @@ def export_bundle(
         if platform == jax.export.default_export_platform():
             document["numerics"] = compare(written, function, leaves, {**TOLERANCE, **(tolerance or {})})
             writer.write_manifest(work / "manifest.yaml", document)
-        _move(work, target, Path(scratch, "replaced"))
+        writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
 
 
@@ -247,17 +246,3 @@ def _document(
     if inputs.input_shapes:
         document["input_shapes"] = [dict(entry) for entry in inputs.input_shapes]
     return document
-
-
-def _move(work: Path, target: Path, aside: Path) -> None:
-    """Put the finished directory in place. A reader sees the old bundle, for an instant none, then the new one."""
-    if target.is_symlink() or target.is_file():
-        raise BundleError(f"{target.name}: is no directory; remove it first")
-    if target.exists():
-        target.rename(aside)
-    try:
-        work.rename(target)
-    except OSError:
-        if aside.exists():
-            shutil.move(aside, target)
-        raise

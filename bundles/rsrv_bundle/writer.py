@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError
 from rsrv_bundle.spec import TensorSpec
 
 
@@ -66,3 +68,20 @@ def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]
         for _, array in stored:
             # As bytes: numpy writes ml_dtypes only through a view, and 0-d arrays have no buffer of one axis.
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def put_in_place(work: Path, target: Path, aside: Path) -> None:
+    """Rename the finished directory `work` to `target`; what was there goes to `aside`, on the same file system.
+
+    A reader sees the old bundle, for an instant none, then the new one. Raises BundleError if a file is in the way.
+    """
+    if target.is_symlink() or target.is_file():
+        raise BundleError(f"{target.name}: is no directory; remove it first")
+    if target.exists():
+        target.rename(aside)
+    try:
+        work.rename(target)
+    except OSError:
+        if aside.exists():
+            shutil.move(aside, target)
+        raise

@@ -1,0 +1,25 @@
+"""minilm: sentences to embeddings, a meta model over minilm_encoder and minilm_pool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from examples import minilm_files
+from examples.minilm_encoder import LENGTHS, WIDTH
+from rsrv_bundle.meta import write_meta_bundle
+
+
+def make(out_dir: Path) -> None:
+    """Write the bundle `out_dir`, replacing one that is there."""
+    write_meta_bundle(
+        # By its place: where bundles are built, the tokeniser that it imports need not be installed.
+        Path(__file__).with_name("minilm_run.py"),
+        calls=["minilm_encoder", "minilm_pool"],
+        client_inputs=[{"name": "text", "dtype": "u8", "shape": "nt", "dims": {"t": -1}}],
+        client_outputs=[{"name": "embedding", "dtype": "f32", "shape": "ne", "dims": {"e": WIDTH}}],
+        files={"tokenizer.json": minilm_files.fetched().tokenizer, "lengths.json": json.dumps(LENGTHS)},
+        out_dir=out_dir,
+        description="Sentences to embeddings (all-MiniLM-L6-v2).",
+        overwrite=True,
+    )

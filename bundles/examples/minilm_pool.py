@@ -1,0 +1,48 @@
+"""minilm_pool: the mean of a sentence's token vectors, scaled to length 1. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.minilm_encoder import BATCH_SIZES, LENGTHS, WIDTH
+from rsrv_bundle.export import export_bundle
+
+Array = np.ndarray[Any, Any]
+
+
+def apply(params: Any, hidden: jax.Array, attention_mask: jax.Array) -> dict[str, jax.Array]:
+    """hidden: [n, l, 384], attention_mask: [n, l] (0: left out) -> embedding: [n, 384]."""
+    counted = (attention_mask != 0)[:, :, None]
+    # The floors are for rows of padding only.
+    mean = jnp.where(counted, hidden, 0).sum(1) / jnp.maximum(counted.sum(1), 1)
+    return {"embedding": mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)}
+
+
+def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
+    """hidden: f32 [n, l, 384], attention_mask: i32 [n, l] -> embedding: f32 [n, 384]."""
+    hidden, mask = (jnp.asarray(inputs[name]) for name in ("hidden", "attention_mask"))
+    return {"embedding": np.asarray(apply({}, hidden, mask)["embedding"])}
+
+
+def make(out_dir: Path) -> None:
+    """Write the bundle `out_dir`, replacing one that is there."""
+    export_bundle(
+        apply,
+        {},
+        {
+            "hidden": np.zeros((1, LENGTHS[0], WIDTH), np.float32),
+            "attention_mask": np.zeros((1, LENGTHS[0]), np.int32),
+        },
+        batch_sizes=BATCH_SIZES,
+        axes={"hidden": "nlh", "attention_mask": "nl"},
+        input_shapes=[{"l": length} for length in LENGTHS],
+        out_dir=out_dir,
+        description="Mean over a sentence's tokens, of length 1.",
+        overwrite=True,
+    )

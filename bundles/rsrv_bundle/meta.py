@@ -1,0 +1,60 @@
+"""Writing the bundle of a meta model: no modules, no weights, so no jax either."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rsrv_bundle import manifest, writer
+from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.reader import HOOKS_FILE, read_bundle
+from rsrv_bundle.spec import Bundle
+
+
+def write_meta_bundle(
+    run: Path | str,
+    *,
+    calls: Sequence[str],
+    client_inputs: Sequence[Mapping[str, Any]],
+    client_outputs: Sequence[Mapping[str, Any]],
+    out_dir: str | os.PathLike[str],
+    files: Mapping[str, str] | None = None,
+    description: str = "",
+    overwrite: bool = False,
+) -> Bundle:
+    """Write the bundle `out_dir` of a meta model, check it, and return it as read back.
+
+    run: a file to copy (Path) or the text (str) of model.py; it is not run.
+    calls: names of the models that it may call.
+    client_inputs, client_outputs: what clients send and get, entries as the manifest writes them.
+    out_dir: the bundle's directory; its last part is the model's name.
+    files: name -> text of what model.py finds beside itself.
+    overwrite: replace a bundle that is there. Without it that is an error.
+
+    Nothing appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError.
+    """
+    target = Path(os.path.abspath(out_dir))
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    document: dict[str, Any] = {"format_version": "3.0"}
+    if description:
+        document["description"] = description
+    document["kind"] = "meta"
+    document["client_inputs"] = [dict(entry) for entry in client_inputs]
+    document["client_outputs"] = [dict(entry) for entry in client_outputs]
+    document["meta"] = {"calls": list(calls)}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+        work = Path(scratch, target.name)
+        work.mkdir()
+        text = run if isinstance(run, str) else run.read_text(encoding="utf-8")
+        for name, content in {**(files or {}), HOOKS_FILE: text}.items():
+            (work / name).write_text(content, encoding="utf-8")
+        writer.write_manifest(work / manifest.FILE, document)
+        check_hooks(work / HOOKS_FILE, "meta")
+        read_bundle(work, digest=False)
+        writer.put_in_place(work, target, Path(scratch, "replaced"))
+    return read_bundle(target)

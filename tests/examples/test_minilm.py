@@ -1,0 +1,319 @@
+"""The text pipeline: what its `run` answers over the built bundles, beside a direct computation. No server."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+import example_bundles
+from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle.modules import as_exported, check_signatures, module_file
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+CLS, SEP, UNKNOWN = 101, 102, 100
+WEATHER = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
+ODD = ("", "   ", "a", "\U0001f600 \U0001f680", "漢字とかな", "Naïve — résumé", "tab\tbell\x07", "x" * 5000)
+#: 512 tokens, more than the encoder is compiled for.
+LONG = " ".join(["north south east west"] * 128)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Stands for a tensor on the device: `run` can see no data."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    held: Array = field(repr=False)
+
+
+class Model:
+    """A built bundle, executed with jax as the runtime does: exact names and dtypes, padded to a compiled size."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bundle = read_bundle(folder, digest=False)
+        self.weights = [jax.numpy.asarray(array) for array in load_weights(self.bundle)]
+        self.signatures = check_signatures(self.bundle)
+        self.compiled: dict[tuple[int, int], Any] = {}
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        specs = self.bundle.manifest.inputs
+        assert {spec.name: spec.dtype for spec in specs} == {
+            name: {"int32": "i32", "float32": "f32"}[array.dtype.name] for name, array in inputs.items()
+        }
+        arrays = [inputs[spec.name] for spec in specs]
+        (rows,) = {len(array) for array in arrays}
+        key = next(
+            key
+            for key in sorted(self.signatures)
+            if key[1] >= rows
+            and all(
+                array.shape[1:] == self.bundle.input_shape(index, *key)[1:]
+                for index, array in enumerate(arrays)
+            )
+        )
+        # The rows that fill up a batch hold whatever was there.
+        padded = [np.concatenate([a, np.full((key[1] - rows, *a.shape[1:]), 7, a.dtype)]) for a in arrays]
+        if key not in self.compiled:
+            module = module_file(self.bundle, key).read_bytes()
+            self.compiled[key] = jax.jit(as_exported(module, self.signatures[key]).call)
+        found = self.compiled[key](*padded, *self.weights)
+        return {
+            spec.name: np.asarray(value)[:rows]
+            for spec, value in zip(self.bundle.manifest.outputs, found, strict=True)
+        }
+
+
+class Pipeline:
+    """The meta model in the folder `name`, its calls executed here."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        bundle = read_bundle(root / name, digest=False)
+        assert bundle.hooks is not None
+        self.module = runpy.run_path(str(bundle.hooks))
+        self.models = {callee: Model(root / callee) for callee in bundle.manifest.meta_calls}
+        #: What was called, in order: name, inputs.
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def call(self, name: str, inputs: dict[str, Any], keep_on_device: Any = False) -> dict[str, Any]:
+        """As metas get it; a Handle holds what stays on the device."""
+        self.calls.append((name, inputs))
+        kept = {key: value.held if isinstance(value, Handle) else value for key, value in inputs.items()}
+        found = self.models[name](kept)
+        keep = set(found) if keep_on_device is True else set(keep_on_device or ())
+        return {
+            key: Handle(value.shape, value.dtype, value) if key in keep else value
+            for key, value in found.items()
+        }
+
+    def run(self, sentences: Sequence[str | bytes]) -> Array:
+        """sentences -> embeddings f32 [n, 384]."""
+        run: Callable[..., Arrays] = self.module["run"]
+        self.calls.clear()
+        found = run({"text": as_text(sentences)}, self.call)
+        assert list(found) == ["embedding"]
+        return found["embedding"]
+
+    def tokens(self, sentence: str | bytes) -> list[int]:
+        """The token ids that the encoder gets for one sentence, padding left out."""
+        self.run([sentence])
+        name, inputs = self.calls[0]
+        assert name == "minilm_encoder"
+        ids: list[int] = inputs["input_ids"][0, : inputs["attention_mask"][0].sum()].tolist()
+        assert not inputs["input_ids"][0, len(ids) :].any()
+        return ids
+
+
+def as_text(sentences: Sequence[str | bytes]) -> Array:
+    """u8 [n, bytes], zeros behind, as clients send it."""
+    coded = [each if isinstance(each, bytes) else each.encode() for each in sentences]
+    text = np.zeros((len(coded), max(map(len, coded))), np.uint8)
+    for row, each in zip(text, coded, strict=True):
+        row[: len(each)] = np.frombuffer(each, np.uint8)
+    return text
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    """The built examples."""
+    return example_bundles.ensure()
+
+
+@pytest.fixture(scope="module")
+def minilm(root: Path) -> Pipeline:
+    """The pipeline; its modules are compiled when they are first called."""
+    return Pipeline(root, "minilm")
+
+
+class Direct:
+    """BERT as its paper has it, one sentence at a time, in 64 bits."""
+
+    def __init__(self, root: Path) -> None:
+        weights = load_file(root / "minilm_encoder" / "weights.safetensors")
+        self.weights = {name: array.astype(np.float64) for name, array in weights.items()}
+        self.tokenizer = Tokenizer.from_file(str(root / "minilm" / "tokenizer.json"))
+        self.tokenizer.no_padding()
+
+    def dense(self, name: str, x: Array) -> Array:
+        found: Array = x @ self.weights[name + ".weight"].T + self.weights[name + ".bias"]
+        return found
+
+    def norm(self, name: str, x: Array) -> Array:
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
+        found: Array = scaled * self.weights[name + ".weight"] + self.weights[name + ".bias"]
+        return found
+
+    def attention(self, name: str, x: Array) -> Array:
+        query, key, value = (self.dense(f"{name}.{part}", x) for part in ("query", "key", "value"))
+        heads = []
+        for head in range(12):
+            part = slice(32 * head, 32 * head + 32)
+            weight = np.exp(query[:, part] @ key[:, part].T / math.sqrt(32))
+            heads.append(weight / weight.sum(1, keepdims=True) @ value[:, part])
+        return np.concatenate(heads, axis=1)
+
+    def hidden(self, ids: Sequence[int]) -> Array:
+        """token ids -> [tokens, 384]."""
+        words, places, kinds = (
+            self.weights[f"embeddings.{kind}_embeddings.weight"]
+            for kind in ("word", "position", "token_type")
+        )
+        x = self.norm("embeddings.LayerNorm", words[list(ids)] + places[: len(ids)] + kinds[0])
+        for layer in (f"encoder.layer.{number}" for number in range(6)):
+            seen = self.dense(f"{layer}.attention.output.dense", self.attention(f"{layer}.attention.self", x))
+            x = self.norm(f"{layer}.attention.output.LayerNorm", x + seen)
+            inner = self.dense(f"{layer}.intermediate.dense", x)
+            inner = inner * (1 + np.vectorize(math.erf)(inner / math.sqrt(2))) / 2
+            x = self.norm(f"{layer}.output.LayerNorm", x + self.dense(f"{layer}.output.dense", inner))
+        return x
+
+    def embedding(self, sentence: str) -> Array:
+        """sentence -> [384], of length 1."""
+        mean = self.hidden(self.tokenizer.encode(sentence).ids).mean(0)
+        found: Array = mean / np.linalg.norm(mean)
+        return found
+
+
+@pytest.fixture(scope="module")
+def direct(root: Path) -> Direct:
+    """The direct computation, with the weights of the built encoder."""
+    return Direct(root)
+
+
+def test_embeddings_and_their_similarities_agree_with_a_direct_computation(
+    minilm: Pipeline, direct: Direct
+) -> None:
+    """Ordinary, odd and too long sentences, three compiled lengths, against 64-bit numpy on the same weights."""
+    sentences = [
+        *WEATHER,
+        *ODD,
+        "Central banks raised interest rates again, by half a percent this time.",
+        LONG,
+    ]
+    found = np.concatenate([minilm.run([sentence]) for sentence in sentences])
+    expected = np.stack([direct.embedding(sentence) for sentence in sentences])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found @ found.T, expected @ expected.T, rtol=0, atol=1e-4)
+
+
+def test_similarities_are_those_that_the_authors_publish(minilm: Pipeline) -> None:
+    """The three sentences and the table of the quick start of Sentence Transformers, to its four digits."""
+    found = minilm.run(WEATHER)
+    published = [[1, 0.6660, 0.1046], [0.6660, 1, 0.1411], [0.1046, 0.1411, 1]]
+    np.testing.assert_allclose(found @ found.T, published, rtol=0, atol=1e-4)
+
+
+def test_related_sentences_are_closer_than_unrelated_ones(minilm: Pipeline) -> None:
+    """Two of animals and two of money: each is closest to its neighbour, by far."""
+    found = minilm.run(
+        [
+            "A cat sits on the mat.",
+            "The kitten is lying on the rug.",
+            "Central banks raised interest rates again.",
+            "The cost of borrowing money went up.",
+        ]
+    )
+    similar = found @ found.T
+    assert min(similar[0, 1], similar[2, 3]) > 0.4
+    assert similar[:2, 2:].max() < 0.2
+
+
+def test_the_encoders_output_goes_to_the_pooling_without_coming_back(minilm: Pipeline) -> None:
+    """`run` sees a handle with a shape and a dtype, and passes it on."""
+    minilm.run(WEATHER)
+    (first, _), (second, inputs) = minilm.calls
+    assert (first, second) == ("minilm_encoder", "minilm_pool")
+    assert isinstance(inputs["hidden"], Handle)
+    assert (inputs["hidden"].shape, inputs["hidden"].dtype) == ((3, 16, 384), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        (" \t\n", []),
+        (b"\0\0\0", []),
+        ("Hello, world", [7592, 1010, 2088]),
+        (b"hello\0\0, WORLD\0", [7592, 1010, 2088]),
+        ("résumé", [13746]),
+        ("embeddings", [7861, 8270, 4667, 2015]),
+        ("\U0001f600", [UNKNOWN]),
+        ("中国", [1746, 1799]),
+        ("中国".encode()[:-1], [1746]),
+        (b"\xff\xfehello", [7592]),
+        ("x" * 101, [UNKNOWN]),
+    ],
+    ids=str,
+)
+def test_a_text_becomes_the_tokens_of_the_vocabulary(
+    minilm: Pipeline, text: str | bytes, expected: list[int]
+) -> None:
+    """Case, accents, zeros and broken UTF-8 vanish; ideographs are words; a word without pieces is one unknown."""
+    assert minilm.tokens(text) == [CLS, *expected, SEP]
+
+
+def test_a_long_text_is_cut_to_the_longest_compiled_row(minilm: Pipeline) -> None:
+    """Its first 126 tokens between the two marks; a megabyte more behind them changes nothing."""
+    tokens = minilm.tokens(LONG)
+    assert (len(tokens), tokens[0], tokens[-1]) == (128, CLS, SEP)
+    assert minilm.tokens(LONG * 500) == tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "length"), [(0, 16), (14, 16), (15, 32), (30, 32), (31, 64), (62, 64), (63, 128), (300, 128)]
+)
+def test_rows_are_as_short_as_the_longest_sentence_allows(minilm: Pipeline, words: int, length: int) -> None:
+    """Each sentence has two tokens more than words."""
+    minilm.run(["short", " ".join(["north"] * words)])
+    assert minilm.calls[0][1]["input_ids"].shape == (2, length)
+
+
+@settings(max_examples=25)
+@given(
+    st.text(max_size=60) | st.sampled_from([*WEATHER, *ODD, LONG]),
+    st.lists(st.integers(0, 140).map(lambda words: "north " * words), min_size=1, max_size=15),
+)
+def test_a_sentence_has_one_embedding_whatever_comes_with_it(
+    minilm: Pipeline, sentence: str, others: list[str]
+) -> None:
+    """The others decide how far its row is padded and at which compiled size it runs; all have length 1."""
+    together = minilm.run([sentence, *others])
+    assert (together.shape, together.dtype) == ((1 + len(others), 384), np.float32)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(together[:1], minilm.run([sentence]), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(together[-1:], minilm.run(others[-1:]), rtol=0, atol=1e-5)
+
+
+def test_what_is_masked_changes_nothing(minilm: Pipeline) -> None:
+    """Other tokens where the mask is 0, also ids that no vocabulary has, leave the rest of the row as it was."""
+    ids = np.full((1, 16), 2088, np.int32)
+    mask = (np.arange(16) < 6).astype(np.int32)[None]
+    other = np.where(mask, ids, np.arange(-3, 13, dtype=np.int32) * 10_000_000)
+    encode, pool = minilm.models["minilm_encoder"], minilm.models["minilm_pool"]
+    found = [encode({"input_ids": each, "attention_mask": mask})["hidden"] for each in (ids, other)]
+    np.testing.assert_allclose(found[0][:, :6], found[1][:, :6], rtol=0, atol=1e-5)
+    pooled = [pool({"hidden": each, "attention_mask": mask})["embedding"] for each in found]
+    np.testing.assert_allclose(pooled[0], pooled[1], rtol=0, atol=1e-5)
+
+
+def test_a_row_of_padding_only_is_no_reason_for_nan(minilm: Pipeline) -> None:
+    """Its embedding is zero or finite, never NaN."""
+    nothing = np.zeros((1, 16), np.int32)
+    hidden = minilm.models["minilm_encoder"]({"input_ids": nothing, "attention_mask": nothing})["hidden"]
+    assert np.isfinite(hidden).all()
+    pooled = minilm.models["minilm_pool"]({"hidden": hidden, "attention_mask": nothing})["embedding"]
+    assert not pooled.any()

@@ -1,0 +1,66 @@
+"""Writing the bundle of a meta model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv_bundle import BundleError, read_bundle
+from rsrv_bundle.meta import write_meta_bundle
+
+RUN = "def run(inputs, call):\n    return call('inner', inputs)\n"
+
+
+def written(out_dir: Path, run: Path | str = RUN, **changes: Any) -> None:
+    tensor = {"dtype": "f32", "shape": "na", "dims": {"a": -1}}
+    arguments: dict[str, Any] = {
+        "calls": ["inner"],
+        "client_inputs": [{"name": "x", **tensor}],
+        "client_outputs": [{"name": "y", **tensor}],
+        "out_dir": out_dir,
+        **changes,
+    }
+    write_meta_bundle(run, **arguments)
+
+
+def test_a_written_meta_bundle_reads_back(tmp_path: Path) -> None:
+    """Interface, callees, model.py and the files beside it; equal arguments give equal bytes."""
+    (source := tmp_path / "source.py").write_text(RUN)
+    written(tmp_path / "outer", source, files={"words.txt": "één\n"}, description="Calls another.")
+    bundle = read_bundle(tmp_path / "outer")
+    assert (bundle.manifest.kind, bundle.manifest.meta_calls) == ("meta", ("inner",))
+    assert [spec.name for spec in (*bundle.manifest.wire_inputs, *bundle.manifest.wire_outputs)] == ["x", "y"]
+    assert bundle.manifest.description == "Calls another."
+    assert (tmp_path / "outer" / "model.py").read_text() == RUN
+    assert (tmp_path / "outer" / "words.txt").read_text(encoding="utf-8") == "één\n"
+    written(tmp_path / "outer", files={"words.txt": "één\n"}, description="Calls another.", overwrite=True)
+    assert read_bundle(tmp_path / "outer").digest == bundle.digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "def walk(): ..."}, "defines no hook; define run"),
+        ({"run": "def run("}, "is not valid Python"),
+        ({"calls": ["outer"]}, "must not call itself"),
+        ({"client_outputs": []}, "must list what its clients send and get"),
+    ],
+    ids=["no run", "no Python", "calls itself", "no outputs"],
+)
+def test_a_broken_rule_leaves_nothing_behind(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """The error names the rule; what was there before is still there, alone."""
+    written(tmp_path / "outer")
+    before = read_bundle(tmp_path / "outer").digest
+    with pytest.raises(BundleError, match=message):
+        written(tmp_path / "outer", overwrite=True, **changes)
+    assert read_bundle(tmp_path / "outer").digest == before
+    assert [path.name for path in tmp_path.iterdir()] == ["outer"]
+
+
+def test_a_bundle_is_replaced_only_when_told_to(tmp_path: Path) -> None:
+    """Otherwise the error says how."""
+    written(tmp_path / "outer")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        written(tmp_path / "outer")

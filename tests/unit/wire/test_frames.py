@@ -14,10 +14,10 @@ submissions = st.builds(
     rows=st.integers(0, 2**32 - 1),
     variant=st.integers(0, 2**16 - 1),
     priority=st.integers(0, 2**16 - 1),
-    flags=st.just(frames.COMMITTED),
     segment=st.integers(0, 2**32 - 1),
     inputs_at=st.integers(0, 2**63),
     outputs_at=st.integers(0, 2**63),
+    run=st.integers(0, 2**64 - 1),
 )
 completions = st.builds(
     Completion,
@@ -100,7 +100,7 @@ def test_ids_survive(ids: list[int]) -> None:
     ("body", "expected"),
     [
         ({"magic": 1, "version": 1}, "does not speak"),
-        ({"magic": frames.MAGIC, "version": 99}, "version 99 of the protocol, this side 1"),
+        ({"magic": frames.MAGIC, "version": 99}, "version 99 of the protocol, this side 2"),
         ({}, "does not speak"),
     ],
 )

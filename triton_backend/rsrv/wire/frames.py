@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-#: "RSRV", and the version of this protocol. Both ends must agree; 1 is the first.
+#: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -32,6 +32,11 @@ class Kind(IntEnum):
     STATUS = 7
     CONFIGURE = 8
     COMMAND = 9
+    # of meta models (`calls`)
+    ENTER = 10
+    LEAVE = 11
+    CALL = 12
+    RELEASE = 13
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17
@@ -68,16 +73,13 @@ class Submission(NamedTuple):
     rows: int
     variant: int
     priority: int  # Triton's: 0 default, 1 highest
-    flags: int
     segment: int
     inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
     outputs_at: int
+    run: int = 0  # token of the meta model's run that it is a sub-call of; 0: none
 
 
-#: Submission.flags: a sub-call of a running meta model.
-COMMITTED = 1
-
-_SUBMISSION = struct.Struct("<QqIHHIIQQ")
+_SUBMISSION = struct.Struct("<QqIHHI4xQQQ")
 
 
 class Completion(NamedTuple):

@@ -69,7 +69,9 @@ class _Segment:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.bytes: Bytes = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        self.memory = mmap.mmap(fd, nbytes)
+        self.bytes: Bytes = np.frombuffer(self.memory, np.uint8)
+        self.address = self.bytes.ctypes.data
         self.free: list[tuple[int, int]] = [(0, nbytes)]
 
     def take(self, nbytes: int) -> int | None:
@@ -157,6 +159,18 @@ class Arena:
     def segment(self, place: Place) -> Bytes:
         """The whole segment that a place lies in."""
         return self._segments[place.segment].bytes
+
+    def memory(self, place: Place) -> mmap.mmap:
+        """The mapping that a place lies in; its offset counts from there."""
+        return self._segments[place.segment].memory
+
+    def locate(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """(segment, offset in bytes) of a range of this process's memory, if it lies in one."""
+        for id, segment in self._segments.items():
+            offset = address - segment.address
+            if 0 <= offset <= segment.nbytes - nbytes:
+                return id, offset
+        return None
 
     @property
     def nbytes(self) -> int:

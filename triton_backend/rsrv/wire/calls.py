@@ -1,0 +1,166 @@
+"""Frames of meta models: their runs come and go, and call other models with tensors where they already lie.
+
+A plain request's tensors lie in two blocks (`layout`). A sub-call's come from anywhere: earlier results, buffers of
+the meta model's own, or the device. So a CALL says for each tensor where it is.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from rsrv.wire.frames import HEADER, MAX_FRAME, Kind, ProtocolError, Status
+
+
+class Entrance(NamedTuple):
+    """A run wants to call models: DONE with `Status.OK` lets it in, any other status ends it."""
+
+    request: int  # unique on this connection, as that of a submission
+    run: int  # the token: random, so that nobody else can name it; not 0
+    deadline_ns: int  # CLOCK_MONOTONIC, 0: none
+    priority: int  # as a submission's
+
+
+_ENTRANCE = struct.Struct("<QQqH6x")
+
+
+class Where(IntEnum):
+    """What a `Spot` means."""
+
+    #: in shared memory, row-major: `at` bytes into `segment`
+    MEMORY = 0
+    #: on the device, as the tensor number `at` that the run keeps there
+    DEVICE = 1
+    #: an output that nobody wants
+    NOWHERE = 2
+
+
+class Spot(NamedTuple):
+    """Where one tensor of a sub-call is, or is wanted."""
+
+    where: int
+    segment: int = 0
+    at: int = 0
+
+
+_SPOT = struct.Struct("<HxxIQ")
+
+
+class Call(NamedTuple):
+    """A sub-call. Its spots are in the order of the callee's tensors."""
+
+    request: int  # unique on this connection, as that of a submission
+    run: int
+    callee: int  # index in the list of REGISTER
+    variant: int
+    rows: int
+    inputs: Sequence[Spot]
+    outputs: Sequence[Spot]
+
+
+_CALL = struct.Struct("<QQHHIHH4x")
+
+
+class Leaving(NamedTuple):
+    """A run is over: what it keeps on the device goes."""
+
+    run: int
+    status: Status  # how it ended, for the statistics
+
+
+_LEAVING = struct.Struct("<QQ")
+
+
+class Release(NamedTuple):
+    """A run needs one tensor on the device no longer."""
+
+    run: int
+    number: int
+
+
+_RELEASE = struct.Struct("<QQ")
+
+
+def pack_entrances(entrances: Sequence[Entrance]) -> bytes:
+    """One ENTER frame; at most frames.MAX_ENTRIES entries."""
+    return _pack(Kind.ENTER, _ENTRANCE, entrances)
+
+
+def unpack_entrances(frame: bytes | memoryview, count: int) -> list[Entrance]:
+    return [Entrance(*fields) for fields in _unpack(frame, count, _ENTRANCE)]
+
+
+def pack_leavings(leavings: Sequence[Leaving]) -> bytes:
+    """One LEAVE frame; at most frames.MAX_ENTRIES entries."""
+    return _pack(Kind.LEAVE, _LEAVING, leavings)
+
+
+def unpack_leavings(frame: bytes | memoryview, count: int) -> list[Leaving]:
+    try:
+        return [Leaving(run, Status(status)) for run, status in _unpack(frame, count, _LEAVING)]
+    except ValueError as error:
+        raise ProtocolError(f"LEAVE: {error}") from None
+
+
+def pack_releases(releases: Sequence[Release]) -> bytes:
+    """One RELEASE frame; at most frames.MAX_ENTRIES entries."""
+    return _pack(Kind.RELEASE, _RELEASE, releases)
+
+
+def unpack_releases(frame: bytes | memoryview, count: int) -> list[Release]:
+    return [Release(*fields) for fields in _unpack(frame, count, _RELEASE)]
+
+
+def pack_calls(calls: Sequence[Call]) -> list[bytes]:
+    """CALL frames for all of these, as few as fit. Raises ProtocolError for a call that no frame holds."""
+    packed: list[bytes] = []
+    entries: list[bytes] = []
+    size = HEADER.size
+    for call in calls:
+        spots = (*call.inputs, *call.outputs)
+        fixed = _CALL.pack(
+            call.request, call.run, call.callee, call.variant, call.rows, len(call.inputs), len(call.outputs)
+        )
+        entry = b"".join((fixed, *(_SPOT.pack(*spot) for spot in spots)))
+        if HEADER.size + len(entry) > MAX_FRAME:
+            raise ProtocolError(f"a call with {len(spots)} tensors exceeds a frame of {MAX_FRAME} bytes")
+        if size + len(entry) > MAX_FRAME:
+            packed.append(_call_frame(entries))
+            entries, size = [], HEADER.size
+        entries.append(entry)
+        size += len(entry)
+    if entries:
+        packed.append(_call_frame(entries))
+    return packed
+
+
+def _call_frame(entries: list[bytes]) -> bytes:
+    return b"".join((HEADER.pack(Kind.CALL, 0, len(entries)), *entries))
+
+
+def unpack_calls(frame: bytes | memoryview, count: int) -> list[Call]:
+    body = memoryview(frame)[HEADER.size :]
+    at, calls = 0, []
+    try:
+        for _ in range(count):
+            request, run, callee, variant, rows, inputs, outputs = _CALL.unpack_from(body, at)
+            at += _CALL.size
+            spots = [Spot(*_SPOT.unpack_from(body, at + i * _SPOT.size)) for i in range(inputs + outputs)]
+            at += len(spots) * _SPOT.size
+            calls.append(Call(request, run, callee, variant, rows, spots[:inputs], spots[inputs:]))
+    except struct.error:
+        at = -1
+    if at != len(body):
+        raise ProtocolError(f"CALL of {count} calls has {len(body)} bytes")
+    return calls
+
+
+def _pack(kind: Kind, entry: struct.Struct, values: Sequence[tuple[int, ...]]) -> bytes:
+    return b"".join((HEADER.pack(kind, 0, len(values)), *(entry.pack(*value) for value in values)))
+
+
+def _unpack(frame: bytes | memoryview, count: int, entry: struct.Struct) -> Iterator[tuple[int, ...]]:
+    body = memoryview(frame)[HEADER.size :]
+    if len(body) != count * entry.size:
+        raise ProtocolError(f"{count} entries of {entry.size} bytes in {len(body)} bytes")
+    return entry.iter_unpack(body)

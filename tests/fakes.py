@@ -7,10 +7,11 @@ time; a response sender takes one response, and asking it anything afterwards is
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from rsrv.runtime.device import (
     Executable,
     Launched,
     OutOfMemory,
+    Piece,
     never,
 )
 from rsrv_bundle.modules import Signature
@@ -61,7 +63,7 @@ class Gate:
 Operation = Literal["upload", "launch", "read", "page_lock"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FakeBuffer:
     """A tensor on a `FakeDevice`: a copy, as on a real one."""
 
@@ -82,6 +84,20 @@ class _Failures:
         fates = self._next.get(operation)
         if fates and (error := fates.popleft()) is not None:
             raise error
+
+
+@dataclass(slots=True, eq=False)
+class _FakeExecution:
+    """Runs when its outputs are first wanted."""
+
+    run: Callable[[], list[Array]]
+    unread: Collection[int]
+    _outputs: list[Array] | None = None
+
+    def outputs(self) -> list[Array]:
+        if self._outputs is None:
+            self._outputs = self.run()
+        return self._outputs
 
 
 class FakeDevice:
@@ -117,6 +133,10 @@ class FakeDevice:
         self.resident = 0
         self.device_bytes = 0
         self.uploaded = 0
+        #: outputs that somebody keeps here, inputs that were here already, and merged ones
+        self.kept: WeakSet[FakeBuffer] = WeakSet()
+        self.in_place = 0
+        self.merged = 0
         #: {address: bytes} of page-locked host memory
         self.locked: dict[int, int] = {}
 
@@ -183,22 +203,47 @@ class FakeDevice:
         with self._lock:
             del self.locked[address]
 
-    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
-        rows = len(inputs[0]) if inputs and inputs[0].ndim else 0
+    def launch(
+        self,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: Sequence[Array | Buffer],
+        unread: Collection[int] = (),
+    ) -> Launched:
+        arrays = [one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in inputs]
+        self.in_place += sum(isinstance(one, FakeBuffer) for one in inputs)
+        rows = len(arrays[0]) if arrays and arrays[0].ndim else 0
         with self._lock:
             self._failures.meet("launch")
-        execution = partial(self._execute, rows, weights, inputs, self.fail)
+        execution = _FakeExecution(partial(self._execute, rows, weights, arrays, self.fail), unread)
         self.launched.put(rows)
-        if self.asynchronous:
-            return Launched(execution)
-        outputs = execution()
-        return Launched(lambda: outputs)
+        if not self.asynchronous:
+            execution.outputs()
+        return Launched(execution)
+
+    def keep(self, launched: Launched, index: int) -> Buffer:
+        assert isinstance(launched, _FakeExecution)
+        buffer = FakeBuffer(launched.outputs()[index].copy())
+        self.kept.add(buffer)
+        return Buffer(buffer)
+
+    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
+        merged = np.moveaxis(base.copy(), axis, 0)
+        for piece in pieces:
+            assert isinstance(piece.buffer, FakeBuffer)
+            source = np.moveaxis(piece.buffer.array, axis, 0)
+            merged[piece.at : piece.at + piece.rows] = source[piece.first : piece.first + piece.rows]
+        self.merged += 1
+        return Buffer(FakeBuffer(np.moveaxis(merged, 0, axis)))
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
-        assert callable(launched)
+        assert isinstance(launched, _FakeExecution)
         with self._lock:
             self._failures.meet("read")
-        return launched(), self.seconds
+        outputs = launched.outputs()
+        return [
+            np.empty(0) if index in launched.unread else array for index, array in enumerate(outputs)
+        ], self.seconds
 
     def _execute(
         self, rows: int, weights: Sequence[Buffer], inputs: Sequence[Array], fail: str | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rsrv.runtime import device
 from rsrv.runtime.__main__ import main
@@ -21,9 +21,15 @@ SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 class PacedDevice(JaxDevice):
     """jax's device, slowed down to SECONDS an execution."""
 
-    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
+    def launch(
+        self,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: Sequence[Array | Buffer],
+        unread: Collection[int] = (),
+    ) -> Launched:
         started = time.perf_counter()
-        launched = super().launch(executable, weights, inputs)
+        launched = super().launch(executable, weights, inputs, unread)
         time.sleep(max(0.0, started + SECONDS - time.perf_counter()))
         return launched
 

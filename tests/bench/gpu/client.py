@@ -42,7 +42,7 @@ class Client:
         self.busy = threading.Lock()
         self._lane = Lane(greet(connect(socket)))
         document = self._lane.register({"model": model.name, "bundle": str(model.path)})
-        self._variant = Interface.from_json(document["interface"]).variants[0]
+        self._variant = Interface.from_json(document["models"][0]["interface"]).variants[0]
         self._slab = self._lane.take(
             self._variant.inputs.places(1)[1] + self._variant.outputs.places(1)[1], 1
         )
@@ -55,7 +55,7 @@ class Client:
         outputs_at = at + variant.inputs.places(1)[1]
         slab.view(at, variant.inputs.tensors[0], 1)[...] = x
         (id,) = self._lane.next_ids(1)
-        self._lane.submit([Submission(id, 0, 1, 0, 0, 0, slab.place.segment, at, outputs_at)])
+        self._lane.submit([Submission(id, 0, 1, 0, 0, slab.place.segment, at, outputs_at)])
         (done,) = self._lane.receive(_TIMEOUT)
         if done.status is not Status.OK:
             raise Wrong(f"{self.model.name}: {done.status.name}: {done.text}")

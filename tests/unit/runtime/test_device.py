@@ -15,8 +15,18 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.aligned import aligned_copy
-from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, JaxDevice, OutOfMemory, run
-from rsrv.runtime.models import describe, identify
+from rsrv.runtime.device import (
+    Abandoned,
+    Array,
+    DeviceError,
+    Executable,
+    JaxDevice,
+    OutOfMemory,
+    Piece,
+    run,
+)
+from rsrv.runtime.models import describe
+from rsrv_bundle import read_bundle
 from rsrv_bundle.modules import check_signatures
 from tests.unit.runtime.conftest import build_here
 
@@ -75,7 +85,7 @@ def test_a_built_model_computes_at_every_size(doubling: Path) -> None:
 
 def test_the_interface_says_what_the_modules_take(doubling: Path) -> None:
     """Batch axes are open, everything else is as compiled."""
-    bundle = identify(str(doubling))
+    bundle = read_bundle(doubling)
 
     interface = describe(bundle, check_signatures(bundle))
 
@@ -278,3 +288,40 @@ def test_a_tensor_that_takes_anothers_place_takes_its_memory() -> None:
 def _address(buffer: Any) -> int:
     address: int = buffer.unsafe_buffer_pointer()
     return address
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_output_may_stay_on_the_device(asynchronous: bool, doubling: Path) -> None:
+    """It outlives its execution, is an input of the next one, and is not copied to the host."""
+    device = JaxDevice("cpu", asynchronous_cpu=asynchronous)
+    model = build_here(doubling, device)
+    assert model.weights is not None
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    first = device.launch(model.executables[0, 4], model.weights, [x], unread=[0])
+    kept = device.keep(first, 0)
+    (unread,), _ = device.read(first)
+    (again,), _ = run(device, model.executables[0, 4], model.weights, [kept])
+
+    assert unread.size == 0
+    np.testing.assert_array_equal(again, 2 * (2 * x + 1) + 1)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_on_the_device_are_put_together_with_others(axis: int) -> None:
+    """Any rows of several tensors, in any places, beside those that come from the host."""
+    device = JaxDevice("cpu")
+    rng = np.random.default_rng(3)
+    sources = [np.moveaxis(rng.normal(size=(rows, 3)).astype(np.float32), 0, axis) for rows in (4, 2)]
+    base = np.moveaxis(rng.normal(size=(8, 3)).astype(np.float32), 0, axis)
+    large, small = device.upload(sources)
+
+    merged: Any = device.merge(
+        base, axis, [Piece(large, 2, 2, 0), Piece(small, 0, 1, 3), Piece(large, 0, 1, 7)]
+    )
+
+    expected = np.moveaxis(base.copy(), axis, 0)
+    expected[0:2] = np.moveaxis(sources[0], axis, 0)[2:4]
+    expected[3] = np.moveaxis(sources[1], axis, 0)[0]
+    expected[7] = np.moveaxis(sources[0], axis, 0)[0]
+    np.testing.assert_array_equal(np.asarray(merged), np.moveaxis(expected, 0, axis))

@@ -1,5 +1,6 @@
 """Gathering and scattering: every request's rows go where they belong, however the requests lie in memory."""
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -8,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import Job, Part, Staging, find_runs, gather, scatter
+from rsrv.runtime.execution import Job, Part, Staging, find_stretches, gather, scatter
 from rsrv.runtime.models import Model
-from rsrv.wire.layout import Block, Tensor, aligned
+from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
+from tests.fakes import FakeDevice
 
 NOBODY = cast(Connection, None)
 
@@ -21,7 +23,9 @@ BLOCKS = {
 }
 
 
+@dataclass
 class FakeModel:
+    interface: Interface
     key = "model"
 
 
@@ -36,15 +40,15 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[Part]:
     return [Part(NOBODY, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
 
 
-def job(parts: list[Part], size: int) -> Job:
-    model: Any = FakeModel()
+def job(parts: list[Part], size: int, block: Block) -> Job:
+    """As if the model gave its inputs back."""
+    model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
     total = sum(part.rows for part in parts)
     return Job(1, cast(Model, model), 0, size, total, tuple(range(len(parts))), tuple(parts))
 
 
 def tensor_of(part: Part, block: Block, index: int, *, outputs: bool) -> np.ndarray[Any, Any]:
-    offset = block.places(part.rows)[0][index]
-    return part.view(block.tensors[index], offset, outputs=outputs)
+    return part.target(index, block) if outputs else part.source(index, block)
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
@@ -62,12 +66,12 @@ def test_what_is_gathered_and_scattered_is_what_was_sent(block: Block, data: st.
     padding = data.draw(st.integers(0, 3))
     size = max(1, sum(rows) + padding)
 
-    work = job(parts, size)
+    work = job(parts, size, block)
     alone = len(parts) == 1 and not padding and rows != [0]
     # What an earlier batch left must not show.
     staged = None if alone else np.full(block.places(size)[1], 77, np.uint8)
-    gathered = gather(work, block, staged)
-    scatter(work, block, gathered)
+    gathered: Any = gather(work, staged, FakeDevice(lambda inputs, weights: []))
+    scatter(work, gathered)
 
     for index, tensor in enumerate(block.tensors):
         axis = tensor.batch_axis
@@ -87,9 +91,9 @@ def test_requests_of_one_batch_are_one_run() -> None:
     """Equal requests behind each other are copied at once; others split the run."""
     block = BLOCKS["rows first"]
 
-    assert [run.count for run in find_runs(lay_out(block, [1] * 5, [0] * 5))] == [5]
-    assert [run.count for run in find_runs(lay_out(block, [1, 1, 2, 2, 1], [0] * 5))] == [2, 2, 1]
-    assert [run.count for run in find_runs(lay_out(block, [1] * 4, [0, 64, 0, 0]))] == [2, 2]
+    assert [run.count for run in find_stretches(lay_out(block, [1] * 5, [0] * 5))] == [5]
+    assert [run.count for run in find_stretches(lay_out(block, [1, 1, 2, 2, 1], [0] * 5))] == [2, 2, 1]
+    assert [run.count for run in find_stretches(lay_out(block, [1] * 4, [0, 64, 0, 0]))] == [2, 2]
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:

@@ -299,10 +299,11 @@ def right_answers(model: Model, device: Device, product: Array, depth: int) -> i
     return sum(
         all(
             np.array_equal(
-                part.view(variant.outputs.tensors[0], 0, outputs=True),
-                part.view(variant.inputs.tensors[0], 0, outputs=False) @ product,
+                part.target(0, variant.outputs),
+                part.source(0, variant.inputs) @ product,
             )
             for part in job.parts
+            if isinstance(part, Part)
         )
         for job in jobs
     )
@@ -317,7 +318,7 @@ def lay_out(model: Model, dispatch: int, size: int, rng: np.random.Generator) ->
     nobody = cast(Connection, None)
     parts = tuple(Part(nobody, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count))
     for part in parts:
-        view = part.view(variant.inputs.tensors[0], 0, outputs=False)
+        view = part.source(0, variant.inputs)
         view[...] = rng.integers(-4, 5, view.shape)
     return Job(dispatch, model, 0, size, count, tuple(range(count)), parts)
 

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 from rsrv.wire.frames import Completion, Kind, ProtocolError, pack_completions, pack_json
@@ -11,6 +12,30 @@ from rsrv.wire.socket import Closed, Receiver, send
 
 #: frames that wait for a stub that does not read; beyond, the stub is taken for dead
 _MAX_BACKLOG = 4096
+
+
+@dataclass(slots=True, eq=False)
+class MetaCounts:
+    """Runs of a meta model by how they ended, and their sub-calls."""
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+    #: each sub-call's share, by rows, of the executions that it was part of
+    device_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """What a connection is for: one model, or a meta model and all that it calls."""
+
+    key: str
+    name: str
+    #: keys of the model, or of the called ones in the order of REGISTER, which are held for as long as it is there
+    models: tuple[str, ...]
+    #: what clients send and get: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
+    client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
+    #: of a meta model: what its runs came to
+    counts: MetaCounts | None = None
 
 
 class Connection:
@@ -24,7 +49,7 @@ class Connection:
         self.watched_for_write = False
         self.closed = False
         self.registering = False
-        self.model: str | None = None  # key of the model it is registered for
+        self.group: Group | None = None  # once it is registered
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
         self._receiver = Receiver(sock)

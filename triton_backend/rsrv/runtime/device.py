@@ -6,12 +6,12 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NewType, Protocol
+from typing import Any, Literal, NamedTuple, NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ Launched = NewType("Launched", object)
 #: executions. And giving up an upload waits for them: 20 ms at 50 GB/s.
 _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
+#: in the place of an output that stays on the device
+_UNREAD = np.empty(0, np.uint8)
 
 
 class DeviceError(Exception):
@@ -51,6 +53,15 @@ class Abandoned(Exception):
 
 def never() -> bool:
     return False
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor on the device, `first` and following, that become those at `at` and following of another."""
+
+    buffer: Buffer
+    first: int
+    rows: int
+    at: int
 
 
 class Device(Protocol):
@@ -91,14 +102,30 @@ class Device(Protocol):
         The memory must stay mapped until then. Raises DeviceError.
         """
 
-    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
+    def launch(
+        self,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: Sequence[Array | Buffer],
+        unread: Collection[int] = (),
+    ) -> Launched:
         """Start an execution; `weights` in argument order. Nobody may write to its inputs before it is read.
 
+        Outputs whose index is in `unread` are not copied to the host.
         Raises OutOfMemory, as `read` does: where the device finds out is its own affair.
         """
 
+    def keep(self, launched: Launched, index: int) -> Buffer:
+        """An output of an execution that is not read yet: it stays on the device for as long as this is held."""
+
+    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
+        """`base` on the device, with rows (along `axis`) replaced by those of `pieces`. May compile something."""
+
     def read(self, launched: Launched) -> tuple[list[Array], float]:
-        """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device."""
+        """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device.
+
+        Unread outputs are empty arrays.
+        """
 
 
 def run(
@@ -110,10 +137,11 @@ def run(
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """What `Launched` is to an asynchronous `JaxDevice`; to others it is what `read` returns."""
+    """What `Launched` is to a `JaxDevice`."""
 
     started: float
     outputs: Sequence[Any]
+    unread: Collection[int]
     #: the one launched before, until this one is read
     previous: "_Execution | None" = None
     #: when it was done, as far as anyone has noticed
@@ -176,6 +204,8 @@ class JaxDevice:
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
             jax.monitoring.register_event_listener(self._count)
         self._jax = jax
+        # Compiled for each pair of shapes when it first comes up, however many rows are merged.
+        self._merge = jax.jit(_merge, static_argnums=3)
         try:
             self._device = jax.devices()[0]
         except RuntimeError as error:
@@ -327,7 +357,13 @@ class JaxDevice:
         self._cuda = self._cuda or Driver(self._device.local_hardware_id or 0)
         return self._cuda
 
-    def launch(self, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]) -> Launched:
+    def launch(
+        self,
+        executable: Executable,
+        weights: Sequence[Buffer],
+        inputs: Sequence[Array | Buffer],
+        unread: Collection[int] = (),
+    ) -> Launched:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
         # Locked: the order of the launches is that of the executions, and on a CPU one executes at a time.
         with self._lock:
@@ -339,23 +375,38 @@ class JaxDevice:
                     raise self._no_room(error) from None
                 raise
             if not self.asynchronous:
-                outputs = [np.asarray(out) for out in outputs]
-                return Launched((outputs, time.perf_counter() - started))
-            execution = self._latest = _Execution(started, outputs, self._latest)
-            for out in outputs:
-                # So that copying them to the host waits for this execution and not for the next one.
-                out.copy_to_host_async()
+                return Launched(_Execution(started, outputs, unread, ready=time.perf_counter()))
+            execution = self._latest = _Execution(started, outputs, unread, self._latest)
+            for index, out in enumerate(outputs):
+                if index not in unread:
+                    # So that copying them to the host waits for this execution and not for the next one.
+                    out.copy_to_host_async()
             return Launched(execution)
 
+    def keep(self, launched: Launched, index: int) -> Buffer:
+        assert isinstance(launched, _Execution)
+        return Buffer(launched.outputs[index])
+
+    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
+        merged: Any = base
+        for buffer in {id(piece.buffer): piece.buffer for piece in pieces}.values():
+            rows = np.full(base.shape[axis], -1, np.int32)
+            for piece in pieces:
+                if piece.buffer is buffer:
+                    rows[piece.at : piece.at + piece.rows] = np.arange(piece.first, piece.first + piece.rows)
+            merged = self._merge(merged, buffer, rows, axis)
+        return Buffer(merged)
+
     def read(self, launched: Launched) -> tuple[list[Array], float]:
-        if isinstance(launched, tuple):
-            return launched
         execution = launched
         assert isinstance(execution, _Execution)
         previous = execution.previous
         try:
             ready = self._wait(execution)
-            outputs = [np.asarray(out) for out in execution.outputs]
+            outputs = [
+                _UNREAD if index in execution.unread else np.asarray(out)
+                for index, out in enumerate(execution.outputs)
+            ]
         except Exception as error:
             if _exhausted(error):
                 raise self._no_room(error) from None
@@ -382,6 +433,15 @@ class JaxDevice:
             with self._noticing:
                 execution.ready = execution.ready or time.perf_counter()
         return execution.ready
+
+
+def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:
+    """`base` with its row i replaced by row `rows[i]` of `source`, unless that is negative."""
+    import jax.numpy as jnp
+
+    along = [1] * base.ndim
+    along[axis] = -1
+    return jnp.where((rows >= 0).reshape(along), jnp.take(source, rows, axis=axis, mode="clip"), base)
 
 
 def _exhausted(error: BaseException) -> bool:

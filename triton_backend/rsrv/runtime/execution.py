@@ -1,14 +1,15 @@
 """One dispatch: gather the requests' inputs, launch, read, scatter the outputs. Runs on the executor's threads."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rsrv.runtime.aligned import aligned
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import Array, Device, Launched
+from rsrv.runtime.device import Array, Buffer, Device, Launched, Piece
 from rsrv.runtime.models import Model
+from rsrv.runtime.runs import Kept, Run, view
 from rsrv.wire.layout import Block, Tensor
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
@@ -24,14 +25,45 @@ class Part:
     segment: Bytes
     inputs_at: int
     outputs_at: int
+    run: Run | None = None
 
     def start(self, outputs: bool) -> int:
         return self.outputs_at if outputs else self.inputs_at
 
-    def view(self, tensor: Tensor, offset: int, *, outputs: bool) -> Array:
-        """A tensor in shared memory, `offset` bytes into the block of inputs or outputs."""
-        at = self.start(outputs) + offset
-        return np.ndarray(tensor.shape(self.rows), numpy_dtype(tensor.dtype), self.segment, at)
+    def source(self, index: int, block: Block) -> Array:
+        """An input in shared memory."""
+        return self._view(index, block, self.inputs_at)
+
+    def target(self, index: int, block: Block) -> Array:
+        """The place of an output in shared memory."""
+        return self._view(index, block, self.outputs_at)
+
+    def _view(self, index: int, block: Block, start: int) -> Array:
+        return view(block.tensors[index], self.rows, self.segment, start + block.places(self.rows)[0][index])
+
+
+@dataclass(slots=True, eq=False)
+class CallPart:
+    """The share of a meta model's sub-call: each tensor is wherever it is."""
+
+    connection: Connection
+    request: int
+    rows: int
+    run: Run
+    sources: Sequence[Array | Kept]
+    #: None: nobody wants it on the host
+    targets: Sequence[Array | None]
+    #: output -> the number that the run keeps it by, on the device
+    keep: Mapping[int, int]
+
+    def source(self, index: int, block: Block) -> Array | Kept:
+        return self.sources[index]
+
+    def target(self, index: int, block: Block) -> Array | None:
+        return self.targets[index]
+
+
+AnyPart = Part | CallPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +76,52 @@ class Job:
     size: int
     rows: int
     requests: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[AnyPart, ...]
+    #: whether some of it are sub-calls of meta models
+    calls: bool = False
+
+    @property
+    def block(self) -> Block:
+        return self.model.interface.variants[self.variant].inputs
+
+    @property
+    def results(self) -> Block:
+        return self.model.interface.variants[self.variant].outputs
+
+    def kept(self, index: int) -> list[Kept | None] | None:
+        """What of an input is on the device already, by part; None: nothing."""
+        if not self.calls:
+            return None
+        sources = [part.sources[index] if isinstance(part, CallPart) else None for part in self.parts]
+        kept = [source if isinstance(source, Kept) else None for source in sources]
+        return kept if any(kept) else None
+
+    @property
+    def unread(self) -> Collection[int]:
+        """Outputs that nobody wants on the host."""
+        if not self.calls:
+            return ()
+        outputs = range(len(self.results.tensors))
+        return {index for index in outputs if all(p.target(index, self.results) is None for p in self.parts)}
+
+    @property
+    def merges(self) -> bool:
+        """Whether its inputs have to be put together on the device, for which something may have to be compiled."""
+        inputs = range(len(self.block.tensors))
+        return any(kept and not self.covered(index, kept) for index in inputs if (kept := self.kept(index)))
+
+    def covered(self, index: int, kept: Sequence[Kept | None]) -> bool:
+        """Whether one tensor on the device is this input as it is: everybody's rows are where they should be."""
+        first, at = kept[0], 0
+        if first is None or first.size != (
+            self.size if self.block.tensors[index].batch_axis is not None else 1
+        ):
+            return False
+        for part, one in zip(self.parts, kept, strict=True):
+            if one is None or one.buffer is not first.buffer or one.first != at:
+                return False
+            at += part.rows
+        return True
 
 
 @dataclass(slots=True)
@@ -74,21 +151,24 @@ class Staging:
         self._idle.clear()
 
 
-class Run:
+class Stretch:
     """`count` parts of `rows` rows each, `stride` bytes apart."""
 
     __slots__ = ("_inputs_at", "_outputs_at", "count", "first", "rows", "stride")
 
-    def __init__(self, first: Part) -> None:
+    def __init__(self, first: AnyPart) -> None:
         self.first = first
         self.rows = first.rows
         self.count = 1
         self.stride = 0
-        self._inputs_at = first.inputs_at
-        self._outputs_at = first.outputs_at
+        if isinstance(first, Part):
+            self._inputs_at = first.inputs_at
+            self._outputs_at = first.outputs_at
 
-    def take(self, part: Part) -> bool:
-        """Whether the part continues the run; then it belongs to it."""
+    def take(self, part: AnyPart) -> bool:
+        """Whether the part continues the stretch; then it belongs to it."""
+        if not isinstance(part, Part) or not isinstance(self.first, Part):
+            return False
         stride = part.inputs_at - self._inputs_at
         if (
             part.rows != self.rows
@@ -103,18 +183,21 @@ class Run:
         self._inputs_at, self._outputs_at = part.inputs_at, part.outputs_at
         return True
 
-    def copy(self, batch: Array, at: int, tensor: Tensor, offset: int, *, outputs: bool) -> int:
+    def copy(self, batch: Array, at: int, index: int, block: Block, *, outputs: bool) -> int:
         """Between rows `at` and following of `batch` (rows first) and the parts' tensors; returns where it ends."""
-        first = self.first.view(tensor, offset, outputs=outputs)
+        tensor, part = block.tensors[index], self.first
+        first = part.target(index, block) if outputs else part.source(index, block)
         end = at + self.count * self.rows
+        if not isinstance(first, np.ndarray):
+            return end  # on the device, or not wanted
         rows = batch[at:end]
         if self.count == 1:
             parts = _rows_first(first, tensor)
         else:
+            assert isinstance(part, Part)
             shape, strides = (self.count, *first.shape), (self.stride, *first.strides)
-            parts = np.ndarray(
-                shape, first.dtype, self.first.segment, self.first.start(outputs) + offset, strides
-            )
+            start = part.start(outputs) + block.places(self.rows)[0][index]
+            parts = np.ndarray(shape, first.dtype, part.segment, start, strides)
             if tensor.batch_axis:
                 parts = np.moveaxis(parts, tensor.batch_axis + 1, 1)
             rows = rows.reshape(self.count, self.rows, *rows.shape[1:])
@@ -125,18 +208,18 @@ class Run:
         return end
 
 
-def find_runs(parts: Sequence[Part]) -> list[Run]:
+def find_stretches(parts: Sequence[AnyPart]) -> list[Stretch]:
     """Parts that lie in one segment at equal distances with equally many rows, as those of one execute() do.
 
-    A run is copied at once, which for small tensors is what makes a large batch cheap.
+    A stretch is copied at once, which for small tensors is what makes a large batch cheap.
     """
-    runs: list[Run] = []
-    run: Run | None = None
+    stretches: list[Stretch] = []
+    stretch: Stretch | None = None
     for part in parts:
-        if run is None or not run.take(part):
-            run = Run(part)
-            runs.append(run)
-    return runs
+        if stretch is None or not stretch.take(part):
+            stretch = Stretch(part)
+            stretches.append(stretch)
+    return stretches
 
 
 @dataclass(slots=True, eq=False)
@@ -153,67 +236,103 @@ def launch(job: Job, device: Device, staging: Staging) -> Flight:
     """Give the device a job's inputs."""
     weights = job.model.weights
     assert weights is not None, "the scheduler executes on resident weights only"
-    block = job.model.interface.variants[job.variant].inputs
     alone = len(job.parts) == 1 and job.rows == job.size
-    staged = None if alone else staging.take(block.places(job.size)[1])
-    inputs = gather(job, block, staged)
+    staged = None if alone else staging.take(job.block.places(job.size)[1])
+    inputs = gather(job, staged, device)
     executable = job.model.executables[job.variant, job.size]
-    return Flight(job, device.launch(executable, weights, inputs), staged)
+    launched = device.launch(executable, weights, inputs, job.unread)
+    if job.calls:
+        _keep(job, launched, device)
+    return Flight(job, launched, staged)
+
+
+def _keep(job: Job, launched: Launched, device: Device) -> None:
+    """Remember which outputs stay on the device, for the runs that asked for it."""
+    first = 0
+    for part in job.parts:
+        if isinstance(part, CallPart):
+            for index, number in part.keep.items():
+                tensor = job.results.tensors[index]
+                batched = tensor.batch_axis is not None
+                at, size = (first, job.size) if batched else (0, 1)
+                kept = Kept(device.keep(launched, index), tensor, at, part.rows, size)
+                part.run.kept[number] = kept
+        first += part.rows
 
 
 def finish(flight: Flight, device: Device, staging: Staging) -> float:
     """Wait for the outputs; they are in shared memory when this returns. Returns the execution's seconds."""
-    job = flight.job
     outputs, seconds = device.read(flight.launched)
-    scatter(job, job.model.interface.variants[job.variant].outputs, outputs)
+    scatter(flight.job, outputs)
     # Not after a failure: who knows then whether the device is done with them.
     if flight.staged is not None:
         staging.give(flight.staged)
     return seconds
 
 
-def gather(job: Job, block: Block, staged: Array | None) -> list[Array]:
+def gather(job: Job, staged: Array | None, device: Device) -> list[Array | Buffer]:
     """The inputs at the compiled size: read in place if one request fills it, else stacked and padded with zeros."""
-    first = job.parts[0]
-    places, _ = block.places(first.rows)
+    stretches = [] if staged is None else find_stretches(job.parts)
+    return [_input(job, index, staged, stretches, device) for index in range(len(job.block.tensors))]
+
+
+def _input(
+    job: Job, index: int, staged: Array | None, stretches: list[Stretch], device: Device
+) -> Array | Buffer:
+    block = job.block
+    kept = job.kept(index)
+    if kept is not None and job.covered(index, kept):
+        assert kept[0] is not None
+        return kept[0].buffer
+    if staged is None or block.tensors[index].batch_axis is None:
+        # Those of a request that has the execution for itself, here or on the device as a part of something larger.
+        source = job.parts[0].source(index, block)
+        if isinstance(source, np.ndarray):
+            return source
     if staged is None:
-        return [
-            first.view(tensor, at, outputs=False) for tensor, at in zip(block.tensors, places, strict=True)
-        ]
-    runs = find_runs(job.parts)
-    targets, _ = block.places(job.size)
-    return [
-        first.view(tensor, places[index], outputs=False)
-        if tensor.batch_axis is None
-        else _stack(job, index, block, runs, staged, targets[index])
-        for index, tensor in enumerate(block.tensors)
-    ]
+        stacked = np.zeros(block.tensors[index].shape(job.size), numpy_dtype(block.tensors[index].dtype))
+    else:
+        stacked = _stack(job, index, stretches, staged)
+    if kept is None:
+        return stacked
+    pieces, at = [], 0
+    for part, one in zip(job.parts, kept, strict=True):
+        if one is not None:
+            pieces.append(Piece(one.buffer, one.first, part.rows, at))
+        at += part.rows
+    return device.merge(stacked, block.tensors[index].batch_axis or 0, pieces)
 
 
-def _stack(job: Job, index: int, block: Block, runs: list[Run], staged: Array, target: int) -> Array:
-    tensor = block.tensors[index]
+def _stack(job: Job, index: int, stretches: list[Stretch], staged: Array) -> Array:
+    tensor = job.block.tensors[index]
+    target = job.block.places(job.size)[0][index]
     stacked: Array = np.ndarray(tensor.shape(job.size), numpy_dtype(tensor.dtype), staged, target)
     rows_first = _rows_first(stacked, tensor)
     at = 0
-    for run in runs:
-        at = run.copy(rows_first, at, tensor, block.places(run.rows)[0][index], outputs=False)
+    for stretch in stretches:
+        at = stretch.copy(rows_first, at, index, job.block, outputs=False)
     if at < job.size:
         rows_first[at:] = 0
     return stacked
 
 
-def scatter(job: Job, block: Block, outputs: Sequence[Array]) -> None:
+def scatter(job: Job, outputs: Sequence[Array]) -> None:
     """Each request's rows into its place; an output without rows goes to everyone."""
-    runs = find_runs(job.parts)
-    for index, tensor in enumerate(block.tensors):
+    stretches = find_stretches(job.parts)
+    unread = job.unread
+    for index, tensor in enumerate(job.results.tensors):
+        if index in unread:
+            continue
         if tensor.batch_axis is None:
             for part in job.parts:
-                part.view(tensor, block.places(part.rows)[0][index], outputs=True)[...] = outputs[index]
+                target = part.target(index, job.results)
+                if target is not None:
+                    target[...] = outputs[index]
             continue
         result = _rows_first(outputs[index], tensor)
         at = 0
-        for run in runs:
-            at = run.copy(result, at, tensor, block.places(run.rows)[0][index], outputs=True)
+        for stretch in stretches:
+            at = stretch.copy(result, at, index, job.results, outputs=True)
 
 
 def _rows_first(array: Array, tensor: Tensor) -> Array:

@@ -8,26 +8,35 @@ executions that are shorter than handing them over would be (`executor`).
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, assert_never
 
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Device
-from rsrv.runtime.execution import Job, Part
+from rsrv.runtime.execution import AnyPart, CallPart, Job, Part
 from rsrv.runtime.executor import Executor, Failure
 from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.registry import Registry
+from rsrv.runtime.runs import Run, Runs, find_sources, find_targets
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.status import memory_status, model_status
+from rsrv.runtime.status import memory_status, meta_status, model_status
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, SettingsError, change_scheduler
+from rsrv.wire.calls import (
+    Call,
+    Entrance,
+    unpack_calls,
+    unpack_entrances,
+    unpack_leavings,
+    unpack_releases,
+)
 from rsrv.wire.frames import (
-    COMMITTED,
     MAGIC,
     PROTOCOL_VERSION,
     Completion,
@@ -44,6 +53,7 @@ from rsrv.wire.memory import Board
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
+_NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 
 
 class Loop:
@@ -81,8 +91,9 @@ class Loop:
             make_device,
             lambda: self._decide_by(self._settings),
         )
-        #: requests that are not answered yet, by global id
-        self._pending: dict[int, Part] = {}
+        #: requests that are not answered yet, runs of meta models that are not let in yet, by global id
+        self._pending: dict[int, AnyPart | Run] = {}
+        self._runs = Runs(self._feed, lambda request: self._arrived.append(request), self._done)
         self._arrived: list[ev.Request] = []
         self._answering: set[Connection] = set()
 
@@ -157,7 +168,24 @@ class Loop:
             case Kind.CANCEL:
                 ids = tuple(_global_id(connection, id) for id in unpack_ids(frame, count))
                 self._flush_arrivals()
+                self._runs.cancel(ids)
                 self._feed(ev.RequestsCancelled(ids))
+            case Kind.CALL:
+                for call in unpack_calls(frame, count):
+                    self._call(connection, call)
+            case Kind.ENTER:
+                self._enter(connection, unpack_entrances(frame, count))
+            case Kind.LEAVE:
+                self._flush_arrivals()
+                for token, status in unpack_leavings(frame, count):
+                    run = self._runs.of(connection, token)
+                    if run is not None:
+                        self._runs.leave(run, status)
+            case Kind.RELEASE:
+                for token, number in unpack_releases(frame, count):
+                    run = self._runs.of(connection, token)
+                    if run is not None:
+                        run.kept.pop(number, None)
             case Kind.SEGMENT:
                 connection.add_segment(unpack_ids(frame, 1)[0], fds)
             case Kind.DROP_SEGMENT:
@@ -179,6 +207,8 @@ class Loop:
         if gone:
             self._flush_arrivals()
             self._feed(ev.RequestsCancelled(gone))
+        if self._runs:
+            self._runs.closed(connection)
         self._registry.leave(connection)
         if all(other.peer != connection.peer for other in self._transport.connections):
             stub = self.stubs.pop(connection.peer, None)
@@ -186,12 +216,12 @@ class Loop:
                 os.close(stub)
 
     def _submit(self, connection: Connection, submissions: Iterable[tuple[int, ...]]) -> None:
-        model = self._registry.find(connection.model)
+        model = self._registry.find(connection)
         if model is None:
             raise ProtocolError("SUBMIT before REGISTERED")
         key, variants = model.key, model.interface.variants
         for submission in submissions:
-            request, deadline_ns, rows, index, priority, flags, segment_id, inputs_at, outputs_at = submission
+            request, deadline_ns, rows, index, priority, segment_id, inputs_at, outputs_at, token = submission
             if index >= len(variants):
                 raise ProtocolError(f"SUBMIT for variant {index} of {len(variants)}")
             segment = connection.segments.get(segment_id)
@@ -204,17 +234,85 @@ class Loop:
                 or outputs_at + variant.outputs.places(rows)[1] > size
             ):
                 raise ProtocolError("SUBMIT outside its segment, or not aligned")
-            id = _global_id(connection, request)
-            if id in self._pending:
-                raise ProtocolError(f"SUBMIT of request {request}, which is not answered yet")
-            self._pending[id] = Part(connection, request, rows, segment, inputs_at, outputs_at)
+            id = self._new_id(connection, request)
             deadline = deadline_ns / 1e9 if deadline_ns else None
-            committed = bool(flags & COMMITTED)
-            self._arrived.append(ev.Request(id, key, index, rows, deadline, priority, committed))
+            run = None
+            self._pending[id] = part = Part(connection, request, rows, segment, inputs_at, outputs_at)
+            if token:
+                run = part.run = self._runs.find(token, key)
+                if run is None:
+                    self._done(id, Status.NOT_FOUND, _NO_RUN)
+                    continue
+                deadline = run.deadline if deadline is None else min(deadline, run.deadline or inf)
+            self._arrived.append(
+                ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id)
+            )
+
+    # --- meta models --------------------------------------------------------------------------------------
+
+    def _enter(self, connection: Connection, entrances: Sequence[Entrance]) -> None:
+        numbered = [(self._new_id(connection, entrance.request), entrance) for entrance in entrances]
+        group = connection.group
+        if group is None or not self._registry.ready(group):
+            raise ProtocolError("ENTER before REGISTERED")
+        of_model = self._settings.for_model(group.name)
+        limit = of_model.max_queue_depth or self._settings.scheduler.max_queue_depth
+        runs = self._runs.enter(connection, group, numbered)
+        self._pending |= {run.id: run for run in runs}
+        self._flush_arrivals()
+        asked = tuple(ev.Run(run.id, run.group.key, run.deadline, run.priority, limit) for run in runs)
+        self._feed(ev.RunsAsked(asked))
+
+    def _call(self, connection: Connection, call: Call) -> None:
+        run = self._runs.of(connection, call.run)
+        if run is None:
+            # It was not let in, which its stub has been told by now.
+            self._answer_with(connection, Completion(call.request, Status.NOT_FOUND, text=_NO_RUN))
+            return
+        if call.callee >= len(run.group.models):
+            raise ProtocolError(f"CALL of model {call.callee} of {len(run.group.models)}")
+        model = self._registry.get(run.group.models[call.callee])
+        if call.variant >= len(model.interface.variants):
+            raise ProtocolError(f"CALL for variant {call.variant} of {len(model.interface.variants)}")
+        variant = model.interface.variants[call.variant]
+        sources = find_sources(run, connection, call, variant.inputs)
+        targets, keep = find_targets(run, connection, call, variant.outputs)
+        id = self._new_id(connection, call.request)
+        self._pending[id] = CallPart(connection, call.request, call.rows, run, sources, targets, keep)
+        limit = self._registry.kept_limit
+        if keep and limit is not None:
+            more = sum(variant.outputs.tensors[index].nbytes(call.rows) for index in keep)
+            held = self._runs.kept_bytes
+            if held + more > limit:
+                text = (
+                    f"running meta models keep {held} bytes on the device, {limit} may be, and {more} more are "
+                    "wanted; try again later, or keep less at a time"
+                )
+                self._done(id, Status.QUEUE_FULL, text)
+                return
+        request = ev.Request(id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id)
+        self._runs.call(run, request)
+
+    def _done(self, id: int, status: Status, text: str) -> None:
+        """Answer a request that was not executed, or tell a run how its asking ended."""
+        part = self._pending.pop(id)
+        self._answer_with(part.connection, Completion(part.request, status, text=text))
+
+    def _answer_with(self, connection: Connection, done: Completion) -> None:
+        if not connection.closed:
+            connection.completions.append(done)
+            self._answering.add(connection)
+
+    def _new_id(self, connection: Connection, request: int) -> int:
+        id = _global_id(connection, request)
+        if id in self._pending:
+            raise ProtocolError(f"request {request} is there already, and not answered yet")
+        return id
 
     def status(self) -> dict[str, Any]:
         counts = self._registry.cache_counts
         snapshot = self._scheduler.snapshot()
+        names = {model.key: model.name for model in self._registry.models()}
         return {
             "pid": os.getpid(),
             "uptime_s": self._clock() - self._started,
@@ -227,6 +325,7 @@ class Loop:
                 for model in self._registry.models()
                 if model.key in snapshot.models
             },
+            "metas": {group.name: meta_status(group, self._runs, names) for group in self._registry.metas()},
         }
 
     # --- how to decide ------------------------------------------------------------------------------------
@@ -295,26 +394,32 @@ class Loop:
                     self._when_moved(partial(self._registry.warm_up, key, again=again), again)
                 case ev.GiveUp(key, error):
                     self._registry.give_up(key, error)
+                case ev.Admit(run):
+                    self._runs.admit(run)
                 case _:
                     assert_never(instruction)
+        # What runs that were let in have waited to call.
+        self._flush_arrivals()
 
     def _finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
-        part = self._pending.pop(finish.request)
-        connection = part.connection
-        if connection.closed:
-            return
+        part = self._pending[finish.request]
         if finish.outcome is ev.Outcome.ANSWERED:
             assert job is not None
-            done = Completion(part.request, Status.OK, job.size, job.rows, int(seconds * 1e9))
+            del self._pending[finish.request]
+            self._answer_with(
+                part.connection, Completion(part.request, Status.OK, job.size, job.rows, int(seconds * 1e9))
+            )
+            return
+        status, text = _failure(finish)
+        if isinstance(part, Run):
+            self._runs.refuse(finish.request, status, text)
         else:
-            status, text = _failure(finish)
-            done = Completion(part.request, status, text=text)
-        connection.completions.append(done)
-        self._answering.add(connection)
+            self._done(finish.request, status, text)
 
     def _execute(self, instruction: ev.Execute) -> None:
         device = self._registry.device
         assert device is not None
+        parts: Any = tuple([self._pending[id] for id in instruction.requests])
         job = Job(
             instruction.dispatch,
             self._registry.get(instruction.model),
@@ -322,7 +427,8 @@ class Loop:
             instruction.size,
             instruction.rows,
             instruction.requests,
-            tuple([self._pending[id] for id in instruction.requests]),
+            parts,
+            calls=bool(self._runs) and any(isinstance(part, CallPart) for part in parts),
         )
         start = partial(
             self._executor.start,
@@ -331,7 +437,7 @@ class Loop:
             seconds=instruction.seconds,
             depth=self._scheduler.settings.depth,
             # While a model is built, its warm-up may hold the device for long.
-            contended=self._registry.builds > 0,
+            contended=self._registry.builds > 0 or job.merges,
         )
         self._when_moved(start, instruction.again)
 
@@ -346,6 +452,9 @@ class Loop:
         # Arrivals of this same moment first: the next execution should take them along.
         self._flush_arrivals()
         error, out_of_memory = failure or (None, False)
+        for part in job.parts if self._runs else ():
+            if part.run is not None:
+                part.run.account(seconds * part.rows / max(1, job.rows))
         self._feed(ev.ExecutionFinished(job.dispatch, seconds, error, out_of_memory), job, seconds)
         self._registry.let_go(job.model.key)
 

@@ -1,5 +1,6 @@
 """From a bundle on disk to a model that can execute: read, check, compile, know its weights, warm up."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,14 +54,44 @@ def model_key(name: str, bundle: Bundle) -> str:
     return f"{name}@{bundle.digest[:12]}"
 
 
-def identify(path: str) -> Bundle:
-    """Read and check a bundle, without compiling anything. Raises BundleError."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a stub asks for: one model, or those that a meta model calls."""
+
+    key: str
+    name: str
+    bundle: Bundle
+    #: key -> name and bundle
+    models: Mapping[str, tuple[str, Bundle]]
+
+
+def identify(name: str, path: str, calls: Mapping[str, str]) -> Wanted:
+    """Read and check a model's bundle, and those that a meta model calls, without compiling anything.
+
+    `calls` maps their names to their paths, in any order; the result has them in that of `calls`.
+    Raises BundleError.
+    """
     bundle = read_bundle(Path(path))
-    if bundle.manifest.kind != "model":
+    key = model_key(name, bundle)
+    if bundle.manifest.kind != "meta":
+        return Wanted(key, name, bundle, {key: (name, bundle)})
+    declared = bundle.manifest.meta_calls
+    if set(declared) != set(calls):
         raise BundleError(
-            [f"manifest.yaml: kind: {bundle.manifest.kind!r} cannot be served yet, only 'model'"]
+            f"manifest.yaml: meta.calls: lists {', '.join(declared) or 'none'}, and the model repository has "
+            f"{', '.join(calls) or 'none'}; run rsrv-gen again"
         )
-    return bundle
+    models = {}
+    for callee, place in calls.items():
+        called = read_bundle(Path(place))
+        if called.manifest.kind == "meta":
+            raise BundleError(
+                f"manifest.yaml: meta.calls: '{callee}' is a meta model, too, and cannot be called"
+            )
+        models[model_key(callee, called)] = callee, called
+    # What a meta model does is decided by those that it calls, too.
+    version = hashlib.sha256("".join(sorted((key, *models))).encode()).hexdigest()[:12]
+    return Wanted(f"{name}@{version}", name, bundle, models)
 
 
 def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, name: str) -> Model:
@@ -194,8 +225,16 @@ def zeros(block: Block, rows: int) -> list[Array]:
     return [np.zeros(t.shape(rows), numpy_dtype(t.dtype)) for t in block.tensors]
 
 
-def wire_ranks(bundle: Bundle) -> dict[str, int]:
-    """{name: number of axes} of the client-facing tensors. Triton gives those without any of their own one more."""
+def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
+    """What clients send and get: (name, dtype, row-major dims with -1 on axes that vary, the batch among them)."""
+    sides = {"inputs": bundle.manifest.wire_inputs, "outputs": bundle.manifest.wire_outputs}
     return {
-        spec.name: len(spec.dims) for spec in (*bundle.manifest.wire_inputs, *bundle.manifest.wire_outputs)
+        side: [(spec.name, spec.dtype, _open(spec.dims, spec.batch_axis)) for spec in specs]
+        for side, specs in sides.items()
     }
+
+
+def rows_first(bundle: Bundle) -> bool:
+    """Whether every tensor of clients has its batch axis first."""
+    manifest = bundle.manifest
+    return all(spec.batch_axis == 0 for spec in (*manifest.wire_inputs, *manifest.wire_outputs))

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from rsrv.runtime.budget import Budget, solve_budget
-from rsrv.runtime.connection import Connection
+from rsrv.runtime.connection import Connection, Group, MetaCounts
 from rsrv.runtime.device import CacheCounts, Device, DeviceError, OutOfMemory
 from rsrv.runtime.equipment import Equipment
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
-from rsrv.runtime.models import Model, build, identify, model_key, warm_up, wire_ranks
+from rsrv.runtime.models import Model, Wanted, build, identify, rows_first, warm_up, wire_tensors
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.tiers import Tiers
@@ -83,10 +83,13 @@ class Registry:
         self.device, self.tiers = device, tiers
         self._rebudget()
 
-    def find(self, key: str | None) -> Model | None:
-        """The model, if it is ready."""
-        entry = self._entries.get(key or "")
-        return None if entry is None or not entry.ready else entry.model
+    def find(self, connection: Connection) -> Model | None:
+        """The model that a connection is for, if it is ready."""
+        group = connection.group
+        if group is None or group.counts is not None:
+            return None
+        entry = self._entries[group.key]
+        return entry.model if entry.ready else None
 
     def get(self, key: str) -> Model:
         """The model that the scheduler speaks of: it knows built ones only."""
@@ -98,6 +101,17 @@ class Registry:
         """All that are built."""
         return [entry.model for entry in self._entries.values() if entry.model is not None]
 
+    def metas(self) -> list[Group]:
+        """All meta models that somebody serves."""
+        groups = (connection.group for connection in self._transport.connections)
+        return list({group: None for group in groups if group is not None and group.counts is not None})
+
+    @property
+    def kept_limit(self) -> int | None:
+        """Bytes that runs of meta models may keep on the device: half of what is neither weights nor scratch."""
+        arena = None if self.device is None else self.device.memory_limit
+        return None if arena is None else int(arena * self._settings.runtime.weight_slack_fraction / 2)
+
     @property
     def cache_counts(self) -> CacheCounts:
         return getattr(self.device, "cache_counts", CacheCounts(0, 0))
@@ -105,44 +119,48 @@ class Registry:
     # --- connections come and go --------------------------------------------------------------------------
 
     def register(self, connection: Connection, wanted: dict[str, Any]) -> None:
-        """A stub wants a model: by its bundle's path, or, for a further connection, by its key."""
+        """A stub wants a model: by its bundle's path, or, for a further connection, by its key.
+
+        A meta model comes with the paths of those that it calls.
+        """
         if connection.registering:
             raise ProtocolError("REGISTER twice on one connection")
         connection.registering = True
         if "key" in wanted:
-            entry = self._entries.get(str(wanted["key"]))
-            if entry is None or not entry.ready or entry.leaving:
-                connection.send(_rejected(f"{wanted['key']} is not loaded"))
+            key = str(wanted["key"])
+            groups = (other.group for other in self._transport.connections)
+            group = next((group for group in groups if group is not None and group.key == key), None)
+            if group is None or not self.ready(group):
+                connection.send(_rejected(f"{key} is not loaded"))
             else:
-                self._join(connection, str(wanted["key"]), entry)
+                self._join(connection, group)
             return
-        name, path = wanted.get("model"), wanted.get("bundle")
-        if not isinstance(name, str) or not isinstance(path, str):
+        name, path, calls = wanted.get("model"), wanted.get("bundle"), wanted.get("calls", {})
+        if not isinstance(name, str) or not isinstance(path, str) or not isinstance(calls, dict):
             raise ProtocolError("REGISTER without a model's name and its bundle's path")
 
         def read() -> None:
-            result: Bundle | str
+            result: Wanted | str
             try:
-                result = identify(path)
+                result = identify(name, path, calls)
             except BundleError as error:
                 result = str(error)
             except Exception as error:
                 log.exception("%s: cannot read the bundle", name)
                 result = f"{type(error).__name__}: {error}"
-            self._inbox.post(lambda: self._identified(connection, name, result))
+            self._inbox.post(lambda: self._identified(connection, result))
 
         self._builder.put(read)
 
     def leave(self, connection: Connection) -> None:
         """A connection ended; a model that nobody wants any more is unloaded."""
-        key = connection.model
-        if key is None:
-            return
-        entry = self._entries[key]
-        del entry.connections[connection.id]
-        if not entry.connections and entry.model is not None:
-            log.info("%s: unloaded", entry.name)
-            self._remove(key, entry)
+        group, connection.group = connection.group, None
+        for key in () if group is None else group.models:
+            entry = self._entries[key]
+            del entry.connections[connection.id]
+            if not entry.connections and entry.model is not None and not entry.leaving:
+                log.info("%s: unloaded", entry.name)
+                self._remove(key, entry)
 
     def _remove(self, key: str, entry: _Entry) -> None:
         if not entry.ready:
@@ -174,28 +192,45 @@ class Registry:
 
         self._tiers.when_moved(close)
 
-    def _identified(self, connection: Connection, name: str, result: Bundle | str) -> None:
+    def _identified(self, connection: Connection, result: Wanted | str) -> None:
         if connection.closed:
             return
         if isinstance(result, str):
             self._transport.guard(connection, connection.send, _rejected(result))
             return
-        bundle, key = result, model_key(name, result)
-        entry = self._entries.get(key)
-        if entry is not None and entry.leaving:
-            entry.afterwards.append(lambda: self._identified(connection, name, bundle))
-            return
-        if entry is None:
-            entry = self._entries[key] = _Entry(name)
-            self.builds += 1
-            self._builder.put(lambda: self._build(key, name, bundle))
-        self._transport.guard(connection, self._join, connection, key, entry)
+        wanted = result
+        for key in wanted.models:
+            entry = self._entries.get(key)
+            if entry is not None and entry.leaving:
+                entry.afterwards.append(lambda: self._identified(connection, wanted))
+                return
+        for key, (name, bundle) in wanted.models.items():
+            if key not in self._entries:
+                self._entries[key] = _Entry(name)
+                self.builds += 1
+                self._builder.put(partial(self._build, key, name, bundle))
+        groups = (other.group for other in self._transport.connections)
+        known = next((group for group in groups if group is not None and group.key == wanted.key), None)
+        group = known or Group(
+            wanted.key,
+            wanted.name,
+            tuple(wanted.models),
+            wire_tensors(wanted.bundle),
+            MetaCounts() if wanted.bundle.manifest.kind == "meta" else None,
+        )
+        self._transport.guard(connection, self._join, connection, group)
 
-    def _join(self, connection: Connection, key: str, entry: _Entry) -> None:
-        entry.connections[connection.id] = connection
-        connection.model = key
-        if entry.ready:
-            self._welcome(connection, self.get(key))
+    def _join(self, connection: Connection, group: Group) -> None:
+        connection.group = group
+        for key in group.models:
+            self._entries[key].connections[connection.id] = connection
+        if self.ready(group):
+            self._welcome(connection, group)
+
+    def ready(self, group: Group) -> bool:
+        """Whether all its models are."""
+        entries = [self._entries.get(key) for key in group.models]
+        return all(entry is not None and entry.ready and not entry.leaving for entry in entries)
 
     # --- building -----------------------------------------------------------------------------------------
 
@@ -269,7 +304,8 @@ class Registry:
             entry.ready = True
             self._one_build_less()
             for connection in list(entry.connections.values()):
-                self._transport.guard(connection, self._welcome, connection, model)
+                if connection.group is not None and self.ready(connection.group):
+                    self._transport.guard(connection, self._welcome, connection, connection.group)
 
     def _one_build_less(self) -> None:
         """A model is ready, or will never be."""
@@ -296,27 +332,45 @@ class Registry:
     def _fail(self, key: str, entry: _Entry, reason: str) -> None:
         """A model does not get ready: say why to all that want it, and forget it."""
         log.error("%s: not loaded: %s", entry.name, reason)
-        waiting, entry.connections = list(entry.connections.values()), {}
-        for connection in waiting:
-            connection.model = None
+        waiting = [(connection, connection.group) for connection in entry.connections.values()]
+        entry.connections = {}
         if entry.model is None:
             self._one_build_less()
             del self._entries[key]
         else:
             self._remove(key, entry)
-        for connection in waiting:
-            self._transport.guard(connection, connection.send, _rejected(reason))
+        for connection, group in waiting:
+            assert group is not None
+            # A meta model's other models may stay, for others, or leave with it.
+            others = tuple(other for other in group.models if other != key)
+            connection.group = replace(group, models=others)
+            self.leave(connection)
+            text = reason if group.counts is None else f"model '{entry.name}', which it calls: {reason}"
+            self._transport.guard(connection, connection.send, _rejected(text))
 
-    def _welcome(self, connection: Connection, model: Model) -> None:
+    def _welcome(self, connection: Connection, group: Group) -> None:
+        """Tell a stub that what it wants is ready."""
+        models = [self.get(key) for key in group.models]
+        described = [
+            {
+                "name": model.name,
+                "interface": model.interface.to_json(),
+                "client": wire_tensors(model.bundle),
+                "batched": rows_first(model.bundle),
+                "cost_ns": int(min(model.program.costs.values()) * 1e9),
+            }
+            for model in models
+        ]
+        settings = {
+            "stub": self._settings.stub.model_dump(mode="json"),
+            "meta": {
+                **self._settings.meta.model_dump(mode="json"),
+                "concurrency": self._scheduler.settings.meta_concurrency,
+            },
+        }
         connection.send_document(
             Kind.REGISTERED,
-            {
-                "key": model.key,
-                "interface": model.interface.to_json(),
-                "ranks": wire_ranks(model.bundle),
-                "stub": self._settings.stub.model_dump(mode="json"),
-                "cost_ns": int(min(model.program.costs.values()) * 1e9),
-            },
+            {"key": group.key, "client": group.client, "models": described, "settings": settings},
         )
 
     # --- weights ------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
 """What the runtime says of itself, as the JSON of STATUS_REPLY. Keys as in docs/protocol.md."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rsrv.runtime.connection import Group, MetaCounts
 from rsrv.runtime.device import Device
+from rsrv.runtime.runs import Run
 from rsrv.runtime.scheduler.snapshot import ModelSnapshot, Snapshot
 from rsrv.runtime.tiers import Tiers
 
@@ -27,6 +30,22 @@ def model_status(model: ModelSnapshot, residency: str) -> dict[str, Any]:
         "load_seconds": model.load_seconds,
         "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
+    }
+
+
+def meta_status(group: Group, runs: Iterable[Run], names: Mapping[str, str]) -> dict[str, Any]:
+    """`names`: those of models by key. `device_seconds` is time of the device only: waiting and Python are not in it."""
+    mine = [run for run in runs if run.group is group]
+    counts = group.counts or MetaCounts()
+    running = sum(run.admitted for run in mine)
+    return {
+        "models": [names[key] for key in group.models],
+        "waiting": len(mine) - running,
+        "running": running,
+        "outcomes": counts.outcomes,
+        "calls": counts.calls,
+        "device_seconds": counts.device_seconds,
+        "kept_bytes": sum(kept.nbytes for run in mine for kept in run.kept.values()),
     }
 
 

@@ -1,0 +1,246 @@
+"""Runs of meta models: they ask to be let in, call models, keep tensors on the device, and leave.
+
+Belongs to the loop. The scheduler says who is let in, and treats the sub-calls of those as committed; here is what
+it need not know: which frames belong to which run, and what waits until a run is let in.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rsrv.runtime.connection import Connection, Group
+from rsrv.runtime.device import Array, Buffer
+from rsrv.runtime.scheduler import events as ev
+from rsrv.wire.calls import Call, Entrance, Spot, Where
+from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.layout import ITEMSIZE, Block, Tensor
+from rsrv.wire.memory import Bytes
+from rsrv_bundle.dtypes import numpy_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that a run keeps on the device: rows `first` and following of an output of `size` rows."""
+
+    buffer: Buffer
+    tensor: Tensor
+    first: int
+    rows: int
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the whole output, of which others may keep parts, too."""
+        return self.tensor.nbytes(self.size)
+
+    def fits(self, tensor: Tensor, rows: int) -> bool:
+        """Whether it can be that input of a call with so many rows."""
+        mine = self.tensor
+        return (
+            self.rows == rows
+            and mine.dtype == tensor.dtype
+            and mine.batch_axis == tensor.batch_axis
+            and mine.dims == tensor.dims
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One request of a meta model."""
+
+    #: the scheduler's number for it
+    id: int
+    token: int
+    group: Group
+    #: of its ENTER
+    connection: Connection
+    request: int
+    #: seconds on the loop's clock
+    deadline: float | None
+    priority: int
+    admitted: bool = False
+    #: sub-calls that wait until it is let in
+    held: list[ev.Request] = field(default_factory=list)
+    #: by the numbers that its stub chose
+    kept: dict[int, Kept] = field(default_factory=dict)
+
+    def account(self, seconds: float) -> None:
+        """One of its sub-calls had the device for so long."""
+        counts = self.group.counts
+        assert counts is not None
+        counts.calls += 1
+        counts.device_seconds += seconds
+
+
+class Runs:
+    """All that wait or run. `feed` takes the scheduler's events, `arrive` a sub-call of a run that is let in.
+
+    `done` answers one of a connection's requests, by the scheduler's number for it.
+    """
+
+    def __init__(
+        self,
+        feed: Callable[[ev.Event], None],
+        arrive: Callable[[ev.Request], None],
+        done: Callable[[int, Status, str], None],
+    ) -> None:
+        self._feed = feed
+        self._arrive = arrive
+        self._done = done
+        self._by_token: dict[int, Run] = {}
+        self._by_id: dict[int, Run] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_token)
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(list(self._by_token.values()))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of the outputs that runs keep; one that several keep counts for each."""
+        return sum(kept.nbytes for run in self for kept in run.kept.values())
+
+    def find(self, token: int, model: str) -> Run | None:
+        """The run that may call a model, by its token."""
+        run = self._by_token.get(token)
+        return run if run is not None and run.admitted and model in run.group.models else None
+
+    def of(self, connection: Connection, token: int) -> Run | None:
+        """A run of the connection's model; None: it is over. Raises ProtocolError if it is another's."""
+        run = self._by_token.get(token)
+        if run is not None and run.group is not connection.group:
+            raise ProtocolError("a frame for a run of another model")
+        return run
+
+    # --- what stubs want ----------------------------------------------------------------------------------
+
+    def enter(
+        self, connection: Connection, group: Group, entrances: Iterable[tuple[int, Entrance]]
+    ) -> list[Run]:
+        """Runs ask to be let in, each with the scheduler's number for it, whom to ask is the caller's affair.
+
+        Raises ProtocolError.
+        """
+        if group.counts is None:
+            raise ProtocolError("ENTER on a connection that is not a meta model's")
+        runs = []
+        for id, (request, token, deadline_ns, priority) in entrances:
+            if not token or token in self._by_token:
+                raise ProtocolError("ENTER of a run that is there already, or without a token")
+            deadline = deadline_ns / 1e9 if deadline_ns else None
+            run = Run(id, token, group, connection, request, deadline, priority)
+            self._by_token[token] = self._by_id[id] = run
+            runs.append(run)
+        return runs
+
+    def call(self, run: Run, request: ev.Request) -> None:
+        """A run calls a model: now, or when it is let in."""
+        if run.admitted:
+            self._arrive(request)
+        else:
+            run.held.append(request)
+
+    def leave(self, run: Run, status: Status) -> None:
+        """A run is over."""
+        self._forget(run, status)
+        if not run.admitted:
+            self._turn_away(run, Status.CANCELLED, "the request was cancelled")
+        run.kept.clear()
+        self._feed(ev.RunEnded(run.id))
+
+    def cancel(self, ids: Iterable[int]) -> None:
+        """The clients of some are gone: those that are not let in yet end."""
+        for id in ids:
+            run = self._by_id.get(id)
+            if run is not None and not run.admitted:
+                self.leave(run, Status.CANCELLED)
+
+    def closed(self, connection: Connection) -> None:
+        """A connection ended, and with it the runs that entered on it."""
+        for run in self:
+            if run.connection is connection:
+                self.leave(run, Status.CANCELLED)
+
+    # --- what the scheduler says --------------------------------------------------------------------------
+
+    def admit(self, id: int) -> None:
+        """A run is let in."""
+        run = self._by_id[id]
+        run.admitted = True
+        self._done(id, Status.OK, "")
+        held, run.held = run.held, []
+        for request in held:
+            self._arrive(request)
+
+    def refuse(self, id: int, status: Status, text: str) -> None:
+        """A run is not let in."""
+        run = self._by_id[id]
+        self._forget(run, status)
+        self._turn_away(run, status, text)
+
+    def _turn_away(self, run: Run, status: Status, text: str) -> None:
+        """Answer the ENTER of a run that is not let in, and all calls that waited for that."""
+        for id in (run.id, *(request.id for request in run.held)):
+            self._done(id, status, text)
+
+    def _forget(self, run: Run, status: Status) -> None:
+        del self._by_token[run.token], self._by_id[run.id]
+        counts = run.group.counts
+        assert counts is not None
+        name = status.name.lower()
+        counts.outcomes[name] = counts.outcomes.get(name, 0) + 1
+
+
+# --- the tensors of a call --------------------------------------------------------------------------------
+
+
+def find_sources(run: Run, connection: Connection, call: Call, block: Block) -> list[Array | Kept]:
+    """A call's inputs, wherever they are. Raises ProtocolError."""
+    if len(call.inputs) != len(block.tensors):
+        raise ProtocolError(f"CALL with {len(call.inputs)} inputs for a model of {len(block.tensors)}")
+    sources: list[Array | Kept] = []
+    for spot, tensor in zip(call.inputs, block.tensors, strict=True):
+        if spot.where == Where.MEMORY:
+            sources.append(_in_memory(connection, spot, tensor, call.rows))
+            continue
+        kept = run.kept.get(spot.at)
+        if spot.where != Where.DEVICE or kept is None or not kept.fits(tensor, call.rows):
+            raise ProtocolError(f"CALL with input {tensor.name!r} from nowhere, or of another kind")
+        sources.append(kept)
+    return sources
+
+
+def find_targets(
+    run: Run, connection: Connection, call: Call, block: Block
+) -> tuple[list[Array | None], dict[int, int]]:
+    """Where a call's outputs go on the host, and by which number others stay on the device. Raises ProtocolError."""
+    if len(call.outputs) != len(block.tensors):
+        raise ProtocolError(f"CALL with {len(call.outputs)} outputs for a model of {len(block.tensors)}")
+    targets: list[Array | None] = []
+    keep: dict[int, int] = {}
+    for index, (spot, tensor) in enumerate(zip(call.outputs, block.tensors, strict=True)):
+        if spot.where == Where.MEMORY:
+            targets.append(_in_memory(connection, spot, tensor, call.rows))
+            continue
+        targets.append(None)
+        if spot.where == Where.DEVICE:
+            if spot.at in run.kept:
+                raise ProtocolError(f"CALL that keeps number {spot.at}, which is there already")
+            keep[index] = spot.at
+    return targets, keep
+
+
+def _in_memory(connection: Connection, spot: Spot, tensor: Tensor, rows: int) -> Array:
+    segment: Bytes | None = connection.segments.get(spot.segment)
+    if segment is None:
+        raise ProtocolError(f"CALL in unknown segment {spot.segment}")
+    if spot.at % ITEMSIZE[tensor.dtype] or spot.at + tensor.nbytes(rows) > len(segment):
+        raise ProtocolError("CALL outside its segment, or not aligned")
+    return view(tensor, rows, segment, spot.at)
+
+
+def view(tensor: Tensor, rows: int, segment: Bytes, at: int) -> Array:
+    """A tensor in shared memory, `at` bytes into the segment."""
+    return np.ndarray(tensor.shape(rows), numpy_dtype(tensor.dtype), segment, at)

@@ -14,12 +14,13 @@ from rsrv.runtime.device import Device
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop
-from rsrv.runtime.models import Model, build, identify, warm_up
+from rsrv.runtime.models import Model, build, warm_up
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.working_set import WorkingSet
 from rsrv.settings import Settings, load_settings
-from rsrv.stub.engine import Engine, WireTensor
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.launch import Greeted, greet
 from rsrv.stub.replies import Responses
@@ -27,6 +28,7 @@ from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, listen
+from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice, FakePbUtils
 
@@ -121,7 +123,7 @@ def runtime(start_runtime: StartRuntime) -> Runtime:
 
 def build_here(path: Path | str, device: Device, settings: Settings | None = None) -> Model:
     """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
-    bundle = identify(str(path))
+    bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
     model.weights = WorkingSet(device).load(model.host, lambda: False)
     model.program = replace(model.program, costs=warm_up(model, device))
@@ -143,7 +145,6 @@ def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
             Tensors(FakePbUtils),
             Responses(FakePbUtils),
             hooks or Hooks(),
-            [WireTensor("x", "f32", (-1, 3))],
             outputs,
             True,
             Session(runtime.open, "doubling", str(doubling)),

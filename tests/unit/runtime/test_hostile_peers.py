@@ -22,13 +22,13 @@ class Client:
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
         self.lane = Lane(runtime.open())
         body = self.lane.register({"model": "doubling", "bundle": str(bundle)})
-        variant = Interface.from_json(body["interface"]).variants[0]
+        variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
         self.inputs = variant.inputs.places(1)[1]
         self.place = self.lane.take(self.inputs + variant.outputs.places(1)[1], users=1).place
 
     def submission(self, id: int = 0, **changes: int) -> Submission:
         at = self.place.offset
-        good = Submission(id, 0, 1, 0, 0, 0, self.place.segment, at, at + self.inputs)
+        good = Submission(id, 0, 1, 0, 0, self.place.segment, at, at + self.inputs)
         return good._replace(**changes)
 
     def read_on(self) -> None:

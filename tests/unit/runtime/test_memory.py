@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.stub.engine import Engine, WireTensor
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Rejected
 from rsrv.stub.launch import Launcher
@@ -52,7 +53,6 @@ def engine(launcher: Launcher, bundle: Path) -> Engine:
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
         Hooks(),
-        [WireTensor("x", "f32", (-1, COLUMNS))],
         [WireTensor("y", "f32", (-1, COLUMNS))],
         True,
         Session(launcher.open, bundle.name, str(bundle)),

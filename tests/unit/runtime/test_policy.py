@@ -6,10 +6,11 @@ import pytest
 
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
-from rsrv.runtime.models import build, identify
+from rsrv.runtime.models import build
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.settings import load_settings
+from rsrv_bundle import read_bundle
 from tests.fakes import FakeDevice
 
 
@@ -52,7 +53,7 @@ def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
     """The delay in seconds; other models keep the defaults."""
     settings = load_settings("models: {doubling: {weight: 2.5, max_delay_us: 500}}")
     device = FakeDevice(lambda inputs, weights: [inputs[0]])
-    bundle = identify(str(doubling))
+    bundle = read_bundle(doubling)
 
     host = HostStore(PrivateMemory())
     own = build(bundle, device, host, settings, "doubling").program

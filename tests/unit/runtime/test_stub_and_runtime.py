@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv.stub.engine import Engine, WireTensor
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane, Slab
 from rsrv.wire.memory import Arena, Place
@@ -299,7 +300,6 @@ def make_engine(runtime: Runtime, bundle: Path, hooks: Hooks | None = None, name
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
         hooks or Hooks(),
-        [WireTensor("x", "f32", (-1, 3))],
         [WireTensor("y", "f32", (-1, 3))],
         True,
         Session(runtime.open, name, str(bundle)),

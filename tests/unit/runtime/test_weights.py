@@ -25,6 +25,7 @@ from rsrv.wire.status import Refused, compact, configure, read_status, set_resid
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
+from tests.unit.runtime.metas import meta_engine, write_meta
 from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, until
 
@@ -653,10 +654,10 @@ def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
 
     def meet() -> None:
         leaving, coming = loop._transport.connections
-        assert leaving.model is not None
-        loop._registry.give_up(leaving.model, "no luck")
+        assert leaving.group is not None
+        loop._registry.give_up(leaving.group.key, "no luck")
         loop._transport._close(leaving)
-        loop._registry._identified(coming, "a", identify(str(doublings["a"])))
+        loop._registry._identified(coming, identify("a", str(doublings["a"]), {}))
         done.set()
 
     loop._inbox.post(meet)
@@ -674,14 +675,19 @@ def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
 # --- the status --------------------------------------------------------------------------------------------
 
 
-def test_the_status_has_the_keys_that_the_protocol_names(house: House, doublings: dict[str, Path]) -> None:
-    """No more and no fewer, for models and for memory."""
+def test_the_status_has_the_keys_that_the_protocol_names(
+    house: House, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """No more and no fewer, for models, meta models and memory."""
     house.start()
     house.engine(doublings["a"])
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): pass", ["a"])
     page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
     text = page[page.index("## The status") : page.index("## Other settings")]
     named = set(re.findall(r"`([a-z_]+)`", text))
-    status = read_status(os.getpid())
-    keys = {*status, *status["models"]["a"], *status["memory"], *status["memory"]["host"]}
+    with meta_engine(house.runtime, meta, {"a": doublings["a"]}):
+        status = read_status(os.getpid())
+    keys = {*status, *status["models"]["a"], *status["metas"]["meta"]}
+    keys |= {*status["memory"], *status["memory"]["host"]}
 
     assert keys | set(status["memory"]["device"]) == named

@@ -8,59 +8,36 @@ from the runtime, which starves a device on long executions. So it waits only fo
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from rsrv.stub.hooks import Hook, Hooks
+from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
+from rsrv.stub.hooks import Hooks
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import DOWN, Later
 from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import Link, Session
-from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.wire.frames import ProtocolError, Status
-from rsrv.wire.layout import NUMPY
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
-
-Array = npt.NDArray[Any]
 
 #: seconds that execute() may wait at most: a stub that is frozen for longer inside execute() brings the
 #: whole server down, and what else waits in Triton's queue cannot be seen meanwhile
 _MAX_BLOCK = 0.2
 #: seconds of preprocessing per request above which it runs on other threads
 _SLOW_HOOK = 0.001
-_EMA = 0.1
 #: how much longer than its own executions a request may wait for others' inside execute()
 _QUEUE_FACTOR = 5
 #: share of a longer execution in the learned length
 _RISE = 0.01
-_MAX_SHAPES = 1024
 #: bytes of the direct lane's memory: the least, and how much of it stays after a large batch
 _LEAST, _KEEP = 64 << 10, 16 << 20
 _OUR_FAULT = "the request could not be handled; the server's log says why"
-
-
-@dataclass(frozen=True, slots=True)
-class WireTensor:
-    """A client-facing tensor as config.pbtxt has it."""
-
-    name: str
-    dtype: str
-    #: with the batch axis, if Triton batches; -1 on axes that vary
-    dims: tuple[int, ...]
-
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self.dims) and all(
-            want in (-1, got) for want, got in zip(self.dims, shape, strict=True)
-        )
+_INTERNAL = "this model is a part of meta models and not served by itself; `public: true` in its manifest changes that"
 
 
 class Engine:
@@ -69,22 +46,21 @@ class Engine:
         tensors: Tensors,
         responses: Responses,
         hooks: Hooks,
-        inputs: Sequence[WireTensor],
         outputs: Sequence[WireTensor],
         batched: bool,
         session: Session,
+        *,
+        internal: bool = False,
     ) -> None:
         self._tensors = tensors
         self._responses = responses
         self._hooks = hooks
-        self._dtypes = {wire.name: wire.dtype for wire in inputs}
         self._outputs = outputs
         #: whether Triton batches this model: then a request has as many rows in every output as in its inputs
         self._batched = batched
+        #: whether only meta models may call it
+        self._internal = internal
         self._session = session
-        self._plans: dict[tuple[tuple[int, ...], ...], Plan] = {}
-        self._hook_seconds = _SLOW_HOOK if hooks.preprocess or hooks.postprocess else 0.0
-        self._prepare_seconds = _SLOW_HOOK if hooks.preprocess else 0.0
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
         #: answers when the next one comes
@@ -92,7 +68,9 @@ class Engine:
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
         self._link = link = session.establish()
-        self._later = Later(session, self._respond, link.settings["sender_threads"])
+        self._later: Later[Job] = Later(
+            session, Lane.submit, self._respond, link.settings["stub"]["sender_threads"]
+        )
         session.on_link = self._later.watch
         self._later.watch(link)
         self._switch(link)
@@ -102,8 +80,13 @@ class Engine:
         if self._direct is not None:
             self._direct.close()
         self._link, self._direct, self._slab = link, link.direct, None
-        self._plans.clear()
-        self._execute_ns = float(link.cost_ns)
+        (model,) = link.models
+        self._largest = model.interface.variants[0].sizes[-1]
+        self._endpoint = endpoint = Endpoint(model.interface, self._hooks)
+        # Until they are measured.
+        endpoint.preprocess_seconds = _SLOW_HOOK if self._hooks.preprocess else 0.0
+        endpoint.postprocess_seconds = _SLOW_HOOK if self._hooks.postprocess else 0.0
+        self._execute_ns = float(model.cost_ns)
 
     @property
     def ready(self) -> bool:
@@ -143,9 +126,11 @@ class Engine:
         The executions' own length decides, for a device waits for the next batch after each of them; a queue in
         front of them keeps it busy meanwhile, so that only bounds how long execute() may be held.
         """
-        limit = link.settings["in_place_ms"] * 1e6
-        rounds = 1 + (count - 1) // link.interface.variants[0].sizes[-1]
-        own = self._execute_ns * rounds + self._hook_seconds * count * 1e9
+        limit = link.settings["stub"]["in_place_ms"] * 1e6
+        rounds = 1 + (count - 1) // self._largest
+        endpoint = self._endpoint
+        hooks = endpoint.preprocess_seconds + endpoint.postprocess_seconds
+        own = self._execute_ns * rounds + hooks * count * 1e9
         return bool(own <= limit and link.direct.device_free_in_ns() <= _QUEUE_FACTOR * limit)
 
     def _learn(self, execute_ns: int) -> None:
@@ -164,7 +149,7 @@ class Engine:
         waiting = {job.id: job for job in placed}
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
-        step = link.interface.variants[0].sizes[-1]
+        step = self._largest
         try:
             for at in range(0, len(placed), step):
                 lane.submit([job.write() for job in placed[at : at + step]])
@@ -213,7 +198,7 @@ class Engine:
 
     def _answer_later(self, link: Link, requests: list[Any]) -> None:
         replies = [Reply(request.get_response_sender(), self._responses) for request in requests]
-        if self._prepare_seconds * len(requests) < _SLOW_HOOK:
+        if self._endpoint.preprocess_seconds * len(requests) < _SLOW_HOOK:
             self._submit_later(link, requests, replies)
             return
         for request, reply in zip(requests, replies, strict=True):
@@ -243,7 +228,7 @@ class Engine:
         nbytes = 0
         for job in jobs:
             try:
-                nbytes += self._resolve_job(link, job, nbytes)
+                nbytes += self._resolve_job(job, nbytes)
             except Failure as failure:
                 # Without the exception itself: its traceback would keep the whole batch alive.
                 job.fail(failure.status, failure.text)
@@ -265,76 +250,40 @@ class Engine:
             job.put(slab)
         return jobs, [job for job in resolved if job.plan is not None and job.plan.rows]
 
-    def _resolve_job(self, link: Link, job: Job, at: int) -> int:
+    def _resolve_job(self, job: Job, at: int) -> int:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
-        job.deadline_ns, job.priority = read_terms(job.request)
-        arrays = self._read_inputs(link, job.request)
+        terms = read_terms(job.request)
+        if self._internal and not terms.run:
+            raise Failure(Status.NOT_FOUND, _INTERNAL)
+        job.deadline_ns, job.priority, job.run = terms
+        arrays = read_inputs(self._tensors, job.request, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
-        if self._hooks.preprocess is not None:
-            started = time.perf_counter()
-            arrays = _run_hook("preprocess", self._hooks.preprocess, arrays, job.request)
-            self._prepare_seconds += _EMA * (time.perf_counter() - started - self._prepare_seconds)
-        specs = link.interface.variants[0].inputs.tensors
-        for spec in specs:
-            array = arrays.get(spec.name)
-            if array is None:
-                raise self._wrong_tensor(f"has no tensor {spec.name!r}")
-            if array.dtype != NUMPY[spec.dtype]:
-                raise self._wrong_tensor(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}")
-            job.inputs.append(array)
-        job.plan = plan = self._resolve(link, tuple([array.shape for array in job.inputs]))
+        job.inputs, plan = self._endpoint.prepare(arrays, job.request.request_id())
+        job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
-
-    def _read_inputs(self, link: Link, request: Any) -> dict[str, Array]:
-        arrays = {}
-        for tensor in request.inputs():
-            name = tensor.name()
-            array = self._tensors.read(tensor, self._dtypes[name])
-            if array.ndim == link.ranks[name] + 1 and array.shape[-1] == 1:
-                # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
-                array = array.reshape(array.shape[:-1])
-            arrays[name] = array
-        return arrays
-
-    def _resolve(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> Plan:
-        plan = self._plans.get(shapes)
-        if plan is None:
-            try:
-                plan = resolve(link.interface, shapes)
-            except BadShape as error:
-                if isinstance(error, WrongAxis) and self._hooks.preprocess is not None:
-                    raise self._wrong_tensor(f"does not fit: {error}") from None
-                raise Failure(Status.INVALID, str(error)) from None
-            if len(self._plans) < _MAX_SHAPES:
-                self._plans[shapes] = plan
-        return plan
-
-    def _wrong_tensor(self, what: str) -> Failure:
-        if self._hooks.preprocess is None:
-            return Failure(Status.INVALID, f"the request {what}")
-        log.error("model.py: preprocess's result %s", what)
-        return Failure(Status.INTERNAL, "the model's preprocess hook failed; the server's log says why")
 
     def _respond(self, job: Job) -> Any:
         """The response of a job whose outcome is known; never raises."""
         if job.failure is not None:
             if job.failure.status is Status.INTERNAL:
                 log.error("request %r failed: %s", job.request.request_id(), job.failure.text)
-            return self._responses.failure(job.failure.status, job.failure.text)
+            return self._failed(job, job.failure)
         if job.execute_ns:
             self._learn(job.execute_ns)
         try:
             return self._responses.answer(self._outputs_of(job))
         except Failure as failure:
-            return self._responses.failure(failure.status, failure.text)
+            return self._failed(job, failure)
         except Exception:
             log.exception("answering a request failed")
-            return self._responses.failure(
-                Status.INTERNAL, "the answer could not be made; the server's log says why"
-            )
+            why = "the answer could not be made; the server's log says why"
+            return self._failed(job, Failure(Status.INTERNAL, why))
+
+    def _failed(self, job: Job, failure: Failure) -> Any:
+        return self._responses.failure(failure.status, failure.text, sub_call=job.run != 0)
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.plan is not None
@@ -343,42 +292,10 @@ class Engine:
             spec.name: job.slab.view(job.outputs_at + offset, spec, job.plan.rows)
             for spec, offset in job.plan.outputs
         }
-        if self._hooks.postprocess is not None:
-            started = time.perf_counter()
-            arrays = _run_hook("postprocess", self._hooks.postprocess, arrays, job.request)
-            self._hook_seconds += _EMA * (
-                time.perf_counter() - started + self._prepare_seconds - self._hook_seconds
-            )
-        out = []
-        for wire in self._outputs:
-            array = arrays.get(wire.name)
-            if array is None:
-                raise self._wrong_result(f"has no {wire.name!r}")
-            if array.ndim == len(wire.dims) - 1:
-                array = array.reshape(*array.shape, 1)
-            if array.dtype != NUMPY[wire.dtype] or not wire.fits(array.shape):
-                raise self._wrong_result(
-                    f"has {wire.name!r} of {array.dtype} {list(array.shape)}, "
-                    f"expected {wire.dtype} {list(wire.dims)}"
-                )
-            if self._batched and len(array) != job.client_rows:
-                raise self._wrong_result(
-                    f"has {wire.name!r} of {len(array)} rows for a request of {job.client_rows}"
-                )
-            out.append(self._tensors.make(wire.name, array, wire.dtype))
-        return out
-
-    @staticmethod
-    def _wrong_result(what: str) -> Failure:
-        log.error("model.py: postprocess's result %s", what)
-        return Failure(Status.INTERNAL, "the model's postprocess hook failed; the server's log says why")
-
-
-def _run_hook(name: str, hook: Hook, arrays: dict[str, Array], request: Any) -> dict[str, Array]:
-    try:
-        result = hook(arrays)
-        return {key: np.asarray(value) for key, value in result.items()}
-    except BaseException:
-        # sys.exit(), too, would end the whole batch, or one of the sending threads for good.
-        log.exception("request %r: model.py: %s raised", request.request_id(), name)
-        raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None
+        results = self._endpoint.results(arrays, job.request.request_id())
+        rows = job.client_rows if self._batched else None
+        checked = check_results(results, self._outputs, rows, "postprocess")
+        return [
+            self._tensors.make(wire.name, array, wire.dtype)
+            for wire, array in zip(self._outputs, checked, strict=True)
+        ]

@@ -26,22 +26,37 @@ class Hooks:
 
 
 def load_hooks(path: Path) -> Hooks:
-    """Run `model.py` and take its functions. Raises HookError, and whatever the file raises."""
-    module = types.ModuleType(f"rsrv_hooks.{path.parent.name}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # pickles, dataclasses and typing look a module up by name
-    # Compiled here, not imported: a .pyc beside it would look to Triton like a new version of the model.
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  trusted code, by the format's definition
-    found = {}
-    for name in ("preprocess", "postprocess"):
-        hook = getattr(module, name, None)
-        if hook is not None and not callable(hook):
-            raise HookError(
-                f"model.py: {name} must be a function of one dict of arrays, not {type(hook).__name__}"
-            )
-        found[name] = hook
+    """Run a model's `model.py`, if there is one, and take its functions. Raises HookError, and whatever the file raises."""
+    if not path.exists():
+        return Hooks()
+    module = _execute(path)
+    found = {name: _function(module, name, "one dict of arrays") for name in ("preprocess", "postprocess")}
     if not any(found.values()):
         raise HookError(
             "model.py: defines neither preprocess nor postprocess; define one, or remove the file"
         )
     return Hooks(**found)
+
+
+def load_run(path: Path) -> Callable[..., Any]:
+    """Run a meta model's `model.py` and take its `run`. Raises HookError, and whatever the file raises."""
+    run = _function(_execute(path), "run", "a dict of arrays and `call`")
+    if run is None:
+        raise HookError("model.py: a meta model defines run(inputs, call)")
+    return run
+
+
+def _execute(path: Path) -> types.ModuleType:
+    module = types.ModuleType(f"rsrv_hooks.{path.parent.name}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # pickles, dataclasses and typing look a module up by name
+    # Compiled here, not imported: a .pyc beside it would look to Triton like a new version of the model.
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)  # noqa: S102  trusted code, by the format's definition
+    return module
+
+
+def _function(module: types.ModuleType, name: str, arguments: str) -> Callable[..., Any] | None:
+    function = getattr(module, name, None)
+    if function is not None and not callable(function):
+        raise HookError(f"model.py: {name} must be a function of {arguments}, not {type(function).__name__}")
+    return function

@@ -1,6 +1,7 @@
 """One request on its way through the stub."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rsrv.stub.lane import Array, Lane, Slab
@@ -16,8 +17,9 @@ class Job:
     lane: Lane
     deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
     priority: int = 0
+    run: int = 0  # token of the meta model's run that it belongs to
     #: what the request asks for, once its shapes are known
-    inputs: list[Array] = field(default_factory=list)
+    inputs: Sequence[Array] = ()
     plan: Plan | None = None
     client_rows: int = 0  # as the client counts them, if Triton batches
     #: where its inputs and outputs lie, bytes from the segment's start
@@ -45,7 +47,7 @@ class Job:
         assert slab is not None
         for (spec, offset), array in zip(plan.inputs, self.inputs, strict=True):
             slab.view(self.inputs_at + offset, spec, plan.rows)[...] = array
-        self.inputs.clear()
+        self.inputs = ()
         segment = slab.place.segment
         return Submission(
             self.id,
@@ -53,11 +55,21 @@ class Job:
             plan.rows,
             plan.index,
             self.priority,
-            0,
             segment,
             self.inputs_at,
             self.outputs_at,
+            self.run,
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the answer, about."""
+        return self.plan.output_bytes if self.plan else 0
+
+    def release(self) -> None:
+        """It is answered: its memory serves others."""
+        if self.slab is not None:
+            self.lane.release(self.slab)
 
     def finish(self, done: Completion) -> None:
         self.execute_ns = done.execute_ns

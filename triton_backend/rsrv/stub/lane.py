@@ -3,17 +3,30 @@
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from threading import Lock
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from rsrv.stub.launch import Greeted
 from rsrv.wire import frames
+from rsrv.wire.calls import (
+    Call,
+    Entrance,
+    Leaving,
+    Release,
+    pack_calls,
+    pack_entrances,
+    pack_leavings,
+    pack_releases,
+)
 from rsrv.wire.frames import Completion, Kind, ProtocolError, Submission
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.memory import Arena, Bytes, Place, read_document
@@ -42,6 +55,10 @@ class Slab:
         return np.ndarray(tensor.shape(rows), NUMPY[tensor.dtype], self.segment, offset)
 
 
+class _Held(np.ndarray[Any, np.dtype[np.uint8]]):
+    """The memory of one array. A type of its own, so that numpy does not go past it to what it lies in."""
+
+
 class Lane:
     """Sends from any thread; receives from one thread at a time."""
 
@@ -57,10 +74,12 @@ class Lane:
         self._arena = Arena()
         self._lock = Lock()  # the arena and the order of frames
         self._next_id = 0
+        #: places of arrays that nothing refers to any more
+        self._returned: deque[Place] = deque()
 
     # --- registration -------------------------------------------------------------------------------------
 
-    def register(self, wanted: dict[str, str]) -> dict[str, Any]:
+    def register(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Wait, however long compiling takes, until the model is ready. Raises Rejected, Closed, ProtocolError."""
         self._send(frames.pack_json(Kind.REGISTER, wanted))
         self._readable.poll()
@@ -94,6 +113,26 @@ class Lane:
                     with suppress(Closed):
                         self._announce()
 
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """An array in memory that the runtime sees, until nothing refers to it. Raises OSError when there is none."""
+        nbytes = prod(shape) * dtype.itemsize
+        with self._lock:
+            while self._returned:
+                self._arena.give(self._returned.popleft())
+            place = self._arena.take(nbytes)
+            held = _Held((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
+        # Whichever thread finds that nothing refers to it: it may hold the lock.
+        finalize(held, self._returned.append, place).atexit = False
+        return np.ndarray(shape, dtype, held)
+
+    def locate(self, array: Array) -> tuple[int, int] | None:
+        """(segment, offset in bytes) of an array that lies in this lane's memory as the runtime reads it; else None."""
+        if not array.flags.c_contiguous:
+            return None
+        with self._lock:
+            place = self._arena.locate(array.__array_interface__["data"][0], array.nbytes)
+        return place if place is None or place[1] % array.itemsize == 0 else None
+
     # --- requests -----------------------------------------------------------------------------------------
 
     def next_ids(self, count: int) -> range:
@@ -107,6 +146,29 @@ class Lane:
             self._announce()
             for at in range(0, len(submissions), frames.MAX_ENTRIES):
                 self._send(frames.pack_submissions(submissions[at : at + frames.MAX_ENTRIES]))
+
+    def enter(self, entrances: Sequence[Entrance]) -> None:
+        """Ask to let runs of a meta model in. Raises Closed."""
+        with self._lock:
+            for at in range(0, len(entrances), frames.MAX_ENTRIES):
+                self._send(pack_entrances(entrances[at : at + frames.MAX_ENTRIES]))
+
+    def call(self, calls: Sequence[Call], releases: Sequence[Release]) -> None:
+        """Send sub-calls, after giving up what is not needed on the device any more. Raises Closed, ProtocolError."""
+        with self._lock:
+            self._announce()
+            self._release(releases)
+            for frame in pack_calls(calls):
+                self._send(frame)
+
+    def leave(self, leaving: Leaving) -> None:
+        """A run is over. Raises Closed."""
+        with self._lock:
+            self._send(pack_leavings([leaving]))
+
+    def _release(self, releases: Sequence[Release]) -> None:
+        for at in range(0, len(releases), frames.MAX_ENTRIES):
+            self._send(pack_releases(releases[at : at + frames.MAX_ENTRIES]))
 
     def _announce(self) -> None:
         """Tell the runtime which segments are new and which are gone."""

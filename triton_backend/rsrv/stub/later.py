@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane
+from rsrv.stub.replies import Reply
 from rsrv.stub.session import Link, Session
-from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -26,18 +26,55 @@ _CANCEL_CHECKS = 16
 DOWN = "the model runtime is not reachable; it is being restarted, try again"
 
 
-class Later:
-    """`respond` turns a finished job into a Triton response; it must not raise."""
+class Waiting(Protocol):
+    """A request that will be answered after execute() returned."""
 
-    def __init__(self, session: Session, respond: Callable[[Job], Any], threads: int) -> None:
+    id: int  # unique on its lane
+    lane: Lane
+    reply: Reply | None
+    #: if it was made already
+    response: Any
+    checked: float  # when its client was last asked after, seconds of time.monotonic
+    cancelling: bool
+
+    def write(self) -> Any:
+        """What to send for it."""
+
+    def finish(self, done: Completion) -> None: ...
+
+    def fail(self, status: Status, text: str) -> None: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Of the answer, about."""
+
+    def release(self) -> None:
+        """It is answered."""
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class Later(Generic[W]):
+    """`send` writes what jobs ask for to a lane; `respond` turns a finished job into a Triton response, and must not
+    raise."""
+
+    def __init__(
+        self,
+        session: Session,
+        send: Callable[[Lane, list[Any]], None],
+        respond: Callable[[W], Any],
+        threads: int,
+    ) -> None:
         self._session = session
+        self._send_to = send
         self._respond = respond
         self._threads = threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
         #: lanes that this object reads: their pending jobs by id, their link, and what to do when none is left
-        self._lanes: dict[Lane, dict[int, Job]] = {}
+        self._lanes: dict[Lane, dict[int, W]] = {}
         self._links: dict[Lane, Link] = {}
         self._when_idle: dict[Lane, Callable[[], None]] = {}
         self._poll = select.poll()
@@ -54,11 +91,11 @@ class Later:
         """Read a new link's lane from now on; also notices at once when the runtime dies."""
         self._add(link, link.later, {})
 
-    def adopt(self, link: Link, lane: Lane, jobs: Iterable[Job], when_idle: Callable[[], None]) -> None:
+    def adopt(self, link: Link, lane: Lane, jobs: Iterable[W], when_idle: Callable[[], None]) -> None:
         """Take over a lane with submitted jobs; `when_idle` is called when the last of them is answered."""
         self._add(link, lane, {job.id: job for job in jobs}, when_idle)
 
-    def submit(self, link: Link, jobs: Sequence[Job]) -> None:
+    def submit(self, link: Link, jobs: Sequence[W]) -> None:
         """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
         submissions = [job.write() for job in jobs]
         with self._lock:
@@ -69,7 +106,7 @@ class Later:
         try:
             if pending is None:
                 raise Closed("the link was lost")
-            link.later.submit(submissions)
+            self._send_to(link.later, submissions)
         except (Closed, OSError):
             self.lose(link)
             # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
@@ -99,7 +136,7 @@ class Later:
                     threading.Thread(target=self._send, name="sender", daemon=True).start()
         self._work.put(work)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: W) -> None:
         """Answer a job whose outcome is known, on a sending thread."""
         self.run(lambda: self._answer(job))
 
@@ -113,7 +150,7 @@ class Later:
     # --- the reading thread -------------------------------------------------------------------------------
 
     def _add(
-        self, link: Link, lane: Lane, pending: dict[int, Job], when_idle: Callable[[], None] | None = None
+        self, link: Link, lane: Lane, pending: dict[int, W], when_idle: Callable[[], None] | None = None
     ) -> None:
         with self._lock:
             self._lanes[lane] = pending
@@ -190,7 +227,7 @@ class Later:
             except Exception:
                 log.exception("looking whether a client is still there")
 
-    def _forget(self, lane: Lane) -> dict[int, Job]:
+    def _forget(self, lane: Lane) -> dict[int, W]:
         """Under the lock."""
         pending = self._lanes.pop(lane, {})
         self._links.pop(lane, None)
@@ -201,7 +238,7 @@ class Later:
                 self._poll.unregister(fd)
         return pending
 
-    def _fail(self, jobs: Iterable[Job]) -> None:
+    def _fail(self, jobs: Iterable[W]) -> None:
         for job in jobs:
             job.fail(Status.RUNTIME_DOWN, DOWN)
             self.finish(job)
@@ -216,10 +253,9 @@ class Later:
                 log.exception("answering failed")
             del work  # a job must not live on here: its reply answers when dropped
 
-    def _answer(self, job: Job) -> None:
+    def _answer(self, job: W) -> None:
         assert job.reply is not None
         try:
-            job.reply.send(job.response or self._respond(job), job.plan.output_bytes if job.plan else 0)
+            job.reply.send(job.response or self._respond(job), job.nbytes)
         finally:
-            if job.slab is not None:
-                job.lane.release(job.slab)
+            job.release()

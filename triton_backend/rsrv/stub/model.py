@@ -4,11 +4,14 @@ import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost 
 import json
 import logging
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rsrv.stub.engine import Engine, WireTensor
-from rsrv.stub.hooks import HookError, Hooks, load_hooks
+from rsrv.stub.endpoint import WireTensor
+from rsrv.stub.engine import Engine
+from rsrv.stub.hooks import HookError, load_hooks
 from rsrv.stub.launch import Launcher, LaunchError, server_pid
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import UNREACHABLE, Session
@@ -29,34 +32,17 @@ class TritonPythonModel:
         """Returns when the model is compiled, warm and ready; raises with the reason when it cannot be."""
         import triton_python_backend_utils as pb_utils
 
-        # Whatever a hook imports must not leave .pyc files in the model's directory: to Triton's poll mode
-        # they would look like a change.
-        sys.dont_write_bytecode = True
-        _log_to_server(args["model_name"])
-        config = json.loads(args["model_config"])
-        directory = Path(args["model_repository"])
-        bundle = directory / args["model_version"] / "bundle"
-        hooks_file = bundle / "model.py"
-        try:
-            server = server_pid()
-        except LaunchError as error:
-            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
-        session = Session(
-            # The runtime lives and dies with the server.
-            Launcher(server, args["model_instance_device_id"], directory.parent / "rsrv.yaml").open,
-            args["model_name"],
-            str(bundle),
-        )
-        batched = config["max_batch_size"] > 0
+        setup = set_up(args, pb_utils)
+        session = setup.session()
         try:
             self._engine = Engine(
                 Tensors(pb_utils),
                 Responses(pb_utils),
-                load_hooks(hooks_file) if hooks_file.exists() else Hooks(),
-                [_wire(tensor, batched) for tensor in config["input"]],
-                [_wire(tensor, batched) for tensor in config["output"]],
-                batched,
+                load_hooks(setup.bundle / "model.py"),
+                setup.outputs,
+                setup.batched,
                 session,
+                internal="rsrv_internal" in setup.config["parameters"],
             )
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             session.close()
@@ -71,6 +57,49 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What Triton tells a stub that starts."""
+
+    name: str
+    #: config.pbtxt
+    config: dict[str, Any]
+    bundle: Path
+    outputs: list[WireTensor]
+    #: whether Triton batches this model
+    batched: bool
+    launcher: Launcher
+
+    def session(self, calls: Mapping[str, str] | None = None) -> Session:
+        """`calls`: of a meta model, the bundles of those that it calls, by name."""
+        return Session(self.launcher.open, self.name, str(self.bundle), calls)
+
+
+def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
+    """From `initialize`'s arguments; the process then logs to the server. Raises TritonModelException."""
+    # Whatever a hook imports must not leave .pyc files in the model's directory: to Triton's poll mode
+    # they would look like a change.
+    sys.dont_write_bytecode = True
+    name = args["model_name"]
+    _log_to_server(name)
+    config = json.loads(args["model_config"])
+    directory = Path(args["model_repository"])
+    try:
+        server = server_pid()
+    except LaunchError as error:
+        raise pb_utils.TritonModelException(f"{name}: {error}") from None
+    batched = config["max_batch_size"] > 0
+    return Setup(
+        name,
+        config,
+        directory / args["model_version"] / "bundle",
+        [_wire(tensor, batched) for tensor in config["output"]],
+        batched,
+        # The runtime lives and dies with the server.
+        Launcher(server, args["model_instance_device_id"], directory.parent / "rsrv.yaml"),
+    )
 
 
 def _wire(tensor: dict[str, Any], batched: bool) -> WireTensor:

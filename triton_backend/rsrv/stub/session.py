@@ -2,10 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.lane import Lane, Rejected
 from rsrv.stub.launch import Greeted, LaunchError
 from rsrv.wire.frames import ProtocolError
@@ -32,15 +33,43 @@ UNREACHABLE = (
 
 
 @dataclass(frozen=True, slots=True)
+class Remote:
+    """A model in the runtime."""
+
+    name: str
+    interface: Interface
+    #: what clients send and get
+    inputs: tuple[WireTensor, ...]
+    outputs: tuple[WireTensor, ...]
+    #: whether all of these have their rows first
+    batched: bool
+    #: the shortest execution, as measured
+    cost_ns: int
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Remote":
+        interface = Interface.from_json(value["interface"])
+        client = value["client"]
+        inputs, outputs = _wires(client["inputs"]), _wires(client["outputs"])
+        return cls(value["name"], interface, inputs, outputs, value["batched"], value["cost_ns"])
+
+
+def _wires(value: list[Any]) -> tuple[WireTensor, ...]:
+    return tuple(WireTensor(name, dtype, tuple(dims)) for name, dtype, dims in value)
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """One life of the runtime, as this stub sees it."""
 
-    interface: Interface
-    #: {name: rank} of the client-facing tensors, as the bundle has them
-    ranks: dict[str, int]
-    settings: dict[str, Any]
-    cost_ns: int
-    #: for answers inside execute(), used by one thread
+    key: str
+    #: what clients send, by name
+    inputs: Mapping[str, WireTensor]
+    #: the model, or those that a meta model calls
+    models: tuple[Remote, ...]
+    #: sections of rsrv.yaml
+    settings: dict[str, dict[str, Any]]
+    #: for what is done inside execute(), used by one thread
     direct: Lane
     #: for answers after execute() returned
     later: Lane
@@ -49,9 +78,17 @@ class Link:
 class Session:
     """`link` is None while there is no runtime. `on_link` is called with each new one, on the thread that made it."""
 
-    def __init__(self, open_connection: Callable[[], Greeted], model: str, bundle: str) -> None:
+    def __init__(
+        self,
+        open_connection: Callable[[], Greeted],
+        model: str,
+        bundle: str,
+        calls: Mapping[str, str] | None = None,
+    ) -> None:
         self._open = open_connection
-        self._wanted = {"model": model, "bundle": bundle}
+        self._wanted: dict[str, Any] = {"model": model, "bundle": bundle}
+        if calls is not None:
+            self._wanted["calls"] = dict(calls)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.link: Link | None = None
@@ -62,20 +99,15 @@ class Session:
         direct = Lane(self._open())
         try:
             body = direct.register(self._wanted)
-            later = Lane(self._open())
-            try:
-                later.register({"key": body["key"]})
-            except BaseException:
-                later.close()
-                raise
+            later = self.open_lane(body["key"])
         except BaseException:
             direct.close()
             raise
         link = Link(
-            Interface.from_json(body["interface"]),
-            body["ranks"],
-            body["stub"],
-            body["cost_ns"],
+            body["key"],
+            {wire.name: wire for wire in _wires(body["client"]["inputs"])},
+            tuple(Remote.from_json(model) for model in body["models"]),
+            body["settings"],
             direct,
             later,
         )
@@ -88,6 +120,16 @@ class Session:
             self.on_link(link)
             self.link = link
         return link
+
+    def open_lane(self, key: str) -> Lane:
+        """A further connection for what is registered by that key. Raises one of UNREACHABLE."""
+        lane = Lane(self._open())
+        try:
+            lane.register({"key": key})
+        except BaseException:
+            lane.close()
+            raise
+        return lane
 
     def lost(self, link: Link) -> None:
         """The runtime behind `link` is gone: find or start another, on a thread. Any thread may say so, repeatedly."""

@@ -1,32 +1,45 @@
-"""What a request asks for beside its tensors: until when, and how urgently."""
+"""What a request asks for beside its tensors: until when, how urgently, and as a part of what."""
 
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from rsrv.stub.replies import Failure
 from rsrv.wire.frames import Status
 
+#: parameter of sub-calls that go through Triton: the token of their run, in decimal
+RUN = "rsrv_run"
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
 
 
-def read_terms(request: Any) -> tuple[int, int]:
-    """(deadline in CLOCK_MONOTONIC ns or 0, priority); Failure for parameters of ours that are wrong."""
+class Terms(NamedTuple):
+    deadline_ns: int  # CLOCK_MONOTONIC, 0: none
+    priority: int = 0
+    #: token of the meta model's run that it is a sub-call of; 0: none
+    run: int = 0
+
+
+def read_terms(request: Any) -> Terms:
+    """Raises Failure for parameters of ours that are wrong."""
     deadline = 0
     timeout_us = request.timeout()
     if timeout_us:
         deadline = min(time.monotonic_ns() + timeout_us * 1000, _NEVER)
     text = request.parameters()
     if len(text) <= 2:
-        return deadline, 0
+        return Terms(deadline)
     parameters = json.loads(text)
     priority = _integer(parameters, "rsrv_priority", 0xFFFF)
     unix_ns = _integer(parameters, "rsrv_deadline_unix_ns", 1 << 63)
     if unix_ns:
         absolute = min(max(1, unix_ns - time.time_ns() + time.monotonic_ns()), _NEVER)
         deadline = min(deadline, absolute) if deadline else absolute
-    return deadline, priority
+    # As text: whoever reads JSON numbers as floating-point ones would change it.
+    run = str(parameters.get(RUN, "0"))
+    if not (run.isascii() and run.isdecimal() and int(run) < 1 << 64):
+        raise Failure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
+    return Terms(deadline, priority, int(run))
 
 
 def _integer(parameters: dict[str, Any], name: str, limit: int) -> int:

@@ -1,0 +1,81 @@
+"""Small meta models over models whose arithmetic is exact, for the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import dedent
+
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv_bundle.export import export_bundle
+
+#: columns of every tensor here
+COLUMNS = 8
+
+HOOKS = """
+def preprocess(inputs):
+    return {"x": inputs["x"].astype("float32") + 100}
+
+
+def postprocess(outputs):
+    return {"y": outputs["y"] - 1}
+"""
+
+
+def write_scale(path: Path, factor: float, *, public: bool = False, hooks: str = "") -> Path:
+    """A model: y = factor * x, rows of COLUMNS f32."""
+    export_bundle(
+        lambda params, x: {"y": params["factor"] * x},
+        {"factor": jnp.float32(factor)},
+        {"x": np.zeros((1, COLUMNS), np.float32)},
+        batch_sizes=(1, 4, 16),
+        out_dir=path,
+    )
+    if hooks:
+        (path / "model.py").write_text(hooks)
+    if public:
+        manifest = path / "manifest.yaml"
+        manifest.write_text(manifest.read_text() + "\npublic: true\n")
+    return path
+
+
+def write_meta(path: Path, body: str, calls: Sequence[str], external: Sequence[str] = ()) -> Path:
+    """A meta model from x to y, both rows of COLUMNS f32; `body` is its model.py."""
+    path.mkdir(parents=True)
+    (path / "manifest.yaml").write_text(
+        dedent(f"""
+        format_version: "3.0"
+        kind: meta
+        meta: {{calls: [{", ".join(calls)}], external: [{", ".join(external)}]}}
+        client_inputs: [{{name: x, dtype: f32, shape: na, dims: {{a: {COLUMNS}}}}}]
+        client_outputs: [{{name: y, dtype: f32, shape: na, dims: {{a: {COLUMNS}}}}}]
+        """)
+    )
+    (path / "model.py").write_text(dedent(body))
+    return path
+
+
+def plain_model(repository: Path, name: str, body: str) -> None:
+    """A hand-written Python model beside the generated ones, from x to y; `body` defines execute(self, requests)."""
+    folder = repository / name / "1"
+    folder.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(
+        f"""
+        backend: "python"
+        max_batch_size: 64
+        input [{{ name: "x" data_type: TYPE_FP32 dims: [{COLUMNS}] }}]
+        output [{{ name: "y" data_type: TYPE_FP32 dims: [{COLUMNS}] }}]
+        instance_group [{{ kind: KIND_CPU }}]
+        """
+    )
+    code = "import triton_python_backend_utils as pb_utils\n\n\nclass TritonPythonModel:\n" + dedent(
+        body
+    ).replace("\n", "\n    ")
+    (folder / "model.py").write_text(code)
+
+
+def rows(count: int, value: float = 1.0) -> Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """A request."""
+    return {"x": np.full((count, COLUMNS), value, np.float32)}

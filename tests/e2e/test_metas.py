@@ -1,0 +1,247 @@
+"""Meta models on the real server: standard clients, one name, several models behind it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import PROTOCOLS, Caller, Refused, at_once, caller, outcome
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.metas import COLUMNS, HOOKS, plain_model, rows, write_meta, write_scale
+from tests.held import Held, assert_returned, held, settled
+
+CHAIN = """
+import numpy as np
+
+
+def run(inputs, call):
+    buffer = call.scratch(inputs["x"].shape, np.float32)
+    buffer[...] = inputs["x"] + 1
+    first = call("double", {"x": buffer}, keep_on_device=True)["y"]
+    second, third = call.many([("triple", {"x": first}), ("hooked", {"x": inputs["x"]})])
+    return {"y": second["y"] + third["y"]}
+"""
+AWAITS = """
+import asyncio
+
+
+async def run(inputs, call):
+    x = inputs["x"]
+    a, b = await asyncio.gather(call("double", {"x": x}), call("triple", {"x": x}))
+    (c,) = await call.many([("hooked", {"x": a["y"]})])
+    return {"y": b["y"] + c["y"]}
+"""
+OUTSIDE = """
+def run(inputs, call):
+    once = call("plain", {"x": inputs["x"]})["y"]
+    return {"y": call("double", {"x": once})["y"]}
+"""
+ALONE = """
+def run(inputs, call):
+    return {"y": inputs["x"] * 7}
+"""
+BROKEN = """
+def run(inputs, call):
+    match int(inputs["x"][0, 0]):
+        case 0:
+            call("secret", inputs)
+        case 1:
+            call("double", {"x": inputs["x"].astype("float64")})
+        case 2:
+            call("double", {"x": inputs["x"][:, :3]})
+        case 3:
+            raise RuntimeError("secret detail")
+        case 4:
+            return {"y": inputs["x"][:, :3]}
+        case 5:
+            call("raises", {"x": inputs["x"]})
+        case 6:
+            call("no_such_model", {"x": inputs["x"]})
+"""
+RAISES = """
+def preprocess(inputs):
+    raise RuntimeError("secret detail")
+"""
+
+
+def write_bundles(folder: Path) -> Path:
+    write_scale(folder / "double", 2)
+    write_scale(folder / "triple", 3, public=True)
+    write_scale(folder / "hooked", 5, hooks=HOOKS)
+    write_scale(folder / "raises", 1, hooks=RAISES)
+    write_meta(folder / "chain", CHAIN, ["double", "triple", "hooked"])
+    write_meta(folder / "awaits", AWAITS, ["double", "triple", "hooked"])
+    write_meta(folder / "outside", OUTSIDE, ["double"], ["plain"])
+    write_meta(folder / "alone", ALONE, [])
+    write_meta(folder / "broken", BROKEN, ["double", "raises"], ["no_such_model"])
+    return folder
+
+
+PLAIN = """
+def execute(self, requests):
+    return [
+        pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy() + 11)]) for r in requests
+    ]
+"""
+
+
+@pytest.fixture(scope="module", params=["direct", "bls"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningTriton]:
+    """All of these, on either transport."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = folder / "settings.yaml"
+    config.write_text(f"meta: {{transport: {request.param}}}")
+    bundles = write_bundles(folder / "bundles")
+    assert rsrv_gen.main([str(bundles), "-o", str(folder / "gen"), "--config", str(config)]) == 0
+    plain_model(folder / "gen", "plain", PLAIN)
+    with running_triton(folder / "gen", folder / "server.log") as running:
+        yield running
+
+
+def chain(x: float) -> float:
+    return 3 * (2 * (x + 1)) + 5 * (x + 100) - 1
+
+
+def test_both_transports_give_the_same(server: RunningTriton) -> None:
+    """Chained, side by side, awaited, with hooks, with and without models outside, for any number of rows."""
+    for protocol in PROTOCOLS:
+        with caller(server, protocol) as call:
+            for count in (1, 3, 4, 16):
+                x = float(count)
+                assert (call("chain", rows(count, x))["y"] == chain(x)).all()
+                assert (call("awaits", rows(count, x))["y"] == 3 * x + 5 * (2 * x + 100) - 1).all()
+                assert (call("outside", rows(count, x))["y"] == 2 * (x + 11)).all()
+                assert (call("alone", rows(count, x))["y"] == 7 * x).all()
+            for hidden in ("double", "hooked"):
+                with pytest.raises(Refused) as refused:
+                    call(hidden, rows(1))
+                refused.value.assert_is("NOT_FOUND", protocol)
+            assert (call("triple", rows(1, 5.0))["y"] == 15).all()
+
+    status = read_status(server.pid)
+    assert status["metas"]["chain"]["models"] == ["double", "hooked", "triple"]
+    assert status["metas"]["chain"]["outcomes"] == {"ok": 8}
+    assert status["metas"]["chain"]["calls"] == 24
+    assert 0 < status["metas"]["chain"]["device_seconds"] < 1
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "text"),
+    [
+        (0, "INTERNAL", "'secret'"),
+        (1, "INVALID_ARG", "stage 'double'"),
+        (2, "INVALID_ARG", "stage 'double'"),
+        (3, "INTERNAL", "run hook"),
+        (4, "INTERNAL", "run hook"),
+        (5, "INTERNAL", "stage 'raises'"),
+        (6, "NOT_FOUND", "stage 'no_such_model'"),
+    ],
+)
+def test_each_failure_has_its_code_and_one_line(
+    server: RunningTriton, case: int, code: str, text: str
+) -> None:
+    """Whoever is at fault: the client sees which stage, and nothing of the inside."""
+    for protocol in PROTOCOLS:
+        with caller(server, protocol) as call:
+            with pytest.raises(Refused) as refused:
+                call("broken", rows(1, float(case)))
+            if case != 0:
+                refused.value.assert_is(code, protocol)
+            assert text in refused.value.message
+            assert "\n" not in refused.value.message
+            # And the next one is served.
+            assert (call("alone", rows(1, 1.0))["y"] == 7).all()
+    assert np.isfinite(read_status(server.pid)["metas"]["broken"]["device_seconds"])
+
+
+# --- many at once ---------------------------------------------------------------------------------------------------
+
+
+def ask_something(call: Caller, rng: np.random.Generator) -> str:
+    """One random request, checked; returns how it ended. One in eight has a deadline that it may or may not make."""
+    count, x = int(rng.integers(1, 17)), float(rng.integers(0, 50))
+    expected = {
+        "chain": chain(x),
+        "awaits": 3 * x + 5 * (2 * x + 100) - 1,
+        "outside": 2 * (x + 11),
+        "alone": 7 * x,
+        "triple": 3 * x,
+    }
+    model = str(rng.choice(list(expected), p=[0.4, 0.2, 0.1, 0.1, 0.2]))
+    hurry = rng.integers(8) == 0
+    options = {"timeout": int(rng.integers(500, 50_000))} if hurry else {}
+    answer = outcome(lambda: call(model, rows(count, x), **options))
+    if isinstance(answer, Refused):
+        assert hurry, f"{model}: {answer}"
+        assert answer.message.startswith("[rsrv:DEADLINE]"), f"{model}: {answer}"
+        return "late"
+    assert answer["y"].shape == (count, COLUMNS)
+    assert (answer["y"] == expected[model]).all(), f"{model} of {x}: {answer['y']}"
+    return "answered"
+
+
+def mix(server: RunningTriton, clients: int, seconds: float) -> Counter[str]:
+    """Random requests of many clients for a while; how they ended."""
+
+    def work(call: Caller, number: int) -> Counter[str]:
+        rng = np.random.default_rng(number)
+        until = time.monotonic() + seconds
+        ended: Counter[str] = Counter()
+        while time.monotonic() < until:
+            ended[ask_something(call, rng)] += 1
+        return ended
+
+    return sum(at_once(server, clients, work), Counter())
+
+
+def metas(server: RunningTriton) -> dict[str, Any]:
+    found: dict[str, Any] = read_status(server.pid)["metas"]
+    return found
+
+
+def assert_idle(server: RunningTriton) -> None:
+    wait_until(
+        lambda: not any(m["waiting"] or m["running"] or m["kept_bytes"] for m in metas(server).values()),
+        what="all runs to have left, and what they kept on the device with them",
+    )
+
+
+def total_held(server: RunningTriton) -> Held:
+    """By the runtime and all stubs."""
+    pids = [int(read_status(server.pid)["pid"]), *server.stub_pids()]
+    return sum((held(pid) for pid in pids[1:]), held(pids[0]))
+
+
+def test_many_clients_at_once_get_what_they_asked_for(server: RunningTriton) -> None:
+    """64 clients of meta models and of plain ones: every answer is right, and nothing stays behind."""
+    ended = mix(server, 64, 3)
+
+    assert ended["answered"] > 100, ended
+    assert_idle(server)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_minute_of_many_clients_loses_nothing(server: RunningTriton) -> None:
+    """64 clients for 60 s, after as many have warmed everything up: memory, descriptors and threads are as before."""
+    mix(server, 64, 20)
+    assert_idle(server)
+    before = settled(lambda: total_held(server))
+
+    ended = mix(server, 64, 60)
+
+    assert_idle(server)
+    after = settled(lambda: total_held(server))
+    print(f"{dict(ended)}; before: {before}; after: {after}")
+    assert ended["answered"] > 1000, ended
+    assert_returned(before, after, share=0.03)

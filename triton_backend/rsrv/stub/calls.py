@@ -1,0 +1,164 @@
+"""What a meta model's `run(inputs, call)` calls other models with.
+
+`call` starts a sub-call on one of two ways, straight to the runtime (`direct`) or through Triton (`through_triton`),
+and waits for it. In an `async def run` the same calls are awaited instead.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.stub.replies import Failure
+from rsrv.wire.frames import Status
+
+Array = npt.NDArray[Any]
+#: True: all outputs stay on the device; else the names of those that do
+Keep = bool | Sequence[str]
+Results = dict[str, Any]
+
+#: nanoseconds that a sub-call may outlive the deadline: the runtime ends it by then, or is not well
+GRACE_NS = 1_000_000_000
+
+
+def grace(deadline_ns: int) -> int:
+    """Until when to wait for what must end by a deadline (0: none)."""
+    return deadline_ns + GRACE_NS if deadline_ns else 0
+
+
+class CallError(Exception):
+    """A sub-call failed. `stage` is the called model; `status` and `text` are what the client gets if nobody catches it."""
+
+    def __init__(self, stage: str, status: Status, text: str) -> None:
+        super().__init__(f"stage {stage!r}: {text}")
+        self.stage = stage
+        self.status = status
+        self.text = text
+
+
+class Pending(Protocol):
+    """A sub-call under way."""
+
+    def wait(self, until_ns: int) -> Results:
+        """Its results. Raises Failure; with DEADLINE when there is none by then (CLOCK_MONOTONIC, 0: never)."""
+
+    def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
+        """The same, to be awaited."""
+
+
+class Stages(Protocol):
+    """All that one run may call."""
+
+    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        """Raises Failure."""
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array: ...
+
+
+class _Calls:
+    """What `call` is either way. `check` raises Failure when the run is to stop; it is asked before each sub-call."""
+
+    def __init__(self, stages: Stages, deadline_ns: int, check: Callable[[], None]) -> None:
+        self._stages = stages
+        self._deadline_ns = deadline_ns
+        self._until_ns = grace(deadline_ns)
+        self._check = check
+
+    def scratch(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """An array, not initialised, in memory that the runtime sees: passed to a call, it is not copied."""
+        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
+        return self._stages.scratch(extents, np.dtype(dtype))
+
+    def remaining(self) -> float | None:
+        """Seconds until the request's deadline; None: it has none."""
+        return (self._deadline_ns - time.monotonic_ns()) / 1e9 if self._deadline_ns else None
+
+    def _start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        try:
+            self._check()
+            return self._stages.start(name, inputs, keep)
+        except Failure as failure:
+            raise CallError(name, failure.status, failure.text) from None
+
+
+class Call(_Calls):
+    """`call` of a plain `run`."""
+
+    def __call__(self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False) -> Results:
+        """What the model `name` makes of `inputs`, by output. Raises CallError."""
+        return self._wait(name, self._start(name, inputs, keep_on_device))
+
+    def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
+        """Results of several calls, (name, inputs) or (name, inputs, keep_on_device), side by side, in their order.
+
+        Raises the CallError of the first that failed, when all have ended.
+        """
+        started: list[tuple[str, Pending | CallError]] = []
+        for one in calls:
+            name, inputs, keep = _spell_out(one)
+            try:
+                started.append((name, self._start(name, inputs, keep)))
+            except CallError as error:
+                started.append((name, error))
+        ended: list[Results | CallError] = []
+        for name, pending in started:
+            try:
+                ended.append(pending if isinstance(pending, CallError) else self._wait(name, pending))
+            except CallError as error:
+                ended.append(error)
+        return _raise_first(ended)
+
+    def _wait(self, name: str, pending: Pending) -> Results:
+        try:
+            return pending.wait(self._until_ns)
+        except Failure as failure:
+            raise CallError(name, failure.status, failure.text) from None
+
+
+class AsyncCall(_Calls):
+    """`call` of an `async def run`: every call starts at once, and is awaited."""
+
+    def __call__(
+        self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False
+    ) -> Awaitable[Results]:
+        """As `Call`'s."""
+        return asyncio.ensure_future(self._wait(name, self._start(name, inputs, keep_on_device)))
+
+    async def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
+        """As `Call`'s."""
+        started: list[Awaitable[Results] | CallError] = []
+        for one in calls:
+            try:
+                started.append(self(*_spell_out(one)))
+            except CallError as error:
+                started.append(error)
+        waiting = [one for one in started if not isinstance(one, CallError)]
+        ended = iter(await asyncio.gather(*waiting, return_exceptions=True))
+        return _raise_first([one if isinstance(one, CallError) else next(ended) for one in started])
+
+    async def _wait(self, name: str, pending: Pending) -> Results:
+        try:
+            return await pending.when_done(asyncio.get_running_loop(), self._until_ns)
+        except Failure as failure:
+            raise CallError(name, failure.status, failure.text) from None
+
+
+def _spell_out(call: Sequence[Any]) -> tuple[str, Mapping[str, Any], Keep]:
+    match call:
+        case (name, inputs):
+            return name, inputs, False
+        case (name, inputs, keep):
+            return name, inputs, keep
+    raise TypeError("call.many takes (name, inputs) or (name, inputs, keep_on_device)")
+
+
+def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
+    results = []
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+        results.append(one)
+    return results

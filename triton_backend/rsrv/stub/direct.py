@@ -1,0 +1,376 @@
+"""Sub-calls of a meta model straight to the runtime: tensors by reference in shared memory, or kept on the device."""
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rsrv.stub.calls import GRACE_NS, Keep, Results
+from rsrv.stub.endpoint import Array, Endpoint, check_results
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Lane
+from rsrv.stub.later import DOWN
+from rsrv.stub.replies import Failure
+from rsrv.stub.session import Remote
+from rsrv.stub.shapes import Plan
+from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
+from rsrv.wire.frames import Completion, ProtocolError, Status
+from rsrv.wire.layout import NUMPY, Tensor
+from rsrv.wire.socket import Closed
+
+_LATE = "the deadline passed, and the model runtime does not answer"
+_NO_MEMORY = "the server has no memory for this request; try again later"
+#: seconds that stand for no limit
+_FOREVER = 3600.0
+
+T = TypeVar("T")
+
+
+class DeviceTensor:
+    """A result that stayed on the device: later calls of the same request take it as an input."""
+
+    def __init__(self, run: "DirectRun", number: int, tensor: Tensor, rows: int) -> None:
+        self._run = run
+        self._number = number
+        self._tensor = tensor
+        self._rows = rows
+        self.shape = tensor.shape(rows)
+        self.dtype = NUMPY[tensor.dtype]
+
+    def __repr__(self) -> str:
+        return f"DeviceTensor(shape={self.shape}, dtype={self.dtype})"
+
+    def __del__(self) -> None:
+        self._run.released.append(self._number)
+
+    def spot(self, run: "DirectRun", tensor: Tensor, rows: int) -> Spot:
+        """Where the runtime finds it as that input of a call with so many rows. Raises Failure."""
+        if self._run is not run:
+            raise Failure(
+                Status.INTERNAL,
+                f"input {tensor.name!r} was kept on the device by another request, which is over",
+            )
+        mine = self._tensor
+        if self._rows != rows or (mine.batch_axis, mine.dims) != (tensor.batch_axis, tensor.dims):
+            raise Failure(
+                Status.INVALID,
+                f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there",
+            )
+        return Spot(Where.DEVICE, 0, self._number)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A model that a meta model calls."""
+
+    #: its place in the list of REGISTER
+    index: int
+    remote: Remote
+    endpoint: Endpoint
+
+
+def make_stages(remotes: Sequence[Remote], hooks: Mapping[str, Hooks]) -> dict[str, Stage]:
+    """By name."""
+    return {
+        remote.name: Stage(index, remote, Endpoint(remote.interface, hooks[remote.name]))
+        for index, remote in enumerate(remotes)
+    }
+
+
+@dataclass(slots=True, eq=False)
+class _Sent:
+    """A call that the runtime has."""
+
+    stage: Stage
+    plan: Plan
+    client_rows: int | None
+    #: held until it is over: the runtime reads them
+    inputs: list[Array]
+    #: by output; None: on the device
+    outputs: dict[str, Array | DeviceTensor]
+    outcome: Results | Failure | None = None
+    future: asyncio.Future[Results] | None = None
+
+
+class DirectRun:
+    """One run on a connection of its own. For one thread; `released` is for any."""
+
+    def __init__(
+        self, lane: Lane, stages: Mapping[str, Stage], token: int, deadline_ns: int, priority: int, who: str
+    ) -> None:
+        self._lane = lane
+        self._stages = stages
+        self._token = token
+        self._deadline_ns = deadline_ns
+        self._priority = priority
+        self._who = who
+        #: how it was turned away, once it was
+        self._refused: Failure | None = None
+        self._entering: int | None = None
+        self.entered = False
+        self._sent: dict[int, _Sent] = {}
+        self._numbers = itertools.count()
+        #: numbers of tensors on the device that nobody needs any more
+        self.released: deque[int] = deque()
+        #: whether the connection is of no use any more
+        self.broken = False
+
+    # --- entering and leaving -----------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Ask to be let in, without waiting for it. Raises Failure."""
+        if self.entered:
+            return
+        self.entered = True
+        (self._entering,) = self._lane.next_ids(1)
+        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority)
+        self._guard(lambda: self._lane.enter([entrance]))
+
+    def let_in(self, until_ns: int) -> None:
+        """Wait until it is. Raises Failure."""
+        self.enter()
+        while self._entering is not None:
+            self._pump(until_ns)
+        if self._refused is not None:
+            raise self._refused
+
+    def leave(self, status: Status, until_ns: int) -> None:
+        """The run is over; wait for calls that are still under way: the runtime may write to their memory."""
+        if not self.entered:
+            return
+        if until_ns:
+            until_ns = max(until_ns, time.monotonic_ns() + GRACE_NS)
+        try:
+            while self._sent:
+                self._pump(until_ns)
+            self._guard(lambda: self._lane.leave(Leaving(self._token, status)))
+            while self._entering is not None:
+                self._pump(until_ns)
+        except Failure:
+            self.broken = True
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> "_Waiting":
+        """Send a call. Raises Failure."""
+        stage = self._stages[name]
+        arrays = _check_inputs(stage, inputs)
+        kept = _check_keep(stage, keep)
+        values, plan = stage.endpoint.prepare(arrays, self._who)
+        first = arrays[stage.remote.inputs[0].name]
+        rows = first.shape[0] if stage.remote.batched else None
+        (id,) = self._lane.next_ids(1)
+        sent = _Sent(stage, plan, rows, [], {})
+        try:
+            spots = [
+                self._place(value, tensor, plan.rows, sent.inputs)
+                for value, (tensor, _) in zip(values, plan.inputs, strict=True)
+            ]
+            targets = [
+                self._target(tensor, plan.rows, tensor.name in kept, sent) for tensor, _ in plan.outputs
+            ]
+        except OSError:
+            raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
+        if not plan.rows:
+            sent.outcome = self._finish(sent)
+            return _Waiting(self, sent)
+        self.enter()
+        self._sent[id] = sent
+        call = Call(id, self._token, stage.index, plan.index, plan.rows, spots, targets)
+        self._guard(lambda: self._lane.call([call], self._releases()))
+        return _Waiting(self, sent)
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        try:
+            return self._lane.array(shape, dtype)
+        except OSError:
+            raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
+
+    def _releases(self) -> list[Release]:
+        return [Release(self._token, self.released.popleft()) for _ in range(len(self.released))]
+
+    def _place(self, value: Any, tensor: Tensor, rows: int, held: list[Array]) -> Spot:
+        if isinstance(value, DeviceTensor):
+            return value.spot(self, tensor, rows)
+        place = self._lane.locate(value)
+        if place is None:
+            # It came from elsewhere: the client, or numpy.
+            copy = self._lane.array(value.shape, value.dtype)
+            copy[...] = value
+            value, place = copy, self._lane.locate(copy)
+            assert place is not None
+        held.append(value)
+        return Spot(Where.MEMORY, *place)
+
+    def _target(self, tensor: Tensor, rows: int, keep: bool, sent: _Sent) -> Spot:
+        if keep and rows:
+            number = next(self._numbers)
+            sent.outputs[tensor.name] = DeviceTensor(self, number, tensor, rows)
+            return Spot(Where.DEVICE, 0, number)
+        array = self._lane.array(tensor.shape(rows), NUMPY[tensor.dtype])
+        sent.outputs[tensor.name] = array
+        place = self._lane.locate(array)
+        assert place is not None
+        return Spot(Where.MEMORY, *place)
+
+    def _finish(self, sent: _Sent) -> Results | Failure:
+        hooks = sent.stage.endpoint.hooks
+        if hooks.postprocess is None:
+            return dict(sent.outputs)
+        arrays: Any = sent.outputs
+        try:
+            results = sent.stage.endpoint.results(arrays, self._who)
+            remote = sent.stage.remote
+            checked = check_results(results, remote.outputs, sent.client_rows, "postprocess")
+        except Failure as failure:
+            return failure
+        return {wire.name: array for wire, array in zip(remote.outputs, checked, strict=True)}
+
+    # --- the connection -----------------------------------------------------------------------------------
+
+    def _pump(self, until_ns: int) -> None:
+        """Wait for some of what the runtime has to say. Raises Failure when it says nothing any more."""
+        timeout = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _FOREVER
+        try:
+            self._receive(timeout)
+        except TimeoutError:
+            if until_ns:
+                self._lose(Failure(Status.DEADLINE, _LATE))
+                raise Failure(Status.DEADLINE, _LATE) from None
+
+    def _receive(self, timeout: float) -> None:
+        for completion in self._guard(lambda: self._lane.receive(timeout)):
+            self._take(completion)
+
+    def _take(self, done: Completion) -> None:
+        if done.request == self._entering:
+            self._entering = None
+            if done.status is not Status.OK:
+                self._refused = Failure(done.status, done.text)
+            return
+        sent = self._sent.pop(done.request)
+        if done.status is not Status.OK:
+            # A call of a run that was not let in fails for that reason.
+            sent.outcome = self._refused or Failure(done.status, done.text)
+        else:
+            sent.outcome = self._finish(sent)
+        sent.inputs.clear()
+        _resolve(sent)
+
+    def _lose(self, failure: Failure) -> None:
+        """The connection is of no use: all that is under way fails."""
+        self.broken = True
+        self._entering = None
+        lost, self._sent = self._sent, {}
+        for sent in lost.values():
+            sent.outcome = failure
+            _resolve(sent)
+
+    def _guard(self, action: Callable[[], T]) -> T:
+        if self.broken:
+            raise Failure(Status.RUNTIME_DOWN, DOWN)
+        try:
+            return action()
+        except TimeoutError:
+            raise
+        except (Closed, ProtocolError, OSError):
+            failure = Failure(Status.RUNTIME_DOWN, DOWN)
+            self._lose(failure)
+            raise failure from None
+
+    def read_now(self) -> None:
+        """The connection is readable."""
+        with suppress(TimeoutError, Failure):  # of a failure, who waits has been told
+            self._receive(0)
+
+    @property
+    def fd(self) -> int:
+        return self._lane.sock.fileno()
+
+
+class _Waiting:
+    """A call under way; `Pending`."""
+
+    def __init__(self, run: DirectRun, sent: _Sent) -> None:
+        self._run = run
+        self._sent = sent
+
+    def wait(self, until_ns: int) -> Results:
+        while self._sent.outcome is None:
+            self._run._pump(until_ns)
+        if isinstance(self._sent.outcome, Failure):
+            raise self._sent.outcome
+        return self._sent.outcome
+
+    def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
+        sent = self._sent
+        future = sent.future = loop.create_future()
+        if sent.outcome is not None:
+            _resolve(sent)
+            return future
+        loop.add_reader(self._run.fd, self._run.read_now)
+        if until_ns:
+            late = (until_ns - time.monotonic_ns()) / 1e9
+            timer = loop.call_later(late, self._run._lose, Failure(Status.DEADLINE, _LATE))
+            future.add_done_callback(lambda _: timer.cancel())
+        return future
+
+
+def _resolve(sent: _Sent) -> None:
+    future = sent.future
+    if future is None or future.done():
+        return
+    if isinstance(sent.outcome, Failure):
+        future.set_exception(sent.outcome)
+    elif sent.outcome is not None:
+        future.set_result(sent.outcome)
+
+
+# --- what callers may send --------------------------------------------------------------------------------
+
+
+def _check_inputs(stage: Stage, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """As Triton checks what clients send. Raises Failure."""
+    remote = stage.remote
+    arrays = {
+        name: value if isinstance(value, DeviceTensor) else np.asarray(value)
+        for name, value in inputs.items()
+    }
+    for wire in remote.inputs:
+        array = arrays.get(wire.name)
+        if array is None:
+            raise Failure(Status.INVALID, f"input {wire.name!r} is missing")
+        if array.dtype != NUMPY[wire.dtype]:
+            raise Failure(Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}")
+        if not wire.fits(array.shape):
+            raise Failure(
+                Status.INVALID,
+                f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}",
+            )
+        if isinstance(array, DeviceTensor) and stage.endpoint.hooks.preprocess is not None:
+            raise Failure(
+                Status.INTERNAL, f"its preprocess hook needs input {wire.name!r}: it cannot be on the device"
+            )
+    unknown = sorted(arrays.keys() - {wire.name for wire in remote.inputs})
+    if unknown:
+        raise Failure(Status.INVALID, f"there is no input {unknown[0]!r}")
+    return arrays
+
+
+def _check_keep(stage: Stage, keep: Keep) -> frozenset[str]:
+    """Names of the outputs that stay on the device. Raises Failure."""
+    names = [tensor.name for tensor in stage.remote.interface.variants[0].outputs.tensors]
+    wanted = frozenset(names if keep is True else keep or ())
+    if wanted and stage.endpoint.hooks.postprocess is not None:
+        raise Failure(
+            Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
+        )
+    if unknown := sorted(wanted - set(names)):
+        raise Failure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
+    return wanted

@@ -1,0 +1,165 @@
+"""A model as its callers see it: checks of what they send, hooks, and what the compiled module gets of it."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.stub.hooks import Hook, Hooks
+from rsrv.stub.replies import Failure
+from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.frames import Status
+from rsrv.wire.layout import NUMPY, Interface
+
+log = logging.getLogger("rsrv.stub")
+
+Array = npt.NDArray[Any]
+
+_MAX_SHAPES = 1024
+_EMA = 0.1
+
+
+class Value(Protocol):
+    """A tensor of a request: an array, or a stand-in for one that is elsewhere."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A tensor that clients send or get."""
+
+    name: str
+    dtype: str
+    #: with the batch axis; -1 on axes that vary
+    dims: tuple[int, ...]
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.dims) and all(
+            want in (-1, got) for want, got in zip(self.dims, shape, strict=True)
+        )
+
+
+class Endpoint:
+    """Turns one request's tensors into those of the module, and the module's results into what clients get.
+
+    `preprocess_seconds` and `postprocess_seconds` are what the hooks take of late.
+    """
+
+    def __init__(self, interface: Interface, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self._interface = interface
+        self._plans: dict[tuple[tuple[int, ...], ...], Plan] = {}
+        self.preprocess_seconds = 0.0
+        self.postprocess_seconds = 0.0
+
+    def prepare(self, arrays: Mapping[str, Value], who: str) -> tuple[list[Any], Plan]:
+        """The module's inputs, in its order, and how they are executed. Raises Failure."""
+        if self.hooks.preprocess is not None:
+            started = time.perf_counter()
+            arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who)
+            self.preprocess_seconds += _EMA * (time.perf_counter() - started - self.preprocess_seconds)
+        inputs: list[Any] = []
+        for spec in self._interface.variants[0].inputs.tensors:
+            array = arrays.get(spec.name)
+            if array is None:
+                raise self._wrong_input(f"has no tensor {spec.name!r}")
+            if array.dtype != NUMPY[spec.dtype]:
+                raise self._wrong_input(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}")
+            inputs.append(array)
+        return inputs, self._resolve(tuple([array.shape for array in inputs]))
+
+    def _resolve(self, shapes: tuple[tuple[int, ...], ...]) -> Plan:
+        plan = self._plans.get(shapes)
+        if plan is None:
+            try:
+                plan = resolve(self._interface, shapes)
+            except BadShape as error:
+                if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
+                    raise self._wrong_input(f"does not fit: {error}") from None
+                raise Failure(Status.INVALID, str(error)) from None
+            if len(self._plans) < _MAX_SHAPES:
+                self._plans[shapes] = plan
+        return plan
+
+    def _wrong_input(self, what: str) -> Failure:
+        if self.hooks.preprocess is None:
+            return Failure(Status.INVALID, f"the request {what}")
+        return hook_failed("preprocess", f"its result {what}")
+
+    def results(self, arrays: Mapping[str, Array], who: str) -> Mapping[str, Array]:
+        """What clients get of the module's outputs. Raises Failure."""
+        if self.hooks.postprocess is None:
+            return arrays
+        started = time.perf_counter()
+        arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who)
+        self.postprocess_seconds += _EMA * (time.perf_counter() - started - self.postprocess_seconds)
+        return arrays
+
+
+def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor]) -> dict[str, Array]:
+    """A Triton request's tensors by name; valid while the request is held."""
+    arrays = {}
+    for tensor in request.inputs():
+        name = tensor.name()
+        wire = wires[name]
+        array = tensors.read(tensor, wire.dtype)
+        if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
+            # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
+            array = array.reshape(array.shape[:-1])
+        arrays[name] = array
+    return arrays
+
+
+def check_results(
+    arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str
+) -> list[Array]:
+    """The tensors for clients, in order, as the interface has them; `rows`: as many as each must have.
+
+    Raises Failure: the function `hook` of model.py made something else.
+    """
+    checked = []
+    for wire in outputs:
+        array = arrays.get(wire.name)
+        if array is None:
+            raise hook_failed(hook, f"its result has no {wire.name!r}")
+        if array.ndim == len(wire.dims) - 1:
+            array = array.reshape(*array.shape, 1)
+        if array.dtype != NUMPY[wire.dtype] or not wire.fits(array.shape):
+            raise hook_failed(
+                hook,
+                f"its result has {wire.name!r} of {array.dtype} {list(array.shape)}, "
+                f"expected {wire.dtype} {list(wire.dims)}",
+            )
+        if rows is not None and len(array) != rows:
+            raise hook_failed(
+                hook, f"its result has {wire.name!r} of {len(array)} rows for a request of {rows}"
+            )
+        checked.append(array)
+    return checked
+
+
+def hook_failed(hook: str, why: str) -> Failure:
+    """What a client hears of a hook's fault; the log says why."""
+    log.error("model.py: %s: %s", hook, why)
+    return Failure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
+
+
+def run_hook(name: str, hook: Hook, arrays: Mapping[str, Any], who: str) -> dict[str, Array]:
+    """Call a hook of model.py for the request `who`. Raises Failure, whatever the hook does."""
+    try:
+        result = hook(dict(arrays))
+        return {key: np.asarray(value) for key, value in result.items()}
+    except BaseException:
+        # sys.exit(), too, would end the whole batch, or one of the sending threads for good.
+        log.exception("request %r: model.py: %s raised", who, name)
+        raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None

@@ -1,0 +1,393 @@
+"""A meta model's stub: each request is one run of model.py's `run(inputs, call)`, on a thread.
+
+The runtime lets in as many runs as it is set to. Up to that number this stub starts runs at once, which ask with their
+first sub-call; the others wait in the runtime, not on threads here, until it says that their turn has come.
+"""
+
+import asyncio
+import inspect
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rsrv.stub.bls import Bls
+from rsrv.stub.calls import AsyncCall, Call, CallError, Keep, Pending, grace
+from rsrv.stub.direct import DirectRun, Stage, make_stages
+from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_failed, read_inputs
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Lane
+from rsrv.stub.later import DOWN, Later
+from rsrv.stub.replies import Failure, Reply, Responses
+from rsrv.stub.session import UNREACHABLE, Link, Session
+from rsrv.stub.tensors import Tensors
+from rsrv.stub.terms import read_terms
+from rsrv.stub.triton import ThroughTriton
+from rsrv.wire.calls import Entrance, Leaving
+from rsrv.wire.frames import Completion, Status
+from rsrv.wire.socket import Closed
+
+log = logging.getLogger("rsrv.stub")
+
+Run = Callable[[dict[str, Array], Any], Any]
+
+#: seconds that execute() may wait at most, as for other models
+_MAX_BLOCK = 0.2
+#: weight of the latest run in the learned length of one: single ones are disturbed, none is faster than it can be
+_FALL, _RISE = 0.5, 0.02
+#: seconds between looks whether the client is still there; each costs up to 0.2 ms
+_CHECK = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One request of a meta model."""
+
+    id: int  # of its ENTER
+    request: Any
+    link: Link
+    lane: Lane  # that its ENTER goes by, if it has to wait
+    deadline_ns: int = 0
+    priority: int = 0
+    #: random, so that nobody else can name it
+    token: int = field(default_factory=lambda: secrets.randbits(63) | 1)
+    let_in: bool = False
+    failure: Failure | None = None
+    response: Any = None
+    reply: Reply | None = None
+    checked: float = 0.0
+    cancelling: bool = False
+    #: arrays that the response may refer to
+    results: Sequence[Array] = ()
+    #: where execute() waits for it
+    inbox: queue.SimpleQueue["Visit"] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self) -> Entrance:
+        return Entrance(self.id, self.token, self.deadline_ns, self.priority)
+
+    def finish(self, done: Completion) -> None:
+        self.let_in = done.status is Status.OK
+        if not self.let_in:
+            self.failure = Failure(done.status, done.text)
+
+    def fail(self, status: Status, text: str) -> None:
+        self.failure = Failure(status, text)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.results)
+
+    def release(self) -> None:
+        self.request, self.results = None, ()
+
+    def check(self) -> None:
+        """Raises Failure when nobody needs the answer any more."""
+        if self.deadline_ns and time.monotonic_ns() >= self.deadline_ns:
+            raise Failure(Status.DEADLINE, "the deadline passed before it was called")
+        now = time.monotonic()
+        if self.reply is not None and now - self.checked > _CHECK:
+            self.checked = now
+            if self.reply.cancelled():
+                raise Failure(Status.CANCELLED, "the request was cancelled")
+
+
+class MetaEngine:
+    """`hooks` are those of the called models, by name; `external` names models outside of the runtime."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        responses: Responses,
+        run: Run,
+        hooks: Mapping[str, Hooks],
+        external: Sequence[str],
+        outputs: Sequence[WireTensor],
+        batched: bool,
+        session: Session,
+        make_bls: Callable[[dict[str, Any]], Bls],
+    ) -> None:
+        self._tensors = tensors
+        self._responses = responses
+        self._run = run
+        self._hooks = hooks
+        self._external = external
+        self._outputs = outputs
+        self._batched = batched
+        self._session = session
+        #: whether runs have to be let in: those that call nobody in the runtime do not use the device
+        self._gated = bool(hooks)
+        link = session.establish()
+        settings = link.settings["meta"]
+        self._bls = make_bls(settings)
+        self._through_triton = settings["transport"] == "bls"
+        self._concurrency = settings["concurrency"]
+        #: what a run takes, seconds; at first it is not waited for
+        self._seconds = _MAX_BLOCK
+        self._underway = 0
+        #: those that were answered in place last: Triton reads their responses after execute() has returned
+        self._answered: list[Visit] = []
+        self._lock = threading.Lock()
+        #: connections that no run uses now, and the stages, of one link
+        self._lanes: list[Lane] = []
+        self._link: Link | None = None
+        self._stages: dict[str, Stage] = {}
+        threads = link.settings["stub"]["sender_threads"] + (self._concurrency if self._gated else 0)
+        self._later: Later[Visit] = Later(session, Lane.enter, self._respond, threads)
+        session.on_link = self._watch
+        self._watch(link)
+
+    def _watch(self, link: Link) -> None:
+        with self._lock:
+            old, self._lanes = self._lanes, [link.direct]
+            self._link, self._stages = link, make_stages(link.models, self._hooks)
+        for lane in old:
+            lane.close()
+        self._later.watch(link)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a runtime that serves all models that this one calls."""
+        return self._session.link is not None
+
+    def close(self) -> None:
+        self._later.close()
+        self._bls.close()
+        self._session.close()
+        with self._lock:
+            lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close()
+
+    # --- execute ------------------------------------------------------------------------------------------
+
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        """Triton's entry: a list of responses, or None when they come later."""
+        link = self._session.link
+        if link is None:
+            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+        visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
+        at_once, waiting = self._divide(visits)
+        limit = link.settings["stub"]["in_place_ms"] / 1e3
+        if not waiting and self._seconds <= limit:
+            return self._in_place(visits, at_once)
+        for visit in visits:
+            visit.reply = Reply(visit.request.get_response_sender(), self._responses)
+        self._start(at_once)
+        for visit in visits:
+            if visit.failure is not None:
+                self._later.finish(visit)
+        if waiting:
+            self._later.submit(link, waiting)
+        return None
+
+    def _number(self, link: Link, requests: list[Any]) -> Any:
+        return zip(link.later.next_ids(len(requests)), requests, strict=True)
+
+    def _receive(self, link: Link, id: int, request: Any) -> Visit:
+        visit = Visit(id, request, link, link.later)
+        try:
+            visit.deadline_ns, visit.priority, _ = read_terms(request)
+        except Failure as failure:
+            visit.fail(failure.status, failure.text)
+        except Exception:
+            log.exception("preparing a request failed")
+            visit.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
+        return visit
+
+    def _divide(self, visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
+        """Those that run at once, and those that wait for the others' ends; not those that have failed."""
+        well = [visit for visit in visits if visit.failure is None]
+        with self._lock:
+            free = max(0, self._concurrency - self._underway) if self._gated else len(well)
+            at_once, waiting = well[:free], well[free:]
+            self._underway += len(at_once)
+        return at_once, waiting
+
+    def _start(self, visits: list[Visit]) -> None:
+        for visit in visits:
+            self._later.run(partial(self._attend, visit))
+
+    def _in_place(self, visits: list[Visit], running: list[Visit]) -> list[Any] | None:
+        inbox: queue.SimpleQueue[Visit] = queue.SimpleQueue()
+        for visit in running:
+            visit.inbox = inbox
+        self._start(running)
+        until = time.monotonic() + _MAX_BLOCK
+        try:
+            for _ in running:
+                inbox.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            # It takes longer than it used to: let execute() return.
+            self._seconds = _MAX_BLOCK
+            for visit in visits:
+                self._hand_over(visit)
+            return None
+        self._answered = visits
+        return [visit.response or self._failed(visit) for visit in visits]
+
+    def _hand_over(self, visit: Visit) -> None:
+        reply = Reply(visit.request.get_response_sender(), self._responses)
+        with visit.lock:
+            visit.reply = reply
+            ended = visit.response is not None or visit.failure is not None
+        if ended:
+            self._later.finish(visit)
+
+    # --- one run, on a sending thread ---------------------------------------------------------------------
+
+    def _attend(self, visit: Visit) -> None:
+        """A run that was started at once; whoever it is for is told."""
+        response = self._serve(visit)
+        with visit.lock:
+            visit.response = response
+            reply = visit.reply
+        if reply is None:
+            assert visit.inbox is not None
+            visit.inbox.put(visit)
+        else:
+            reply.send(response, visit.nbytes)
+            visit.release()
+
+    def _respond(self, visit: Visit) -> Any:
+        """The response of a visit that was let in, or turned away; never raises."""
+        if visit.failure is not None:
+            return self._failed(visit)
+        with self._lock:
+            self._underway += 1
+        return self._serve(visit)
+
+    def _failed(self, visit: Visit) -> Any:
+        assert visit.failure is not None
+        return self._responses.failure(visit.failure.status, visit.failure.text)
+
+    def _serve(self, visit: Visit) -> Any:
+        """One run, which counts as under way until it is over."""
+        started = time.perf_counter()
+        try:
+            return self._responses.answer(self._answer(visit))
+        except Failure as failure:
+            if failure.status is Status.INTERNAL:
+                log.error("request %r failed: %s", visit.request.request_id(), failure.text)
+            return self._responses.failure(failure.status, failure.text)
+        except Exception:
+            log.exception("request %r failed", visit.request.request_id())
+            return self._responses.failure(Status.INTERNAL, "the request failed; the server's log says why")
+        finally:
+            seconds = time.perf_counter() - started
+            with self._lock:
+                self._underway -= 1
+                weight = _FALL if seconds < self._seconds else _RISE
+                self._seconds += weight * (min(seconds, 4 * self._seconds) - self._seconds)
+
+    def _answer(self, visit: Visit) -> list[Any]:
+        lane = self._take_lane(visit)
+        run = DirectRun(
+            lane, self._stages, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id()
+        )
+        run.entered = visit.let_in
+        status = Status.INTERNAL
+        try:
+            visit.check()
+            tensors = self._results(visit, run)
+            status = Status.OK
+            return tensors
+        except Failure as failure:
+            status = failure.status
+            raise
+        finally:
+            run.leave(status, grace(visit.deadline_ns))
+            self._give_lane(visit.link, lane, broken=run.broken)
+
+    def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
+        arrays = read_inputs(self._tensors, visit.request, visit.link.inputs)
+        rows = len(next(iter(arrays.values()))) if self._batched else None
+        checked = check_results(self._call_user(visit, run, arrays), self._outputs, rows, "run")
+        visit.results = checked
+        return [
+            self._tensors.make(wire.name, array, wire.dtype)
+            for wire, array in zip(self._outputs, checked, strict=True)
+        ]
+
+    def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
+        stages = _Routes(run, self._stages, self._external, self._bls, visit, self._through_triton)
+        try:
+            if inspect.iscoroutinefunction(self._run):
+                results = asyncio.run(self._run(arrays, AsyncCall(stages, visit.deadline_ns, visit.check)))
+            else:
+                results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
+            return {key: np.asarray(value) for key, value in results.items()}
+        except CallError as error:
+            raise Failure(error.status, str(error)) from None
+        except BaseException:
+            log.exception("request %r: model.py: run raised", visit.request.request_id())
+            raise hook_failed("run", "it raised") from None
+
+    # --- connections --------------------------------------------------------------------------------------
+
+    def _take_lane(self, visit: Visit) -> Lane:
+        link = visit.link
+        with self._lock:
+            if link is self._link and self._lanes:
+                return self._lanes.pop()
+        try:
+            return self._session.open_lane(link.key)
+        except UNREACHABLE as error:
+            log.error("no connection for a run: %s", error)
+            if visit.let_in:
+                with suppress(Closed):
+                    visit.lane.leave(Leaving(visit.token, Status.RUNTIME_DOWN))
+            raise Failure(Status.RUNTIME_DOWN, DOWN) from None
+
+    def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
+        with self._lock:
+            if link is self._link and not broken:
+                self._lanes.append(lane)
+                return
+        lane.close()
+
+
+class _Routes:
+    """What one run may call, each by its way; `Stages`."""
+
+    def __init__(
+        self,
+        run: DirectRun,
+        stages: Mapping[str, Stage],
+        external: Sequence[str],
+        bls: Bls,
+        visit: Visit,
+        through_triton: bool,
+    ) -> None:
+        self._run = run
+        self._stages = stages
+        self._external = external
+        self._triton = ThroughTriton(bls, visit.deadline_ns)
+        self._visit = visit
+        self._through_triton = through_triton
+
+    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        if name in self._external:
+            return self._triton.start(name, inputs)
+        if name not in self._stages:
+            raise Failure(
+                Status.INTERNAL, "model.py calls it, and the manifest's meta.calls does not list it"
+            )
+        if not self._through_triton:
+            return self._run.start(name, inputs, keep)
+        self._run.let_in(grace(self._visit.deadline_ns))
+        outputs = [wire.name for wire in self._stages[name].remote.outputs]
+        return self._triton.start(name, inputs, outputs, self._visit.token)
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        if self._through_triton:
+            return np.empty(shape, dtype)
+        return self._run.scratch(shape, dtype)

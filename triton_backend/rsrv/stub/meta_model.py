@@ -1,0 +1,61 @@
+"""The class that Triton's Python backend looks for in the generated model.py of a meta model."""
+
+import asyncio  # noqa: F401  as in `model`
+import json
+from functools import partial
+from typing import Any
+
+from rsrv.stub.bls import Bls
+from rsrv.stub.hooks import HookError, load_hooks, load_run
+from rsrv.stub.meta import MetaEngine
+from rsrv.stub.model import Setup, set_up
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import UNREACHABLE
+from rsrv.stub.tensors import BrokenPairing, Tensors
+
+
+class TritonPythonModel:
+    """One meta model's stub. Everything that matters happens in `MetaEngine` and in the runtime."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Returns when all models that it calls are compiled, warm and ready; raises with the reason otherwise."""
+        import triton_python_backend_utils as pb_utils
+
+        setup: Setup = set_up(args, pb_utils)
+        folder = setup.bundle.parent / "calls"
+        called = sorted(folder.iterdir()) if folder.is_dir() else []
+        session = setup.session({path.name: str(path) for path in called})
+        external = setup.config["parameters"].get("rsrv_external", {"string_value": "[]"})
+        try:
+            tensors = Tensors(pb_utils)
+            self._engine = MetaEngine(
+                tensors,
+                Responses(pb_utils),
+                load_run(setup.bundle / "model.py"),
+                {path.name: load_hooks(path / "model.py") for path in called},
+                json.loads(external["string_value"]),
+                setup.outputs,
+                setup.batched,
+                session,
+                partial(_make_bls, pb_utils, tensors),
+            )
+        except (*UNREACHABLE, BrokenPairing, HookError) as error:
+            session.close()
+            raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        return self._engine.execute(requests)
+
+    def is_ready(self) -> bool:
+        """Asked by Triton 26.03 and later for the model's readiness."""
+        return self._engine.ready
+
+    def finalize(self) -> None:
+        self._engine.close()
+
+
+def _make_bls(pb_utils: Any, tensors: Tensors, settings: dict[str, Any]) -> Bls:
+    return Bls(pb_utils, tensors, concurrency=settings["bls_concurrency"], timeout=settings["bls_timeout_s"])
+
+
+__all__ = ["TritonPythonModel"]

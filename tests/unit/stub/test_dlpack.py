@@ -53,9 +53,9 @@ def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
     """Scalars and empty tensors included."""
     array = np.ones(shape, np.float32)
 
-    _, found, nbytes = read_capsule(array.__dlpack__())
+    _, found, nbytes, dtype = read_capsule(array.__dlpack__())
 
-    assert (found, nbytes) == (shape, array.nbytes)
+    assert (found, nbytes, dtype) == (shape, array.nbytes, "f32")
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:

@@ -139,8 +139,8 @@ class Bls:
     def __init__(self, pb_utils: Any, tensors: Tensors, concurrency: int, timeout: float) -> None:
         if concurrency < 1:
             raise ValueError(
-                "models can be called through Triton only if each instance has two threads at least: start tritonserver "
-                "with --backend-config=python,thread-pool-size=2 or more"
+                "models can be called through Triton only if each instance has two threads at least: start "
+                "tritonserver with --backend-config=python,thread-pool-size=2 or more"
             )
         self._pb = pb_utils
         self._tensors = tensors
@@ -227,8 +227,8 @@ class Bls:
             models = ", ".join(sorted({repr(each.model) for each in self._under_way}))
             return Failure(
                 Status.QUEUE_FULL,
-                f"model {call.model!r} cannot be called: all {self._concurrency} calls that may be under way have been "
-                f"without an answer for more than {self._timeout:g} s (of {models}); those models and the one that calls "
+                f"model {call.model!r} cannot be called: all {self._concurrency} calls that may be under way have had "
+                f"no answer for more than {self._timeout:g} s (from {models}); those models and the one that calls "
                 "them must be loaded again",
             )
         return None
@@ -253,8 +253,8 @@ class Bls:
             return Failure(Status.DEADLINE, f"model {call.model!r} did not answer within {self._timeout:g} s")
         return Failure(
             Status.QUEUE_FULL,
-            f"model {call.model!r} could not be called for {self._timeout:g} s: all {self._concurrency} calls that may "
-            "be under way were; try again later",
+            f"model {call.model!r} could not be called for {self._timeout:g} s: all {self._concurrency} calls that "
+            "may be under way were; try again later",
         )
 
     def _next(self) -> _Call | None:

@@ -53,9 +53,9 @@ def test_we_understand_numpys_capsules(shape: tuple[int, ...]) -> None:
     """Scalars and empty tensors included."""
     array = np.ones(shape, np.float32)
 
-    _, found, nbytes = read_capsule(array.__dlpack__())
+    _, found, nbytes, dtype = read_capsule(array.__dlpack__())
 
-    assert (found, nbytes) == (shape, array.nbytes)
+    assert (found, nbytes, dtype) == (shape, array.nbytes, "f32")
 
 
 def test_a_tensor_with_gaps_is_refused() -> None:
@@ -119,3 +119,55 @@ def test_a_working_pairing_uses_numpy() -> None:
     tensor = FakeTensor("x", np.arange(3))
 
     assert tensors.read(tensor, "i64") is tensor._array
+
+
+class Bf16Tensor(FakeTensor):
+    """Numpy has no such type, and Triton says so."""
+
+    def as_numpy(self) -> Any:
+        raise RuntimeError("Tensor dtype is BF16 and cannot be converted to NumPy.")
+
+    def to_dlpack(self) -> Any:
+        return make_capsule(self._array.ctypes.data, "bf16", self._array.shape)
+
+
+@pytest.mark.parametrize("token", DTYPES)
+@pytest.mark.parametrize("tensor", [FakeTensor, Numpy2UnderOldTriton])
+def test_a_tensor_is_taken_without_knowing_its_dtype(tensor: type[FakeTensor], token: str) -> None:
+    """Whether numpy and Triton work together or not."""
+    tensors = Tensors(pb_utils(tensor))
+    array: np.typing.NDArray[Any] = (np.arange(6).reshape(2, 3) % 2).astype(DTYPES[token])
+
+    made = tensors.make("x", array)
+    back = tensors.take(made)
+
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back, array)
+
+
+def test_a_bf16_tensor_is_taken_as_its_bits() -> None:
+    """They are a copy: the tensor may go."""
+    bits = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    tensor = Bf16Tensor("x", bits)
+
+    taken = Tensors(FakePbUtils).take(tensor)
+    del tensor
+
+    assert taken.dtype == np.uint16
+    assert taken.flags.owndata
+    np.testing.assert_array_equal(taken, bits)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([b"a"], object), np.array(["a"]), np.zeros(2, ">f4"), np.zeros(2, "c8")]
+)
+def test_elements_that_a_capsule_cannot_hold_are_refused(array: Any) -> None:
+    """Strings, other byte orders, complex numbers."""
+    with pytest.raises(ValueError, match="cannot be handed"):
+        Tensors(pb_utils(Numpy2UnderOldTriton)).make("x", array)
+
+
+def test_a_capsule_of_an_unknown_type_is_refused() -> None:
+    """Complex numbers, which no tensor of Triton's has."""
+    with pytest.raises(ValueError, match="unknown here"):
+        read_capsule(np.zeros(2, np.complex64).__dlpack__())

@@ -20,6 +20,7 @@ _TYPES = {
     "u8": (1, 8), "u16": (1, 16), "u32": (1, 32), "u64": (1, 64),
     "f16": (2, 16), "f32": (2, 32), "f64": (2, 64), "bf16": (4, 16),
 }  # fmt: skip
+_TOKENS = {code_and_bits: token for token, code_and_bits in _TYPES.items()}
 
 
 class _DLTensor(ctypes.Structure):
@@ -84,14 +85,19 @@ def make_capsule(address: int, dtype: str, shape: Sequence[int]) -> Any:
     return _new_capsule(block, _NAME, None)
 
 
-def read_capsule(capsule: Any) -> tuple[int, tuple[int, ...], int]:
-    """(address, shape, bytes) of a row-major tensor on the CPU, valid while the capsule's tensor lives.
+def read_capsule(capsule: Any) -> tuple[int, tuple[int, ...], int, str]:
+    """(address, shape, bytes, dtype) of a row-major tensor on the CPU, valid while the capsule's tensor lives.
 
-    Raises ValueError for a tensor elsewhere or with gaps.
+    Raises ValueError for a tensor elsewhere, with gaps, or of elements that have no token.
     """
     tensor = _DLManagedTensor.from_address(_get_pointer(capsule, _NAME)).tensor
     if tensor.device_type != _KDLCPU:
         raise ValueError(f"a tensor lies on device type {tensor.device_type}, not in host memory")
+    dtype = _TOKENS.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
+        raise ValueError(
+            f"a tensor's elements are of a type unknown here (DLPack {tensor.code}, {tensor.bits} bits)"
+        )
     shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
     if tensor.strides:
         step = 1
@@ -99,4 +105,4 @@ def read_capsule(capsule: Any) -> tuple[int, tuple[int, ...], int]:
             if shape[axis] != 1 and tensor.strides[axis] != step and prod(shape):
                 raise ValueError("a tensor is not row-major")
             step *= shape[axis]
-    return (tensor.data or 0) + tensor.byte_offset, shape, prod(shape) * tensor.bits // 8
+    return (tensor.data or 0) + tensor.byte_offset, shape, prod(shape) * tensor.bits // 8, dtype

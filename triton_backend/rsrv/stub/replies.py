@@ -1,6 +1,7 @@
 """Exactly one answer for every request, whatever path fails."""
 
 import logging
+import re
 from threading import Lock
 from typing import Any
 
@@ -8,13 +9,11 @@ from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-#: the tag in front of the message, for what Triton has no code of its own
-_TAGS = {
-    Status.QUEUE_FULL: "[rsrv:QUEUE_FULL] ",
-    Status.DEADLINE: "[rsrv:DEADLINE] ",
-    Status.RUNTIME_DOWN: "[rsrv:RUNTIME_DOWN] ",
-    Status.NOT_RESIDENT: "[rsrv:NOT_RESIDENT] ",
-}
+#: what Triton has no code of its own for: a tag in front of the message tells
+_TAGGED = (Status.QUEUE_FULL, Status.DEADLINE, Status.RUNTIME_DOWN, Status.NOT_RESIDENT)
+_TAG = re.compile(
+    r"\[rsrv:(" + "|".join(status.name for status in Status if status is not Status.OK) + r")\] "
+)
 #: attribute of pb_utils.TritonError; the rest are UNAVAILABLE
 _CODES = {
     Status.INVALID: "INVALID_ARG",
@@ -37,6 +36,22 @@ class Failure(Exception):
         self.text = text
 
 
+def tag_failure(status: Status, text: str) -> str:
+    """A message that tells the status, whatever becomes of the code beside it; `untag` is the way back."""
+    return f"[rsrv:{status.name}] {text}"
+
+
+def untag(message: str) -> Failure | None:
+    """What `tag_failure` was given; None for a message without a tag.
+
+    The tag may have something in front of it: an ensemble puts its own name there.
+    """
+    found = _TAG.search(message)
+    if found is None:
+        return None
+    return Failure(Status[found[1]], message[: found.start()] + message[found.end() :])
+
+
 class Responses:
     """Makes Triton's response objects."""
 
@@ -47,9 +62,11 @@ class Responses:
     def answer(self, tensors: list[Any]) -> Any:
         return self._pb.InferenceResponse(output_tensors=tensors)
 
-    def failure(self, status: Status, text: str) -> Any:
+    def failure(self, status: Status, text: str, *, sub_call: bool = False) -> Any:
+        """`sub_call`: the answer goes to another model, through BLS, which makes every code INTERNAL."""
         code = getattr(self._pb.TritonError, _CODES.get(status, "UNAVAILABLE"))
-        error = self._pb.TritonError(_TAGS.get(status, "") + text, code)
+        message = tag_failure(status, text) if sub_call or status in _TAGGED else text
+        error = self._pb.TritonError(message, code)
         return self._pb.InferenceResponse(output_tensors=[], error=error)
 
 

@@ -1,5 +1,6 @@
 """Triton's tensors to numpy and back, whatever the stub's pairing with numpy can do."""
 
+import contextlib
 import ctypes
 import logging
 from typing import Any
@@ -13,6 +14,9 @@ from rsrv.wire.layout import NUMPY
 log = logging.getLogger("rsrv.stub")
 
 Array = npt.NDArray[Any]
+
+#: numpy's types -> ours. Not those that travel as their bits: uint8 and uint16 stand for themselves.
+_TOKENS = {dtype: token for token, dtype in NUMPY.items() if token not in ("bf16", "f8_e5m2", "f8_e4m3")}
 
 
 class BrokenPairing(Exception):
@@ -46,14 +50,33 @@ class Tensors:
         if self._numpy_works and dtype != "bf16":
             array: Array = tensor.as_numpy()
             return array
-        address, shape, nbytes = read_capsule(tensor.to_dlpack())
-        buffer = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else b""
-        return np.frombuffer(buffer, NUMPY[dtype]).reshape(shape)
+        return _in_place(tensor)
 
-    def make(self, name: str, array: Array, dtype: str) -> Any:
-        """A Triton tensor of `array`, which it may refer to until the response is sent."""
+    def take(self, tensor: Any) -> Array:
+        """A copy of the elements of a tensor of whatever type: when nobody knows it before, and `tensor` is to go.
+
+        Raises what Triton raises for BYTES where the pairing with numpy does not work.
+        """
+        if self._numpy_works:
+            with contextlib.suppress(Exception):  # of a bf16 tensor
+                array: Array = tensor.as_numpy()  # Triton's copy, which stays when the tensor goes
+                return array
+        return _in_place(tensor).copy()
+
+    def make(self, name: str, array: Array, dtype: str | None = None) -> Any:
+        """A Triton tensor of `array`, which it may refer to until the response is sent.
+
+        Without `dtype` it is what numpy says. Raises ValueError, or what Triton raises, for elements that cannot be
+        sent.
+        """
         if self._numpy_works and dtype != "bf16":
             return self._tensor(name, array)
+        if dtype is None:
+            dtype = _TOKENS.get(array.dtype)
+            if dtype is None:
+                raise ValueError(
+                    f"elements of {array.dtype} cannot be handed to this Triton from numpy {np.__version__}"
+                )
         array = np.ascontiguousarray(array).reshape(array.shape)
         return self._from_dlpack(name, make_capsule(array.ctypes.data, dtype, array.shape))
 
@@ -62,11 +85,11 @@ class Tensors:
     def _by_numpy(self, array: Array) -> tuple[Array, Array]:
         made = self._tensor("probe", array)
         arrived = self._from_dlpack("probe", make_capsule(array.ctypes.data, "f32", array.shape))
-        return _elements(made), arrived.as_numpy()
+        return _in_place(made).copy(), arrived.as_numpy()
 
     def _by_capsule(self, array: Array) -> tuple[Array, Array]:
         made = self._from_dlpack("probe", make_capsule(array.ctypes.data, "f32", array.shape))
-        return _elements(made), _elements(made)
+        return _in_place(made).copy(), _in_place(made).copy()
 
     @staticmethod
     def _probe(way: Any) -> bool:
@@ -80,6 +103,8 @@ class Tensors:
         return bool(np.array_equal(out, array) and np.array_equal(back, array))
 
 
-def _elements(tensor: Any) -> Array:
-    address, shape, nbytes = read_capsule(tensor.to_dlpack())
-    return np.frombuffer(ctypes.string_at(address, nbytes), np.float32).reshape(shape)
+def _in_place(tensor: Any) -> Array:
+    """The tensor's elements, valid while `tensor` is held."""
+    address, shape, nbytes, dtype = read_capsule(tensor.to_dlpack())
+    buffer = memoryview((ctypes.c_char * nbytes).from_address(address)) if nbytes else b""
+    return np.frombuffer(buffer, NUMPY[dtype]).reshape(shape)

@@ -1,0 +1,270 @@
+"""Calls from model to model through the real server: several at once, to models that fail, hang and die."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.wire.frames import Status
+from tests.e2e import called_model, calling_model
+from tests.e2e.called_model import ECHO, RAISE, TERMS, TOGETHER, WAIT
+from tests.e2e.calling_model import TIMEOUT, TOKENS
+from tests.e2e.calls import at_once, caller
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from triton_install import Installation
+
+_MIRROR = '''
+class TritonPythonModel:
+    """Gives what it gets."""
+
+    def execute(self, requests):
+        import triton_python_backend_utils as pb_utils
+
+        return [pb_utils.InferenceResponse(request.inputs()) for request in requests]
+'''
+
+_TRITON_TYPES = {
+    "bool": "BOOL", "i8": "INT8", "i16": "INT16", "i32": "INT32", "i64": "INT64",
+    "u8": "UINT8", "u16": "UINT16", "u32": "UINT32", "u64": "UINT64",
+    "f16": "FP16", "f32": "FP32", "f64": "FP64", "bf16": "BF16",
+}  # fmt: skip
+
+
+def config(inputs: Mapping[str, str], outputs: Mapping[str, str], dims: str = "[-1]") -> str:
+    """config.pbtxt of a Python model with tensors {name: token of ours}."""
+
+    def tensors(kind: str, named: Mapping[str, str]) -> str:
+        return "\n".join(
+            f'{kind} [{{ name: "{name}" data_type: TYPE_{_TRITON_TYPES[token]} dims: {dims} }}]'
+            for name, token in named.items()
+        )
+
+    group = "instance_group [{ kind: KIND_CPU count: 1 }]"
+    return f'backend: "python"\n{tensors("input", inputs)}\n{tensors("output", outputs)}\n{group}\n'
+
+
+def add(repository: Path, name: str, code: str, config_text: str) -> None:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(code)
+    (version.parent / "config.pbtxt").write_text(config_text)
+
+
+def source(module: Any) -> str:
+    return Path(module.__file__).read_text()
+
+
+def models(folder: Path) -> Path:
+    """A repository: `meta` calls, `one` and `two` can be called, `mirror` gives tensors of all types back."""
+    repository = folder / "models"
+    add(repository, "meta", source(calling_model), config({"plan": "u8"}, {"result": "u8"}))
+    for name in ("one", "two"):
+        both = config({"what": "i32", "x": "u8"}, {"x": "u8", "most": "i32"})
+        add(repository, name, source(called_model), both)
+    every = {token: token for token in TOKENS}
+    add(repository, "mirror", _MIRROR, config(every, every, "[-1, -1]"))
+    return repository
+
+
+def ask(server: RunningTriton, **plan: Any) -> dict[str, Any]:
+    """What the calling model makes of its plan."""
+    with caller(server) as call:
+        text = np.frombuffer(json.dumps(plan).encode(), np.uint8)
+        result: dict[str, Any] = json.loads(bytes(call("meta", {"plan": text}, client_timeout=60)["result"]))
+        return result
+
+
+def ask_one(server: RunningTriton, **call: Any) -> dict[str, Any]:
+    """The outcome of a single call."""
+    answer: dict[str, Any] = ask(server, calls=[{"model": "one", "what": ECHO, **call}])["answers"][0]
+    return answer
+
+
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+#: what is never answered would else hold the server's end up for ten
+LEAVE_SOON = "--exit-timeout-secs=1"
+POOL_OF_TWO = "--backend-config=python,thread-pool-size=2"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """A server for tests that harm none of its models."""
+    folder = tmp_path_factory.mktemp("bls")
+    with running_triton(models(folder), folder / "server.log") as running:
+        yield running
+
+
+@pytest.fixture
+def own(start_triton: StartTriton, tmp_path: Path) -> Callable[..., RunningTriton]:
+    """Starts a server for one test."""
+
+    def start(*extra_args: str) -> RunningTriton:
+        return start_triton(models(tmp_path), extra_args=[*EXPLICIT, *extra_args])
+
+    return start
+
+
+# --- what a call carries ------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_answered_with_the_outputs_that_were_asked_for(server: RunningTriton) -> None:
+    """In the order in which they were asked for, and with all of them when none was named."""
+    assert ask_one(server)["names"] == ["x", "most"]
+    assert ask_one(server, outputs=["most", "x"])["names"] == ["most", "x"]
+    assert ask_one(server, outputs=["x"])["names"] == ["x"]
+
+
+def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
+    """The largest token, as text, and the time left in microseconds."""
+    told = json.loads(ask_one(server, what=TERMS, run=2**64 - 1, deadline_ms=1500)["text"])
+    plain = json.loads(ask_one(server, what=TERMS)["text"])
+
+    assert told["parameters"] == {"rsrv_run": str(2**64 - 1)}
+    assert 0 < told["timeout"] <= 1_500_000
+    assert plain == {"parameters": {}, "timeout": 0}
+
+
+@pytest.mark.parametrize("pairing", ["numpy1", "numpy2"])
+def test_tensors_of_every_dtype_go_and_come(start_triton: StartTriton, tmp_path: Path, pairing: str) -> None:
+    """Small, empty and large ones, of any memory layout, also with the numpy that this Triton does not get on with."""
+    env = {"PATH": f"{Installation().numpy2_bin()}:{os.environ['PATH']}"} if pairing == "numpy2" else None
+    repository = models(tmp_path)
+    for name in ("one", "two"):
+        shutil.rmtree(repository / name)
+    running = start_triton(repository, env=env)
+
+    assert ("do not work together" in running.log_text()) == (pairing == "numpy2")
+    assert ask(running, dtypes="mirror")["wrong"] == []
+
+
+# --- several at once ----------------------------------------------------------------------------------------------
+
+
+def test_as_many_calls_as_the_pool_allows_are_under_way_at_once(server: RunningTriton) -> None:
+    """31 with Triton's default of 32: the callee answers only when all are there, and another request beside them."""
+    together = {"model": "two", "what": TOGETHER + 31}
+    ask(server, calls=[together] * 30, wait=False)
+    beside = ask(server)  # answered by a response sender while 30 calls are under way
+    (last,) = ask(server, calls=[together])["answers"]
+
+    assert beside["limit"] == 31
+    assert last["most"] == 31
+
+
+def test_more_calls_than_the_pool_allows_take_turns(server: RunningTriton) -> None:
+    """A hundred calls of a model that answers each one; everybody gets the own answer."""
+    answers = ask(server, calls=[{"model": "one", "what": ECHO}] * 100)["answers"]
+
+    assert all(answer["own"] for answer in answers)
+
+
+def test_calls_from_many_requests_at_once(own: Callable[..., RunningTriton]) -> None:
+    """With the smallest pool: answers of the calling model and its calls share two threads, and none is stuck."""
+    running = own(POOL_OF_TWO)
+
+    def work(_: object, number: int) -> list[bool]:
+        answers = []
+        for _ in range(20):
+            calls = [{"model": ("one", "two")[number % 2], "what": ECHO}] * 5
+            answers += ask(running, calls=calls)["answers"]
+        return [answer["own"] for answer in answers]
+
+    owns = at_once(running, 8, work)
+
+    assert ask(running)["limit"] == 1
+    assert owns == [[True] * 100] * 8
+
+
+# --- calls that are never answered --------------------------------------------------------------------------------
+
+
+def test_a_callee_that_hangs_stops_nobody_else(own: Callable[..., RunningTriton]) -> None:
+    """Its call ends in time; further calls are refused at once, and made again as soon as it answers."""
+    running = own(POOL_OF_TWO)
+
+    late = ask_one(running, what=WAIT, deadline_ms=100)
+    assert late["status"] == "DEADLINE"
+    queued = ask_one(running, model="two", deadline_ms=100)
+    assert queued["status"] == "DEADLINE"
+    wait_until(lambda: ask_one(running, model="two", deadline_ms=50)["status"] == "QUEUE_FULL")
+    refused = ask(running, calls=[{"model": "two", "what": ECHO}])
+    assert refused["answers"][0]["status"] == "QUEUE_FULL"
+    assert "'one'" in refused["answers"][0]["text"]
+    assert refused["seconds"] < TIMEOUT / 2
+
+    with caller(running) as call:
+        call("one", {"what": np.array([TOGETHER], np.int32), "x": np.zeros(1, np.uint8)})
+    wait_until(lambda: "names" in ask_one(running, model="two"))
+
+
+def test_a_call_without_a_deadline_ends_all_the_same(own: Callable[..., RunningTriton]) -> None:
+    """After the time that no call may exceed, by name of the callee; the model itself goes on answering."""
+    running = own(LEAVE_SOON)
+
+    result = ask(running, calls=[{"model": "one", "what": WAIT}, {"model": "two", "what": ECHO}])
+
+    hung, answered = result["answers"]
+    assert hung["status"] == "DEADLINE"
+    assert hung["text"] == f"model 'one' did not answer within {TIMEOUT:g} s"
+    assert answered["own"]
+    assert TIMEOUT <= result["seconds"] < TIMEOUT + 5
+
+
+def test_a_callee_that_dies_is_told_apart_and_comes_back(own: Callable[..., RunningTriton]) -> None:
+    """Its process ends: what it had is never answered, what comes later fails; loaded again, it answers."""
+    running = own(LEAVE_SOON)
+    ask(running, calls=[{"model": "one", "what": WAIT}], wait=False)
+    (pid,) = running.stub_pids("one")
+    os.kill(pid, 9)
+
+    dead = ask_one(running)
+    assert dead["status"] == "INTERNAL"
+    assert dead["text"] == "the process of model 'one' has ended; the model must be loaded again"
+    assert ask_one(running, model="two")["own"]
+
+    running.grpc.unload_model("one")
+    running.grpc.load_model("one")
+    assert ask_one(running)["own"]
+
+
+# --- calls that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
+def test_the_status_of_a_model_of_ours_comes_through(server: RunningTriton, status: Status) -> None:
+    """Triton loses every code on this way; the tag tells it."""
+    assert ask_one(server, what=int(status)) == {"status": status.name, "text": "for the test"}
+
+
+def test_a_callee_that_raises_is_internal(server: RunningTriton) -> None:
+    """With its reason, but without the places in its code, and of the server's files."""
+    raised = ask_one(server, what=RAISE)
+
+    assert raised == {"status": "INTERNAL", "text": "OSError: cannot open (path)"}
+    assert "/secret/place/weights.bin" in server.log_text()
+
+
+def test_unknown_and_unloaded_models_are_not_found(own: Callable[..., RunningTriton]) -> None:
+    """Whether they were there once or never."""
+    running = own()
+    running.grpc.unload_model("one")
+
+    assert ask_one(running) == {"status": "NOT_FOUND", "text": "model 'one' is not loaded"}
+    assert ask_one(running, model="nobody") == {"status": "NOT_FOUND", "text": "model 'nobody' is not loaded"}
+
+
+def test_a_call_that_the_callee_does_not_take_is_invalid(server: RunningTriton) -> None:
+    """Names are checked by Triton, before the callee sees anything."""
+    refused = ask_one(server, model="mirror")
+    unknown_output = ask_one(server, outputs=["nobody"])
+
+    assert refused["status"] == unknown_output["status"] == "INVALID"
+    assert refused["text"].startswith("model 'mirror' cannot be called like this: ")
+    assert "'nobody'" in unknown_output["text"]

@@ -1,0 +1,432 @@
+"""Calls of other models, with a Triton in which they are functions."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.stub.bls import Bls, failure_of, limit, pool_size
+from rsrv.stub.replies import Failure, tag_failure
+from rsrv.stub.tensors import Array, Tensors
+from rsrv.wire.frames import Status
+from tests.fakes import FakePbUtils, FakeTensor
+
+Arrays = dict[str, Array]
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+#: seconds; for what should happen at once
+SOON = 30.0
+
+
+class FakeAnswer:
+    """Of one call: outputs, or Triton's message."""
+
+    def __init__(self, outcome: Arrays | str) -> None:
+        self._outcome = outcome
+
+    def has_error(self) -> bool:
+        return isinstance(self._outcome, str)
+
+    def error(self) -> "FakeAnswer":
+        return self
+
+    def message(self) -> str:
+        assert isinstance(self._outcome, str)
+        return self._outcome
+
+    def output_tensors(self) -> list[FakeTensor]:
+        assert isinstance(self._outcome, dict)
+        return [FakeTensor(name, array) for name, array in self._outcome.items()]
+
+
+class FakeCall:
+    def __init__(self, models: dict[str, Callable[["FakeCall"], Arrays | str]], **arguments: Any) -> None:
+        self._models = models
+        self.arguments = arguments
+        self.arrays = {tensor.name(): tensor.as_numpy() for tensor in arguments["inputs"]}
+
+    def exec(self) -> FakeAnswer:
+        return FakeAnswer(self._models[self.arguments["model_name"]](self))
+
+
+class PickyTensor(FakeTensor):
+    """As Triton's: takes no text of numpy's."""
+
+    def __init__(self, name: str, array: Array) -> None:
+        if array.dtype.kind == "U":
+            raise RuntimeError("NumPy dtype is not supported.")
+        super().__init__(name, array)
+
+
+class FakeTriton(FakePbUtils):
+    TRITONSERVER_MEMORY_CPU = "cpu"
+    Tensor = PickyTensor
+
+    def __init__(self) -> None:
+        self.models: dict[str, Callable[[FakeCall], Arrays | str]] = {}
+
+    def InferenceRequest(self, **arguments: Any) -> FakeCall:
+        return FakeCall(self.models, **arguments)
+
+    def PreferredMemory(self, kind: str, device: int) -> tuple[str, int]:
+        return kind, device
+
+
+class Held:
+    """A model that answers when it is told to; counts who is in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.entered = threading.Semaphore(0)
+        self.answer = threading.Event()
+        self.inside = 0
+        self.most = 0
+
+    def __call__(self, call: FakeCall) -> Arrays:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self.entered.release()
+        assert self.answer.wait(SOON)
+        with self._lock:
+            self.inside -= 1
+        return call.arrays
+
+
+@pytest.fixture
+def triton() -> FakeTriton:
+    made = FakeTriton()
+    made.models["echo"] = lambda call: call.arrays
+    return made
+
+
+@pytest.fixture
+def held(triton: FakeTriton) -> Iterator[Held]:
+    made = Held()
+    triton.models["held"] = made
+    yield made
+    made.answer.set()
+
+
+@pytest.fixture
+def make(triton: FakeTriton) -> Iterator[Callable[..., Bls]]:
+    """Objects under test, closed in the end."""
+    made = []
+
+    def one(concurrency: int = 2, timeout: float = SOON) -> Bls:
+        made.append(Bls(triton, Tensors(triton), concurrency, timeout))
+        return made[-1]
+
+    yield one
+    for bls in made:
+        bls.close()
+
+
+def failure(future: Future[Arrays]) -> Failure:
+    error = future.exception(SOON)
+    assert isinstance(error, Failure)
+    return error
+
+
+def in_ns(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+# --- one call -----------------------------------------------------------------------------------------------------
+
+
+def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeTriton, make: Callable[..., Bls]) -> None:
+    """In that order; all that there are if none were named."""
+    triton.models["two"] = lambda call: {"y": X, "z": -X}
+
+    asked = make().call("two", {"x": X}, outputs=["z", "y"])
+    every = make().call("two", {"x": X})
+
+    assert list(asked) == ["z", "y"]
+    assert list(every) == ["y", "z"]
+    np.testing.assert_array_equal(asked["z"], -X)
+
+
+def test_a_call_says_what_it_has_to(triton: FakeTriton, make: Callable[..., Bls]) -> None:
+    """The run's token as text, since integers there are signed; the time left; where answers belong."""
+    seen: list[dict[str, Any]] = []
+
+    def note(call: FakeCall) -> Arrays:
+        seen.append(call.arguments)
+        return {"y": X}
+
+    triton.models["note"] = note
+    make().call("note", {"x": X}, outputs=["y"], deadline_ns=in_ns(10), run=2**64 - 1)
+    make().call("note", {"x": X})
+
+    assert seen[0]["parameters"] == {"rsrv_run": "18446744073709551615"}
+    assert 0 < seen[0]["timeout"] <= 10_000_000
+    assert seen[0]["requested_output_names"] == ["y"]
+    assert seen[0]["preferred_memory"] == ("cpu", 0)
+    assert "parameters" not in seen[1]
+    assert "timeout" not in seen[1]
+
+
+def test_an_output_that_does_not_come_is_an_error(make: Callable[..., Bls]) -> None:
+    """Triton passes on whatever a model gives."""
+    error = failure(make().start("echo", {"x": X}, outputs=["x", "nobody"]))
+
+    assert error.status is Status.INTERNAL
+    assert "'nobody'" in error.text
+
+
+def test_an_input_that_triton_has_no_type_for_is_refused(make: Callable[..., Bls]) -> None:
+    """By name, and before anything is sent."""
+    error = failure(make().start("echo", {"x": X, "words": np.array(["a", "b"])}))
+
+    assert error.status is Status.INVALID
+    assert "'words'" in error.text
+
+
+def test_a_call_that_raises_tells_the_log_why(
+    triton: FakeTriton, make: Callable[..., Bls], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not the client."""
+
+    def broken(call: FakeCall) -> Arrays:
+        raise RuntimeError("of no concern to clients")
+
+    triton.models["broken"] = broken
+    error = failure(make().start("broken", {"x": X}))
+
+    assert error.status is Status.INTERNAL
+    assert "concern" not in error.text
+    assert "of no concern to clients" in caplog.text
+
+
+def test_calls_can_be_awaited(make: Callable[..., Bls]) -> None:
+    """Several at once."""
+    bls = make()
+
+    async def both() -> Sequence[Arrays]:
+        calls = (bls.start("echo", {"x": X + number}) for number in range(2))
+        return await asyncio.gather(*map(asyncio.wrap_future, calls))
+
+    for number, answer in enumerate(asyncio.run(both())):
+        np.testing.assert_array_equal(answer["x"], X + number)
+
+
+# --- several calls ------------------------------------------------------------------------------------------------
+
+
+def test_never_more_calls_are_under_way_than_allowed(held: Held, make: Callable[..., Bls]) -> None:
+    """Three of eight at a time, and all eight are answered."""
+    bls = make(concurrency=3)
+    calls = [bls.start("held", {"x": X + number}) for number in range(8)]
+    for _ in range(3):
+        assert held.entered.acquire(timeout=SOON)
+    assert held.inside == 3
+
+    held.answer.set()
+
+    for number, call in enumerate(calls):
+        np.testing.assert_array_equal(call.result(SOON)["x"], X + number)
+    assert held.most == 3
+
+
+def test_a_call_given_up_while_it_waits_is_never_made(held: Held, make: Callable[..., Bls]) -> None:
+    """As asyncio does with what nobody awaits any more."""
+    bls = make(concurrency=1)
+    first = bls.start("held", {"x": X})
+    assert held.entered.acquire(timeout=SOON)
+    second, third = (bls.start("held", {"x": X}) for _ in range(2))
+
+    assert second.cancel()
+    held.answer.set()
+
+    first.result(SOON)
+    third.result(SOON)
+    assert held.entered.acquire(timeout=SOON)
+    assert not held.entered.acquire(blocking=False)
+
+
+def test_no_room_for_a_single_call_is_refused_with_what_to_do(make: Callable[..., Bls]) -> None:
+    """A pool of one thread would be blocked by any call."""
+    with pytest.raises(ValueError, match="thread-pool-size=2"):
+        make(concurrency=limit(1))
+
+
+# --- calls that take too long -------------------------------------------------------------------------------------
+
+
+def test_a_call_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
+    """While the model goes on; its answer changes nothing any more."""
+    bls = make(concurrency=1)
+    call = bls.start("held", {"x": X}, deadline_ns=in_ns(0.02))
+
+    error = failure(call)
+    held.answer.set()
+
+    assert error.status is Status.DEADLINE
+    assert "'held'" in error.text
+    np.testing.assert_array_equal(bls.call("echo", {"x": X})["x"], X)
+    assert failure(call) is error
+
+
+def test_a_deadline_in_the_past_calls_nobody(held: Held, make: Callable[..., Bls]) -> None:
+    """The model would work for nothing."""
+    assert failure(make().start("held", {"x": X}, deadline_ns=in_ns(-1))).status is Status.DEADLINE
+    assert not held.entered.acquire(blocking=False)
+
+
+def test_a_call_without_a_deadline_ends_all_the_same(held: Held, make: Callable[..., Bls]) -> None:
+    """After the time that no call may exceed."""
+    error = failure(make(timeout=0.02).start("held", {"x": X}))
+
+    assert error.status in (Status.DEADLINE, Status.QUEUE_FULL)
+    assert "0.02 s" in error.text
+
+
+def test_a_call_that_waits_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> None:
+    """And is never made, although another ends before the deadlines of the rest."""
+    bls = make(concurrency=1)
+    first = bls.start("held", {"x": X})
+    assert held.entered.acquire(timeout=SOON)
+    late = bls.start("held", {"x": X}, deadline_ns=in_ns(0.02))
+    patient = bls.start("held", {"x": X}, deadline_ns=in_ns(SOON))
+
+    assert failure(late).status is Status.DEADLINE
+    held.answer.set()
+
+    first.result(SOON)
+    patient.result(SOON)
+    assert held.entered.acquire(timeout=SOON)
+    assert not held.entered.acquire(blocking=False)
+
+
+def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
+    held: Held, make: Callable[..., Bls]
+) -> None:
+    """The message names who does not answer; as soon as one does, calls are made again."""
+    bls = make(concurrency=2, timeout=0.02)
+    for call in [bls.start("held", {"x": X}) for _ in range(2)]:
+        assert failure(call).status in (Status.DEADLINE, Status.QUEUE_FULL)
+    for _ in range(2):
+        assert held.entered.acquire(timeout=SOON)
+
+    refused = bls.start("echo", {"x": X})
+
+    assert refused.done()
+    assert failure(refused).status is Status.QUEUE_FULL
+    assert "all 2 calls" in failure(refused).text
+    assert "'held'" in failure(refused).text
+    held.answer.set()
+    while bls._under_way:
+        threading.Event().wait(0.001)
+    np.testing.assert_array_equal(bls.call("echo", {"x": X})["x"], X)
+
+
+def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..., Bls]) -> None:
+    """A deadline that passed says nothing about the model: the next call waits for its turn."""
+    bls = make(concurrency=1)
+    late = bls.start("held", {"x": X}, deadline_ns=in_ns(0.02))
+    assert failure(late).status is Status.DEADLINE
+
+    following = bls.start("echo", {"x": X})
+
+    assert not following.done()
+    held.answer.set()
+    np.testing.assert_array_equal(following.result(SOON)["x"], X)
+
+
+def test_closing_ends_all_calls_and_waits_for_none(held: Held, make: Callable[..., Bls]) -> None:
+    """Those under way, those that wait, and those that come later; twice is as good as once."""
+    bls = make(concurrency=1)
+    calls = [bls.start("held", {"x": X}) for _ in range(2)]
+    assert held.entered.acquire(timeout=SOON)
+
+    bls.close()
+    bls.close()
+
+    assert held.inside == 1
+    for call in [*calls, bls.start("echo", {"x": X})]:
+        assert failure(call).status is Status.RUNTIME_DOWN
+
+
+# --- what Triton says ---------------------------------------------------------------------------------------------
+
+_PREFIX = "Model m - Error when running inference: "
+_REQUEST = "[request id: <id_unknown>] "
+_RAISED = "Failed to process the request(s) for model 'm_0_0', message: "
+_AT = "\n\nAt:\n  /models/m/1/model.py(10): execute\n"
+_TYPES = "inference input 'X' data-type is 'FP64', but model 'm' expects 'FP32'"
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "text"),
+    [
+        (
+            f"{_PREFIX}Failed for execute the inference request. Model 'm' is not ready.",
+            Status.NOT_FOUND,
+            "model 'm' is not loaded",
+        ),
+        (
+            f"{_PREFIX}{_REQUEST}Exceeds maximum queue size",
+            Status.QUEUE_FULL,
+            "the queue of model 'm' is full; try again later",
+        ),
+        (
+            f"{_PREFIX}{_REQUEST}{_TYPES}",
+            Status.INVALID,
+            f"model 'm' cannot be called like this: {_TYPES}",
+        ),
+        (
+            "Stub process 'm_0_0' is not healthy.",
+            Status.INTERNAL,
+            "the process of model 'm' has ended; the model must be loaded again",
+        ),
+        (f"{_RAISED}ValueError: no such thing{_AT}", Status.INTERNAL, "ValueError: no such thing"),
+        (
+            f"in ensemble 'm', {_RAISED}OSError: no file '/data/secret/a.bin'\nsorry{_AT}",
+            Status.INTERNAL,
+            "in ensemble 'm', OSError: no file '(path)' sorry",
+        ),
+        ("in ensemble 'm', [rsrv:DEADLINE] too late", Status.DEADLINE, "in ensemble 'm', too late"),
+        ("and/or 3/4 of http://host/a/b", Status.INTERNAL, "and/or 3/4 of http://host/a/b"),
+        ("", Status.INTERNAL, ""),
+    ],
+)
+def test_triton_messages_become_statuses(message: str, status: Status, text: str) -> None:
+    """There is no code beside them; and clients learn nothing of files and lines."""
+    found = failure_of("m", message)
+
+    assert (found.status, found.text) == (status, text)
+
+
+def test_a_failing_call_is_told_as_its_model_told_it(triton: FakeTriton, make: Callable[..., Bls]) -> None:
+    """Code and text of a model of ours come through."""
+    triton.models["full"] = lambda call: tag_failure(Status.QUEUE_FULL, "retry after 5 ms")
+
+    error = failure(make().start("full", {"x": X}))
+
+    assert (error.status, error.text) == (Status.QUEUE_FULL, "retry after 5 ms")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ([], 32),
+        (["--model-repository=x", "--backend-config=python,shm-default-byte-size=1048576"], 32),
+        (["--backend-config=python,thread-pool-size=2"], 2),
+        (["--backend-config", "python,thread-pool-size=2", ""], 2),
+        (["--backend-conf=python,thread-pool-size=2"], 2),
+        (["--backend-config=python,thread-pool-size=8", "--backend-config=python,thread-pool-size=2"], 2),
+        (["--backend-config=python,thread-pool-size=3junk"], 3),
+        (["--backend-config=onnx,thread-pool-size=2"], 32),
+        (["--backend-config=python, thread-pool-size = 2"], 32),
+        (["--backend-directory=python,thread-pool-size=2"], 32),
+        (["--backend-config"], 32),
+    ],
+)
+def test_the_size_of_the_pool_is_read_from_the_command_line(arguments: list[str], size: int) -> None:
+    """As the server reads it: either form, cut short, the last one wins, and only the Python backend's counts."""
+    assert pool_size(["tritonserver", *arguments]) == size

@@ -337,6 +337,8 @@ class Scheduler:
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the load that comes next, after making room; evict what is above the budget."""
         self._memory.trim(now, out)
+        # Who was evicted with work is in line at once: nothing else may happen for a long time.
+        self._settle(now)
         if not self._memory.compaction.pauses:
             self._memory.load(now, out)
         self._settle(now)

@@ -209,8 +209,8 @@ class Loop:
                 raise ProtocolError(f"SUBMIT of request {request}, which is not answered yet")
             self._pending[id] = Part(connection, request, rows, segment, inputs_at, outputs_at)
             deadline = deadline_ns / 1e9 if deadline_ns else None
-            committed = bool(flags & COMMITTED)
-            self._arrived.append(ev.Request(id, key, index, rows, deadline, priority, committed))
+            run = id if flags & COMMITTED else 0
+            self._arrived.append(ev.Request(id, key, index, rows, deadline, priority, run))
 
     def status(self) -> dict[str, Any]:
         counts = self._registry.cache_counts

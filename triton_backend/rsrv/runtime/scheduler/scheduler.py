@@ -136,8 +136,8 @@ class Scheduler:
         self._compact(now, out)
         self._load(now, out)
         self._dispatch(now, out)
-        if self._discipline.sheds:
-            # Who was first for the link may have been shed.
+        if self._discipline.sheds or self._queues.runs:
+            # Who was first for the link may have been shed; or another is, because its run's next is committed now.
             self._load(now, out)
         self._now = now
         return out

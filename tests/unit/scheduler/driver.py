@@ -86,6 +86,10 @@ class Driver:
         self.ended: dict[int, Finish] = {}
         #: id -> request, of those that neither ended nor execute.
         self.waiting: dict[int, Request] = {}
+        #: run of a meta -> its requests that wait, oldest first; and the order in which requests came, or became the oldest.
+        self._runs: dict[int, list[int]] = {}
+        self._numbers: dict[int, int] = {}
+        self._latest = 0
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
         #: models whose requests may be held back.
@@ -133,6 +137,8 @@ class Driver:
             del self.loading[event.model]
             self.abandoning.discard(event.model)
         out = self.scheduler.handle(event, self.now)
+        if isinstance(event, RequestsArrived):
+            self._queue(event.requests, out)
         self.events.append((event, self.now))
         self.instructions.append(out)
         if len(self.events) % self._validate_every == 0:
@@ -174,12 +180,12 @@ class Driver:
         *,
         variant: int = 0,
         deadline: float | None = None,
-        committed: bool = False,
+        run: int = 0,
         priority: int = 0,
     ) -> Request:
         """A request with a fresh id, not sent yet; `deadline` is absolute."""
         self._next_id += 1
-        return Request(self._next_id, model, variant, rows, deadline, priority, committed)
+        return Request(self._next_id, model, variant, rows, deadline, priority, run)
 
     def requests_of(self, count: int, model: str = "a", rows: int = 1) -> list[Request]:
         return [self.request(model, rows) for _ in range(count)]
@@ -246,7 +252,8 @@ class Driver:
                 assert instruction.request in self.requests
                 assert instruction.request not in self.ended
                 self.ended[instruction.request] = instruction
-                self.waiting.pop(instruction.request, None)
+                if self.waiting.pop(instruction.request, None) is not None:
+                    self._leave(self.requests[instruction.request])
             case LoadWeights():
                 assert instruction.model not in self.resident
                 assert instruction.model not in self.loading
@@ -267,16 +274,49 @@ class Driver:
             case EvictWeights():
                 assert instruction.model not in self.warming
                 assert not any(
-                    one.committed and one.model == instruction.model for one in self.waiting.values()
+                    self._committed(one) and one.model == instruction.model for one in self.waiting.values()
                 )
                 assert all(one.model != instruction.model for one in self.executing.values())
                 self.resident.remove(instruction.model)
 
+    def _committed(self, request: Request) -> bool:
+        """Whether one that waits is the oldest of its run."""
+        return request.run != 0 and self._runs[request.run][0] == request.id
+
+    def _queue(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
+        """Number those that did not end at once, after all that were due before: their runs' next are older."""
+        at_once = {one.request for one in out if isinstance(one, Finish)}
+        due = [one for one in self.waiting.values() if one.deadline is not None and one.deadline <= self.now]
+        for request in sorted(due, key=lambda one: (one.deadline, one.id)):
+            self._leave(request)
+        for request in requests:
+            self._give_number(request.id)
+            if request.run and request.id not in at_once:
+                self._runs.setdefault(request.run, []).append(request.id)
+
+    def _leave(self, *requests: Request) -> None:
+        """They do not wait any more; of each of their runs the oldest is another one, as if it came now."""
+        oldest = {
+            request.run: self._runs[request.run][0] for request in requests if request.run in self._runs
+        }
+        for request in requests:
+            if request.id in self._runs.get(request.run, ()):
+                self._runs[request.run].remove(request.id)
+        for run, before in oldest.items():
+            rest = self._runs[run]
+            if not rest:
+                del self._runs[run]
+            elif rest[0] != before:
+                self._give_number(rest[0])
+
+    def _give_number(self, request: int) -> None:
+        self._numbers[request] = self._latest = self._latest + 1
+
     def _order(self, request: Request) -> tuple[int, float, int]:
-        """Requests have rising ids here, so what is overtaken shows."""
-        level = 0 if request.committed else request.priority or DEFAULT_PRIORITY
+        """Where it stands; requests are numbered as they came, or became the oldest of their run."""
+        level = 0 if self._committed(request) else request.priority or DEFAULT_PRIORITY
         deadline = inf if request.deadline is None else request.deadline
-        return level, deadline if self.settings.discipline == "edf" else 0.0, request.id
+        return level, deadline if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
 
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident
@@ -309,6 +349,7 @@ class Driver:
             assert min(able, key=self._order) in requests
         for request in requests:
             del self.waiting[request.id]
+        self._leave(*requests)
         self.executing[execute.dispatch] = execute
         assert len(self.executing) <= self.settings.depth
 

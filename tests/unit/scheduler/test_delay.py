@@ -95,7 +95,7 @@ def test_committed_requests_are_not_held_back() -> None:
     """A running meta waits for its sub-call: that starts at once, and takes the others along or not."""
     device = delayed()
     device.arrive(device.request())
-    committed = device.request(committed=True)
+    committed = device.request(run=1)
     device.arrive(committed)
 
     assert device.started(committed) == 0.0

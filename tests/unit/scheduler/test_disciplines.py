@@ -58,7 +58,7 @@ def test_committed_requests_go_first(discipline: str) -> None:
     driver.arrive(
         driver.request("a", deadline=0.1, priority=1),
         driver.request("b", deadline=0.1),
-        driver.request("c", committed=True),
+        driver.request("c", run=1),
     )
 
     assert order(driver)[0] == "c"

@@ -114,7 +114,7 @@ def test_committed_requests_are_never_shed() -> None:
     """The sub-call of a running meta executes, however late it will be; it expires like all others."""
     device = edf()
     device.model(program("a", {(0, 1): 0.010}))
-    late = device.request(deadline=0.005, committed=True)
+    late = device.request(deadline=0.005, run=1)
     device.arrive(late)
     device.run(1.0)
 

@@ -163,7 +163,7 @@ def test_weights_that_committed_requests_wait_for_stay() -> None:
     device = budgeted(200)
     add(device, "abc", fits=2)
     device.arrive(device.request("a"))
-    device.arrive(device.request("b", committed=True), device.request("c"))
+    device.arrive(device.request("b", run=1), device.request("c"))
     device.tick(0.001)
 
     assert device.resident == {"a", "b"}

@@ -355,6 +355,31 @@ def test_a_smaller_budget_sends_nobody_away_in_vain() -> None:
     assert driver.resident == {"a", "c"}
 
 
+def test_who_has_to_leave_with_work_comes_back_at_once() -> None:
+    """A newcomer is too much beside a model that stays only while it is alone: both go, the one with work loads."""
+    driver = budgeted(100)
+    driver.add(program("small", weight_bytes=0), program("large", weight_bytes=300))
+    driver.arrive(driver.request("small"))
+    driver.arrive(driver.request("large"))
+    driver.add(program("new"))
+
+    assert driver.resident == {"small"}
+    assert driver.loading.keys() == {"large"}
+
+
+def test_what_a_newcomer_pins_makes_room() -> None:
+    """All bytes beyond the budget are those of a tensor that is pinned now: who waited for room loads at once."""
+    driver = budgeted(0)
+    driver.add(program("a", tensors={"t": 100}))
+    driver.add(program("b", weight_bytes=0), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.arrive(driver.request("b"))
+    assert not driver.loading
+    driver.add(program("c", tensors={"t": 100}, pinned=True))
+
+    assert driver.loading.keys() == {"b"}
+
+
 def test_a_larger_budget_is_used_at_once() -> None:
     """A model that found no room beside one that executes comes when there is more."""
     driver = budgeted(100)

@@ -93,7 +93,7 @@ def test_an_urgent_arrival_waits_for_what_is_launched_only() -> None:
     device = pipelined(ahead_ms=100.0)
     device.model(program("a", {(0, 1): 0.010}))
     device.arrive(*device.requests_of(20))
-    urgent = device.request(committed=True)
+    urgent = device.request(run=1)
     device.arrive(urgent)
     device.run(1.0)
 

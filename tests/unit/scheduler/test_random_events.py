@@ -66,7 +66,7 @@ arrivals = st.lists(
         st.integers(0, 2),  # variant
         st.sampled_from([0, 1, 1, 1, 2, 3, 33]),  # rows
         st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
-        st.sampled_from([False, False, False, True]),  # committed
+        st.sampled_from([0, 0, 0, 1, 2, 3]),  # run of a meta
         st.sampled_from([0, 0, 0, 1, 9]),  # priority
     ),
     min_size=1,
@@ -194,7 +194,7 @@ class RandomEvents(RuleBasedStateMachine):
     # --- requests ------------------------------------------------------------------------------------
 
     @rule(arrivals=arrivals, pause=pauses)
-    def arrive(self, arrivals: list[tuple[str, int, int, float | None, bool, int]], pause: float) -> None:
+    def arrive(self, arrivals: list[tuple[str, int, int, float | None, int, int]], pause: float) -> None:
         at = self.driver.now + pause
         requests = [
             self.driver.request(
@@ -202,10 +202,10 @@ class RandomEvents(RuleBasedStateMachine):
                 rows,
                 variant=variant,
                 deadline=None if deadline is None else at + deadline,
-                committed=committed,
+                run=run,
                 priority=priority,
             )
-            for model, variant, rows, deadline, committed, priority in arrivals
+            for model, variant, rows, deadline, run, priority in arrivals
         ]
         self.driver.send(RequestsArrived(tuple(requests)), after=pause)
 
@@ -322,7 +322,7 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                     chance.choice((0, 1, 1, 1, 2, 5)),
                     variant=chance.randrange(2),
                     deadline=chance.choice((None, None, driver.now + chance.expovariate(20.0))),
-                    committed=chance.random() < 0.1,
+                    run=chance.choice((0, 0, 0, 0, 0, 0, 0, 1, 2, 3)),
                     priority=chance.choice((0, 0, 0, 1, 9)),
                 )
                 for _ in range(chance.randint(1, 4 * load))

@@ -285,11 +285,11 @@ def test_variants_of_a_model_pass_each_other_in_their_own_order(machine: Driver)
 
 
 def test_committed_requests_go_first(machine: Driver) -> None:
-    """A sub-call of a running meta passes older requests of its own and of other models."""
+    """The sub-calls of two running metas pass older requests of their own and of other models."""
     machine.add(program("a", {(0, 1): 0.001}), program("b", {(0, 1): 0.001}))
     machine.arrive(machine.request("a"))
     old_a, old_b = machine.request("a"), machine.request("b")
-    first, second = machine.request("b", committed=True), machine.request("b", committed=True)
+    first, second = machine.request("b", run=1), machine.request("b", run=2)
     machine.arrive(old_a, old_b, first, second)
 
     order = [one.requests[0] for one in machine.finish_all()[1:]]

@@ -221,7 +221,9 @@ class _Simulation:
     def _send(self, arrival: Arrival) -> Request:
         t, model, rows, deadline_s, priority, variant, committed = arrival
         deadline = None if deadline_s is None else instant(t + deadline_s)
-        request = Request(len(self.record.requests) + 1, model, variant, rows, deadline, priority, committed)
+        number = len(self.record.requests) + 1
+        run = number if committed else 0
+        request = Request(number, model, variant, rows, deadline, priority, run)
         self.record.requests.append(Sent(request, t, model in self.resident))
         return request
 

@@ -59,8 +59,8 @@ class Request(NamedTuple):
     deadline: float | None = None
     #: smaller is more urgent, as Triton's: 1 is the highest; 0 means the default, `DEFAULT_PRIORITY`.
     priority: int = 0
-    #: a sub-call of a running meta model: goes first.
-    committed: bool = False
+    #: the run of a meta model whose sub-call it is; 0: it is nobody's. Of each run one queued request goes first.
+    run: int = 0
 
 
 # --- events ----------------------------------------------------------------------------------------------

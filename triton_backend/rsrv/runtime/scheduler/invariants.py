@@ -4,7 +4,7 @@ Of requests:
     1. every request in flight waits in exactly one lane or is in exactly one execution, or in one that found
        no memory and is about to be tried again;
     2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
-    3. a lane is in order of arrival on each level, and its rows are the sum of its requests' rows;
+    3. a lane is in the order of service, and its rows are the sum of its requests' rows;
     4. no queued request is due, and the deadline of each is known;
     5. no queue is deeper than its model allows.
 
@@ -21,6 +21,9 @@ Of models:
        unless nobody can give way. Pinned models, and those to be warmed up, are in line too;
     10. a model drains only as long as something of it is on the device or on its way;
     11. the sums of expected seconds are those of the models.
+
+Of runs of meta models:
+    12. the oldest queued request of each is committed, and no other request is.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from math import inf, isclose
 from typing import TYPE_CHECKING, Any
 
 from rsrv.runtime.scheduler.errors import InvariantError
+from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.pieces import Piece
-from rsrv.runtime.scheduler.waiting import level_of
+from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry
 from rsrv.runtime.scheduler.weights import Holding, Residency
 
 if TYPE_CHECKING:
@@ -48,6 +52,7 @@ def check(scheduler: Scheduler) -> None:
     for state in states:
         _check_model(scheduler, state)
     _check_requests(scheduler, states)
+    _check_runs(scheduler, states)
     _check_executions(scheduler, states)
     _check_weights(scheduler, states)
     _check_sums(scheduler, states)
@@ -74,7 +79,10 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
         )
         place = scheduler._discipline.place
         for entry in entries:
-            own = place(level_of(entry.request), entry.request.deadline, entry.place[2])
+            request, sequence = entry.request, entry.place[2]
+            committed = scheduler._queues.runs.get(request.run, [None])[0] is entry
+            level = COMMITTED_LEVEL if committed else request.priority or DEFAULT_PRIORITY
+            own = place(level, request.deadline, sequence)
             _require(entry.place == own, "a request is not where the discipline places it (3)", state)
         places = [entry.place for entry in entries]
         _require(places == sorted(places), "a lane is out of order (3)", state)
@@ -125,6 +133,24 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     )
     soonest = scheduler.next_wakeup()
     _require(soonest is None or soonest > scheduler._now, "a queued request is due (4)")
+
+
+def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
+    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
+    runs: dict[int, set[Entry]] = {}
+    for entry in queued:
+        if entry.request.run:
+            runs.setdefault(entry.request.run, set()).add(entry)
+    known = scheduler._queues.runs
+    _require(runs == {run: set(own) for run, own in known.items()}, "requests of runs are not known (12)")
+    for own in known.values():
+        # The first may have got its number later.
+        numbers = [entry.place[2] for entry in own[1:]]
+        _require(numbers == sorted(numbers), "a run's requests are not in order of arrival (12)")
+        _require(own[0].arrived <= own[-1].arrived, "a run's requests are not in order of arrival (12)")
+    committed = {entry for entry in queued if entry.place[0] == COMMITTED_LEVEL}
+    oldest = {own[0] for own in known.values()}
+    _require(committed == oldest, "not each run's oldest request is committed, or others are (12)")
 
 
 def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:

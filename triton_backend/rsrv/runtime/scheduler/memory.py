@@ -64,6 +64,8 @@ class Memory:
         """An added model's weights are there already, or are to come if they must."""
         if resident:
             self.weights.adopt(model.holding, now)
+            # If it is pinned, what it shares with others takes no room of theirs any more.
+            self.loads.retry()
             self._warm(model, out)
         elif model.holding.pinned or model.warm_up:
             self.loads.want(model)

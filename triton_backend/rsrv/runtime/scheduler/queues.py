@@ -11,11 +11,11 @@ from math import inf
 from rsrv.runtime.scheduler.deadlines import Deadlines
 from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import Finish, Instruction, Outcome, Reason, Request
+from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Finish, Instruction, Outcome, Reason, Request
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.popularity import remember
 from rsrv.runtime.scheduler.snapshot import Counts
-from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane, level_of
+from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane
 from rsrv.runtime.scheduler.weights import Residency
 
 
@@ -24,12 +24,14 @@ class Queues:
 
     __slots__ = (
         "_models",
+        "_number",
         "arrived",
         "deadlines",
         "departed",
         "discipline",
         "live",
         "queued",
+        "runs",
         "starts",
         "touched",
     )
@@ -43,11 +45,15 @@ class Queues:
         self.live: dict[int, Entry] = {}
         #: of those, how many wait.
         self.queued = 0
-        #: requests that ever arrived; the latest one's sequence number.
+        #: requests that ever arrived.
         self.arrived = 0
+        #: the latest one's sequence number, or that of the latest request that got a new one.
+        self._number = 0
         self.deadlines = Deadlines()
         #: when requests must start at the latest; only if the discipline sheds.
         self.starts = Deadlines()
+        #: run of a meta model -> its requests that wait, oldest first: that one is committed, the others are not.
+        self.runs: dict[int, list[Entry]] = {}
         #: models of which something changed since the scheduler settled (a dictionary for its order).
         self.touched: dict[ModelState, None] = {}
         #: requests that ended without a model, or with one that is gone.
@@ -83,9 +89,10 @@ class Queues:
         """
         # Requests that are due give up their places first.
         self.expire(now, out)
-        models, live, deadlines, sequence = self._models, self.live, self.deadlines, self.arrived
-        place, sheds = self.discipline.place, self.discipline.sheds
+        models, live, deadlines, sequence = self._models, self.live, self.deadlines, self._number
+        place, sheds, runs = self.discipline.place, self.discipline.sheds, self.runs
         self.arrived += len(requests)
+        self._number += len(requests)
         queued: dict[ModelState, list[int]] = {}
         full: dict[ModelState, list[int]] = {}
         for request in requests:
@@ -111,14 +118,17 @@ class Queues:
             if model.queued >= model.program.max_queue_depth:  # (5)
                 full.setdefault(model, []).append(request.id)
                 continue
-            level = level_of(request)
+            run = request.run
+            level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
             live[request.id] = entry = Entry(request, place(level, deadline, sequence), lane, now)
             lane.push(entry)
             model.queued += 1
             if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
-                if sheds and level != COMMITTED_LEVEL:
+                if sheds and not run:
                     self.starts.push(entry, -inf)
+            if run:
+                runs.setdefault(run, []).append(entry)
             ids = queued.get(model)
             if ids is None:
                 queued[model] = ids = []
@@ -182,10 +192,10 @@ class Queues:
             for lane in model.lanes.values():
                 for entry in lane.entries:
                     request = entry.request
-                    level = level_of(request)
-                    entry.place = discipline.place(level, request.deadline, entry.place[2])
+                    level, _, sequence = entry.place
+                    entry.place = discipline.place(level, request.deadline, sequence)
                     dated = request.deadline is not None and request.deadline < inf
-                    if discipline.sheds and dated and level != COMMITTED_LEVEL:
+                    if discipline.sheds and dated and not request.run:
                         self.starts.push(entry, -inf)
                 lane.reorder()
 
@@ -203,7 +213,12 @@ class Queues:
         """Take the first `count` of a lane for an execution: in flight still, but not queued."""
         self.queued -= count
         self.touched[model] = None
-        return lane.take(count)
+        if not self.runs:
+            return lane.take(count)
+        of_runs = [entry for entry in lane.entries[:count] if entry.request.run]
+        ids = lane.take(count)
+        self._promote(of_runs)
+        return ids
 
     def forget(self, requests: Sequence[int]) -> None:
         """They executed, and were ended by the scheduler."""
@@ -218,10 +233,31 @@ class Queues:
         model = self._models[entry.request.model]
         model.queued -= 1
         self.touched[model] = None
+        if entry.request.run:
+            self._promote((entry,))
         return model
 
+    def _promote(self, left: Sequence[Entry]) -> None:
+        """These, of runs, have left the queue: of each of their runs the oldest that still waits is committed.
+
+        It is as if it arrived only now: committed requests of other runs go before it.
+        """
+        for entry in left:
+            self.runs[entry.request.run].remove(entry)
+        for run in {entry.request.run: None for entry in left}:
+            rest = self.runs[run]
+            if not rest:
+                del self.runs[run]
+                continue
+            first = rest[0]
+            if first.place[0] != COMMITTED_LEVEL and first.lane is not None:
+                request = first.request
+                self._number += 1
+                first.lane.move(first, self.discipline.place(COMMITTED_LEVEL, request.deadline, self._number))
+                self.touched[self._models[request.model]] = None
+
     def _withdraw_all(self, model: ModelState) -> list[int]:
-        """Their ids, in order of arrival."""
+        """Their ids, in the order of their numbers."""
         waiting = [(entry, lane) for lane in model.lanes.values() for entry in lane.entries]
         waiting.sort(key=lambda item: item[0].place[2])
         for entry, lane in waiting:

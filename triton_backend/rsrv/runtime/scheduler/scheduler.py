@@ -136,8 +136,8 @@ class Scheduler:
         self._compact(now, out)
         self._load(now, out)
         self._dispatch(now, out)
-        if self._discipline.sheds:
-            # Who was first for the link may have been shed.
+        if self._discipline.sheds or self._queues.runs:
+            # Who was first for the link may have been shed; or another is, because its run's next is committed now.
             self._load(now, out)
         self._now = now
         return out
@@ -337,6 +337,8 @@ class Scheduler:
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the load that comes next, after making room; evict what is above the budget."""
         self._memory.trim(now, out)
+        # Who was evicted with work is in line at once: nothing else may happen for a long time.
+        self._settle(now)
         if not self._memory.compaction.pauses:
             self._memory.load(now, out)
         self._settle(now)

@@ -6,7 +6,7 @@ from itertools import islice
 from operator import attrgetter
 
 from rsrv.runtime.scheduler.costs import VariantCosts
-from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Request
+from rsrv.runtime.scheduler.events import Request
 
 #: where a request stands in the order of service: (level, urgency, arrival sequence), smaller is first.
 #: The discipline says what urgency is.
@@ -17,11 +17,6 @@ COMMITTED_LEVEL = 0
 
 _place = attrgetter("place")
 _rows = attrgetter("rows")
-
-
-def level_of(request: Request) -> int:
-    """The first part of its place: 0 for committed requests, else the priority."""
-    return COMMITTED_LEVEL if request.committed else request.priority or DEFAULT_PRIORITY
 
 
 class Entry:
@@ -71,6 +66,12 @@ class Lane:
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
         entry.lane = None
+
+    def move(self, entry: Entry, place: Place) -> None:
+        """Put one that waits here in another place."""
+        self.remove(entry)
+        entry.lane, entry.place = self, place
+        self.push(entry)
 
     def take(self, count: int) -> tuple[int, ...]:
         """Take the first `count` requests out of the lane; their ids, in order."""

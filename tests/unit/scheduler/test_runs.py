@@ -1,0 +1,176 @@
+"""Requests of runs of meta models: of each run one goes first, and who takes its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.events import Outcome, Reason, SettingsChanged
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import Driver, executions, ids, program
+
+every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+
+
+def busy(discipline: str, names: str = "ab") -> Driver:
+    """Models that take one row at a time, and a device that is busy with one of `a`."""
+    driver = Driver(SchedulerSettings(discipline=discipline))
+    driver.add(*(program(name, {(0, 1): 0.001}) for name in names))
+    driver.arrive(driver.request("a", deadline=10.0))
+    return driver
+
+
+def order(driver: Driver) -> list[int]:
+    """The requests from the next execution on, one an execution."""
+    return [execute.requests[0] for execute in driver.finish_all()[1:]]
+
+
+@every_discipline
+def test_runs_take_turns(discipline: str) -> None:
+    """Three calls of one run, one of another and one of a third that comes later wait for one of the first only."""
+    driver = busy(discipline)
+    a, b, c = (driver.request("b", run=1, deadline=10.0) for _ in range(3))
+    d = driver.request("b", run=2, deadline=10.0)
+    driver.arrive(a, b, c, d)
+
+    [first] = executions(driver.finish())
+    driver.arrive(e := driver.request("b", run=3, deadline=10.0))
+
+    assert first.requests == ids([a])
+    assert tuple(order(driver)) == ids([d, b, e, c])
+
+
+@every_discipline
+def test_only_one_of_a_run_goes_first(discipline: str) -> None:
+    """In one model's queue its second request is behind an urgent one of nobody's, though the first is ahead."""
+    driver = Driver(SchedulerSettings(discipline=discipline))
+    driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
+    driver.arrive(driver.request(deadline=10.0))
+    first, second = (driver.request(run=1, deadline=10.0) for _ in range(2))
+    urgent = driver.request(priority=1, deadline=5.0)
+    driver.arrive(first, second, urgent)
+
+    [one, two] = driver.finish_all()[1:]
+
+    assert one.requests == ids([first, urgent])
+    assert two.requests == ids([second])
+
+
+@every_discipline
+@pytest.mark.parametrize("how", ["cancelled", "expired", "unloaded", "load failed", "coalesced"])
+def test_the_next_of_a_run_takes_the_place_of_one_that_left(discipline: str, how: str) -> None:
+    """Whatever became of the first, the second passes an urgent request that is older than both."""
+    driver = busy(discipline, "abc")
+    driver.add(program("cold"), resident=False)
+    model = {"unloaded": "c", "load failed": "cold"}.get(how, "b")
+    urgent = driver.request("b", priority=1, deadline=5.0)
+    first = driver.request(model, run=1, deadline=0.0005 if how == "expired" else 8.0)
+    second = driver.request("b", run=1, deadline=9.0)
+    driver.arrive(urgent, first, second)
+    outcome: Outcome | Reason | None = None
+    match how:
+        case "cancelled":
+            driver.cancel(first)
+            outcome = Outcome.CANCELLED
+        case "expired":
+            driver.tick(0.0005)
+            outcome = Outcome.EXPIRED
+        case "unloaded":
+            driver.remove("c")
+            outcome = Reason.UNLOADED
+        case "load failed":
+            driver.fail_load("cold")
+            outcome = Outcome.FAILED
+        case _:
+            assert executions(driver.finish())[0].requests == ids([first])
+
+    assert driver.outcome(first) == outcome
+    assert executions(driver.finish())[0].requests == ids([second])
+    driver.finish_all()
+    assert driver.outcome(urgent) is Outcome.ANSWERED
+
+
+@every_discipline
+def test_a_committed_request_pulls_others_along(discipline: str) -> None:
+    """One execution takes a run's first and third, and others of the model: the second is next."""
+    driver = Driver(SchedulerSettings(discipline=discipline))
+    driver.add(program("a", {(0, 1): 0.001, (0, 4): 0.001}), program("b", {(0, 1): 0.001}))
+    driver.arrive(driver.request("b", deadline=9.0))
+    old = driver.request("a", deadline=7.0)
+    waits = driver.request("b", priority=1, deadline=5.0)
+    first, second, third = (driver.request(name, run=1, deadline=8.0) for name in "aba")
+    driver.arrive(old, waits, first, second, third)
+
+    [one] = executions(driver.finish())
+    [two] = executions(driver.finish())
+
+    assert one.requests == ids([first, old, third])
+    assert two.requests == ids([second])
+
+
+def test_the_next_of_a_run_is_of_another_variant() -> None:
+    """It moves to the front of its own lane, before an urgent one."""
+    driver = Driver()
+    costs = {(variant, 1): 0.001 for variant in (0, 1)}
+    driver.add(program("a", costs))
+    driver.arrive(driver.request())
+    urgent = driver.request(variant=1, priority=1)
+    first, second = driver.request(run=1), driver.request(run=1, variant=1)
+    driver.arrive(urgent, first, second)
+
+    assert tuple(order(driver)) == ids([first, second, urgent])
+
+
+@every_discipline
+def test_runs_keep_their_turns_under_another_discipline(discipline: str) -> None:
+    """After a change one of each run is committed still, the oldest, whatever the deadlines."""
+    driver = busy("fifo", "ab")
+    urgent = driver.request("b", priority=1, deadline=5.0)
+    first = driver.request("b", run=1, deadline=9.0)
+    second = driver.request("b", run=1, deadline=8.0)
+    driver.arrive(urgent, first, second)
+    driver.send(SettingsChanged(SchedulerSettings(discipline=discipline)))
+
+    assert tuple(order(driver)) == ids([first, second, urgent])
+
+
+def test_no_request_of_a_run_is_shed() -> None:
+    """Neither the committed one nor those behind it: they execute late, or end at their deadline."""
+    device = Device(SchedulerSettings(discipline="edf"))
+    device.model(program("a", {(0, 1): 0.010}))
+    own = [device.request(deadline=deadline, run=1) for deadline in (0.005, 0.015, 0.016)]
+    stranger = device.request(deadline=0.017)
+    device.arrive(*own, stranger)
+    device.run(1.0)
+
+    assert [device.outcome(one) for one in own] == [Outcome.ANSWERED, Outcome.ANSWERED, Outcome.EXPIRED]
+    assert device.ended_at[own[2].id] == 0.016
+    assert (device.outcome(stranger), device.ended_at[stranger.id]) == (Outcome.SHED, 0.0)
+
+
+def test_no_request_of_a_run_is_shed_after_a_change_to_edf() -> None:
+    """They waited under `fifo` and are late already: all end at their deadline, not when it is hopeless."""
+    device = Device(SchedulerSettings(discipline="fifo"))
+    device.model(program("a", {(0, 1): 0.010}))
+    device.arrive(device.request())
+    device.arrive(*(own := [device.request(deadline=0.009, run=1) for _ in range(2)]))
+    device.send(SettingsChanged(SchedulerSettings(discipline="edf")))
+    device.run(1.0)
+
+    assert [(device.outcome(one), device.ended_at[one.id]) for one in own] == [(Outcome.EXPIRED, 0.009)] * 2
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo"])
+def test_the_link_is_used_at_once_for_who_is_committed_now(discipline: str) -> None:
+    """The second call needs weights for which nobody gave way before: it may take the place of those with work."""
+    driver = Driver(SchedulerSettings(discipline=discipline, weight_budget_bytes=200))
+    driver.add(program("a"), program("b"))
+    driver.add(program("c"), resident=False)
+    driver.arrive(driver.request("b"))
+    driver.arrive(driver.request("b"), first := driver.request("a", run=1))
+    driver.arrive(driver.request("c", run=1))
+    driver.finish()
+
+    assert [one.requests for one in driver.executing.values()] == [ids([first])]
+    assert driver.loading.keys() == {"c"}
+    assert driver.resident == {"a"}

@@ -301,7 +301,7 @@ def test_an_output_may_stay_on_the_device(asynchronous: bool, doubling: Path) ->
     first = device.launch(model.executables[0, 4], model.weights, [x], unread=[0])
     kept = device.keep(first, 0)
     (unread,), _ = device.read(first)
-    (again,), _ = run(device, model.executables[0, 4], model.weights, [kept])
+    (again,), _ = device.read(device.launch(model.executables[0, 4], model.weights, [kept]))
 
     assert unread.size == 0
     np.testing.assert_array_equal(again, 2 * (2 * x + 1) + 1)

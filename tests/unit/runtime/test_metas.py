@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,13 +128,14 @@ def test_what_lies_in_shared_memory_is_not_copied_again(
         ["a", "b"],
     )
     with meta_engine(runtime, meta, {n: doublings[n] for n in "ab"}) as engine:
-        from rsrv.stub.lane import Lane
-
-        made = []
+        made: list[tuple[int, ...]] = []
         real = Lane.array
-        monkeypatch.setattr(
-            Lane, "array", lambda self, shape, dtype: made.append(shape) or real(self, shape, dtype)
-        )
+
+        def array(self: Lane, shape: tuple[int, ...], dtype: Any) -> Any:
+            made.append(shape)
+            return real(self, shape, dtype)
+
+        monkeypatch.setattr(Lane, "array", array)
         (answer,) = ask(engine, FakeRequest({"x": rows(2, 5)}))
         assert answer.error is None, answer.error.message
         np.testing.assert_array_equal(answer.arrays["y"], rows(2, 24))

@@ -85,4 +85,4 @@ def test_an_unknown_status_is_refused() -> None:
     frame[-8] = 99
 
     with pytest.raises(ProtocolError, match="99"):
-        calls.unpack_leavings(frame, 1)
+        calls.unpack_leavings(bytes(frame), 1)

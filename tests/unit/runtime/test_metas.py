@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.stub.lane import Lane
 from rsrv.wire.status import read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime

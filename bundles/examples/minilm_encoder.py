@@ -15,7 +15,7 @@ from rsrv_bundle.export import export_bundle
 
 Array = np.ndarray[Any, Any]
 
-BATCH_SIZES = (1, 4, 8, 16)
+BATCH_SIZES = (1, 4, 16)
 #: Tokens in a row, one variant each. The weights were trained on up to 128.
 LENGTHS = (16, 32, 64, 128)
 #: The extent of a token's vector.

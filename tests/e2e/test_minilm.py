@@ -1,0 +1,56 @@
+"""The text pipeline through the real server: standard clients, and embeddings as they should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.wire.status import read_status
+from tests.e2e.calls import PROTOCOLS, caller, refusal
+from tests.e2e.harness import RunningTriton
+from tests.examples.test_minilm import Direct, as_text
+
+SENTENCES = (
+    "A man is playing a guitar on stage.",
+    "Someone performs music in front of an audience.",
+    "The stock market fell sharply today.",
+    "Share prices dropped a lot this afternoon.",
+    "",
+    "Naïve — résumé 漢字",
+)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_cosines_agree_with_a_direct_computation(
+    triton: RunningTriton, example_bundles: Path, protocol: str
+) -> None:
+    """Alone and together, each sentence has the embedding that BERT in 64-bit numpy has for it."""
+    direct = Direct(example_bundles)
+    expected = np.stack([direct.embedding(sentence) for sentence in SENTENCES])
+
+    with caller(triton, protocol) as call:
+        together = call("minilm", {"text": as_text(SENTENCES)})["embedding"]
+        alone = [call("minilm", {"text": as_text([sentence])})["embedding"][0] for sentence in SENTENCES]
+
+    assert together.dtype == np.float32
+    for got in (together, np.stack(alone)):
+        np.testing.assert_allclose(got @ got.T, expected @ expected.T, atol=1e-4)
+        np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-5)
+    cosines = together @ together.T
+    assert min(cosines[0, 1], cosines[2, 3]) > max(cosines[0, 2], cosines[0, 3], cosines[1, 2]) + 0.1
+
+
+def test_the_stages_belong_to_the_pipeline(triton: RunningTriton) -> None:
+    """Clients do not see them; the runtime counts both calls of each request, and keeps nothing."""
+    before = read_status(triton.pid)["metas"]["minilm"]
+    with caller(triton) as call:
+        call("minilm", {"text": as_text(["one"])})
+        refusal(lambda: call("minilm_encoder", {})).assert_is("NOT_FOUND", "grpc")
+    after = read_status(triton.pid)["metas"]["minilm"]
+
+    assert after["models"] == ["minilm_encoder", "minilm_pool"]
+    assert after["calls"] == before["calls"] + 2
+    assert after["device_seconds"] > before["device_seconds"]
+    assert after["kept_bytes"] == 0

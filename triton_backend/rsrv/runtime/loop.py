@@ -295,8 +295,13 @@ class Loop:
                     self._when_moved(partial(self._registry.warm_up, key, again=again), again)
                 case ev.GiveUp(key, error):
                     self._registry.give_up(key, error)
+                case ev.Admit(run):
+                    self._admit(run)
                 case _:
                     assert_never(instruction)
+
+    def _admit(self, run: int) -> None:
+        raise RuntimeError(f"run {run} was admitted, and no stub has asked for it")
 
     def _finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
         part = self._pending.pop(finish.request)

@@ -51,6 +51,7 @@ def test_the_dump_documents_every_key() -> None:
         ("scheduler: {zzz: 1}", "known are discipline, depth"),
         ("scheduler: {discipline: lifo}", "scheduler.discipline: Input should be 'fair', 'fifo' or 'edf'"),
         ("scheduler: {launch_ahead_ms: .inf}", "scheduler.launch_ahead_ms: "),
+        ("scheduler: {meta_concurrency: 0}", "scheduler.meta_concurrency: "),
         ("scheduler: {residency_factor: -1}", "scheduler.residency_factor: "),
         ("runtime: {weight_budget_bytes: -1}", "runtime.weight_budget_bytes: "),
         ("runtime: {shared_host_weights_mode: '0666'}", "Input should be '0600' or '0660'"),

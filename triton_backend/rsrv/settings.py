@@ -51,6 +51,13 @@ class SchedulerSection(_Section):
         description="With a depth above 1, the next execution is given to the device this long before the running "
         "one is expected to end; until then requests may still join it.",
     )
+    meta_concurrency: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="Runs of meta models that call others which are under way at once; the others wait, at most until "
+        "their deadline. A run holds memory, not the device, while it does something between its calls.",
+    )
     compaction_interval: int = Field(
         0,
         ge=0,
@@ -76,6 +83,7 @@ CHANGEABLE = (
     "discipline",
     "depth",
     "launch_ahead_ms",
+    "meta_concurrency",
     "residency_factor",
     "eviction",
     "compaction_interval",

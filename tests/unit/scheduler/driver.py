@@ -13,6 +13,7 @@ from math import inf
 from rsrv.runtime.scheduler.events import (
     DEFAULT_PRIORITY,
     AbandonLoad,
+    Admit,
     Event,
     EvictWeights,
     Execute,
@@ -31,6 +32,9 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
     RequestsCancelled,
+    Run,
+    RunEnded,
+    RunsAsked,
     SettingsChanged,
     Tick,
     WarmUp,
@@ -90,6 +94,11 @@ class Driver:
         self._runs: dict[int, list[int]] = {}
         self._numbers: dict[int, int] = {}
         self._latest = 0
+        #: runs that were asked for, those of them that wait and those under way; and how each left the gate.
+        self.asked: dict[int, Run] = {}
+        self.at_the_gate: dict[int, Run] = {}
+        self.under_way: dict[int, Run] = {}
+        self.left_the_gate: dict[int, Admit | Finish | RunEnded] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
         #: models whose requests may be held back.
@@ -115,6 +124,14 @@ class Driver:
             arrived = {request.id: request for request in event.requests}
             self.requests |= arrived
             self.waiting |= arrived
+        if isinstance(event, RunsAsked):
+            asked = {run.id: run for run in event.runs}
+            self.asked |= asked
+            self.at_the_gate |= asked
+        if isinstance(event, RunEnded) and self.at_the_gate.pop(event.run, None) is not None:
+            self.left_the_gate[event.run] = event
+        if isinstance(event, RunEnded):
+            self.under_way.pop(event.run, None)
         if isinstance(event, ExecutionFinished):
             execute = self.executing.pop(event.dispatch)
             if event.out_of_memory and not execute.again:
@@ -145,6 +162,9 @@ class Driver:
             self.scheduler.validate()
         for instruction in out:
             self._watch(instruction)
+        # Nobody waits beside a free place, or for longer than its deadline.
+        assert not self.at_the_gate or len(self.under_way) >= self.settings.meta_concurrency
+        assert all(run.deadline is None or run.deadline > self.now for run in self.at_the_gate.values())
         return out
 
     def add(self, *programs: Program, resident: bool = True, warm_up: bool = False) -> None:
@@ -186,6 +206,24 @@ class Driver:
         """A request with a fresh id, not sent yet; `deadline` is absolute."""
         self._next_id += 1
         return Request(self._next_id, model, variant, rows, deadline, priority, run)
+
+    def run_of(
+        self,
+        meta: str = "m",
+        *,
+        deadline: float | None = None,
+        priority: int = 0,
+        max_waiting: int = 1000,
+    ) -> Run:
+        """A run with a fresh id, not asked for yet; `deadline` is absolute."""
+        self._next_id += 1
+        return Run(self._next_id, meta, deadline, priority, max_waiting)
+
+    def ask(self, *runs: Run) -> list[Instruction]:
+        return self.send(RunsAsked(runs))
+
+    def end(self, run: Run) -> list[Instruction]:
+        return self.send(RunEnded(run.id))
 
     def requests_of(self, count: int, model: str = "a", rows: int = 1) -> list[Request]:
         return [self.request(model, rows) for _ in range(count)]
@@ -248,6 +286,10 @@ class Driver:
         match instruction:
             case Execute():
                 self._watch_execute(instruction)
+            case Admit(run):
+                self._watch_admit(run)
+            case Finish() if instruction.request in self.asked:
+                self._watch_refused_run(instruction)
             case Finish():
                 assert instruction.request in self.requests
                 assert instruction.request not in self.ended
@@ -317,6 +359,32 @@ class Driver:
         level = 0 if self._committed(request) else request.priority or DEFAULT_PRIORITY
         deadline = inf if request.deadline is None else request.deadline
         return level, deadline if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
+
+    def _watch_admit(self, id: int) -> None:
+        assert len(self.under_way) < self.settings.meta_concurrency
+        run = self.at_the_gate[id]
+        assert run.deadline is None or run.deadline > self.now
+        # As requests are numbered, so are runs.
+        assert self._run_order(run) == min(map(self._run_order, self.at_the_gate.values()))
+        assert id not in self.left_the_gate
+        self.under_way[id] = self.at_the_gate.pop(id)
+        self.left_the_gate[id] = Admit(id)
+
+    def _watch_refused_run(self, finish: Finish) -> None:
+        run = self.at_the_gate[finish.request]
+        waiting = sum(one.meta == run.meta for one in self.at_the_gate.values())
+        if finish.outcome is Outcome.EXPIRED:
+            assert run.deadline is not None
+            assert run.deadline <= self.now
+        else:
+            assert (finish.outcome, finish.reason) == (Outcome.REFUSED, Reason.QUEUE_FULL)
+            assert waiting > run.max_waiting
+        del self.at_the_gate[run.id]
+        self.left_the_gate[run.id] = finish
+
+    def _run_order(self, run: Run) -> tuple[int, float, int]:
+        deadline = inf if run.deadline is None or self.settings.discipline != "edf" else run.deadline
+        return run.priority or DEFAULT_PRIORITY, deadline, run.id
 
     def _watch_execute(self, execute: Execute) -> None:
         assert execute.model in self.resident

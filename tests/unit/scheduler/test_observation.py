@@ -210,8 +210,8 @@ def test_broken_callers_are_told_and_change_nothing(machine: Driver) -> None:
     fresh = machine.request()
 
     contradictions: list[tuple[Event, str]] = [
-        (RequestsArrived((fresh, running)), "in flight already"),
-        (RequestsArrived((fresh, waiting)), "in flight already"),
+        (RequestsArrived((fresh, running)), "in use already"),
+        (RequestsArrived((fresh, waiting)), "in use already"),
         (RequestsArrived((fresh, fresh)), "twice"),
         (RequestsArrived((Request(99, "a", 0, -1),)), "-1 rows"),
         (ExecutionFinished(7, 0.1), "dispatch 7 is not in flight"),

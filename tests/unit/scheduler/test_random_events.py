@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import (
+    Admit,
     Compact,
     LoadAbandoned,
     LoadFailed,
@@ -28,6 +29,8 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
     RequestsCancelled,
+    RunEnded,
+    RunsAsked,
     SettingsChanged,
     WeightsLoaded,
 )
@@ -72,6 +75,16 @@ arrivals = st.lists(
     min_size=1,
     max_size=12,
 )
+asked = st.lists(
+    st.tuples(
+        st.sampled_from(["m", "n"]),
+        st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
+        st.sampled_from([0, 0, 0, 1, 9]),  # priority
+        st.sampled_from([0, 1, 3, 40]),  # that may wait
+    ),
+    min_size=1,
+    max_size=4,
+)
 pauses = st.sampled_from([0.0, 0.0, 0.0005, 0.003, 0.5])
 disciplines = st.sampled_from(sorted(DISCIPLINES))
 
@@ -81,7 +94,7 @@ class RandomEvents(RuleBasedStateMachine):
 
     `Driver` asserts at each step: conservation, nothing expired or cancelled executes, order within a
     variant, the oldest progresses, no execution on absent weights, no eviction below an execution, the
-    depth; and the machine validates itself after each event.
+    depth, the number of runs under way, and that none waits beside a free place; and the machine validates itself after each event.
     """
 
     driver: Driver
@@ -92,8 +105,11 @@ class RandomEvents(RuleBasedStateMachine):
         budget=st.none() | st.integers(0, 8),
         ahead=st.sampled_from([0.0, 2.0]),
         interval=st.sampled_from([0, 0, 3]),
+        metas=st.integers(1, 3),
     )
-    def start(self, depth: int, discipline: str, budget: int | None, ahead: float, interval: int) -> None:
+    def start(
+        self, depth: int, discipline: str, budget: int | None, ahead: float, interval: int, metas: int
+    ) -> None:
         self.driver = Driver(
             SchedulerSettings(
                 depth=depth,
@@ -101,6 +117,7 @@ class RandomEvents(RuleBasedStateMachine):
                 weight_budget_bytes=budget,
                 launch_ahead_ms=ahead,
                 compaction_interval=interval,
+                meta_concurrency=metas,
             )
         )
         self.programs: dict[str, Program] = {}
@@ -110,14 +127,18 @@ class RandomEvents(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         budget=st.none() | st.integers(0, 8),
         eviction=st.sampled_from(sorted(POLICIES)),
+        metas=st.integers(1, 3),
     )
-    def change_the_settings(self, discipline: str, depth: int, budget: int | None, eviction: str) -> None:
+    def change_the_settings(
+        self, discipline: str, depth: int, budget: int | None, eviction: str, metas: int
+    ) -> None:
         settings = replace(
             self.driver.settings,
             discipline=discipline,
             depth=depth,
             weight_budget_bytes=budget,
             eviction=eviction,
+            meta_concurrency=metas,
         )
         self.driver.send(SettingsChanged(settings))
 
@@ -220,6 +241,39 @@ class RandomEvents(RuleBasedStateMachine):
 
         assert len(self.driver.ended) == ended + len(waiting)
 
+    # --- runs of metas -------------------------------------------------------------------------------
+
+    @rule(runs=asked, pause=pauses)
+    def ask(self, runs: list[tuple[str, float | None, int, int]], pause: float) -> None:
+        at = self.driver.now + pause
+        some = [
+            self.driver.run_of(
+                meta,
+                deadline=None if deadline is None else at + deadline,
+                priority=priority,
+                max_waiting=waiting,
+            )
+            for meta, deadline, priority, waiting in runs
+        ]
+        self.driver.send(RunsAsked(tuple(some)), after=pause)
+
+    @precondition(lambda self: self.driver.asked)
+    @rule(data=st.data(), pause=pauses)
+    def end_a_run(self, data: st.DataObject, pause: float) -> None:
+        run = data.draw(st.sampled_from([*self.driver.asked][-10:]))
+        self.driver.send(RunEnded(run), after=pause)
+
+        assert run not in self.driver.under_way
+        assert run in self.driver.left_the_gate
+
+    @precondition(lambda self: self.driver.under_way)
+    @rule(data=st.data(), models=st.lists(st.sampled_from(MODELS), min_size=1, max_size=4))
+    def call(self, data: st.DataObject, models: list[str]) -> None:
+        run = data.draw(st.sampled_from(sorted(self.driver.under_way)))
+        self.driver.arrive(*(self.driver.request(model, run=run) for model in models))
+
+    # --- executions ----------------------------------------------------------------------------------
+
     @precondition(lambda self: self.driver.executing)
     @rule(
         data=st.data(),
@@ -262,7 +316,12 @@ class RandomEvents(RuleBasedStateMachine):
     @invariant()
     def wakeup_is_not_after_the_soonest_deadline(self) -> None:
         if hasattr(self, "driver"):
-            deadlines = [one.deadline for one in self.driver.waiting.values() if one.deadline is not None]
+            deadlines = [
+                deadline
+                for waiting in (self.driver.waiting, self.driver.at_the_gate)
+                for deadline in (one.deadline for one in waiting.values())
+                if deadline is not None
+            ]
             wakeup = self.driver.scheduler.next_wakeup()
             assert not deadlines or (wakeup is not None and wakeup <= min(deadlines))
 
@@ -302,6 +361,7 @@ def test_a_million_random_events() -> None:
             discipline=sorted(DISCIPLINES)[seed // 3 % 3],
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
             eviction=sorted(POLICIES)[seed % 2],
+            meta_concurrency=1 + seed % 4,
         )
         driver = Driver(settings, validate_every=20)
         chance = Random(seed)
@@ -314,7 +374,8 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
     models = driver.scheduler.snapshot().models
     model = f"m{chance.randrange(12)}"
     pause = chance.choice((0.0, 0.0005, 0.002))
-    match chance.choices(("arrive", "finish", "cancel", "tick", "model"), (4, 8, 1, 1, 1))[0]:
+    events = ("arrive", "finish", "cancel", "tick", "model", "ask", "end")
+    match chance.choices(events, (8, 16, 2, 2, 2, 1, 1))[0]:
         case "arrive":
             requests = [
                 driver.request(
@@ -322,7 +383,7 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                     chance.choice((0, 1, 1, 1, 2, 5)),
                     variant=chance.randrange(2),
                     deadline=chance.choice((None, None, driver.now + chance.expovariate(20.0))),
-                    run=chance.choice((0, 0, 0, 0, 0, 0, 0, 1, 2, 3)),
+                    run=chance.choice((0, 0, 0, *driver.under_way)),
                     priority=chance.choice((0, 0, 0, 1, 9)),
                 )
                 for _ in range(chance.randint(1, 4 * load))
@@ -335,6 +396,20 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
             driver.finish(
                 dispatch, seconds=0.001 * chance.expovariate(1.0), error=error, out_of_memory=memory
             )
+        case "ask":
+            runs = [
+                driver.run_of(
+                    chance.choice("mn"),
+                    deadline=chance.choice((None, None, driver.now + chance.expovariate(20.0))),
+                    priority=chance.choice((0, 0, 1)),
+                    max_waiting=chance.choice((2, 20)),
+                )
+                for _ in range(chance.randint(1, load))
+            ]
+            driver.send(RunsAsked(tuple(runs)), after=pause)
+        case "end" if driver.under_way or driver.at_the_gate:
+            run = chance.choice([*driver.under_way, *driver.at_the_gate])
+            driver.send(RunEnded(run), after=pause)
         case "cancel" if driver.waiting:
             driver.cancel(*chance.sample([*driver.waiting.values()], 1))
         case "model" if model in driver.loading:
@@ -390,6 +465,8 @@ def _drain_and_replay(driver: Driver) -> None:
             driver.warm_up_ends(min(driver.warming))
         elif driver.executing:
             driver.finish()
+        elif driver.under_way:
+            driver.send(RunEnded(next(iter(driver.under_way))))
         elif (wakeup := driver.scheduler.next_wakeup()) is not None:
             driver.tick(wakeup)
         else:
@@ -397,6 +474,12 @@ def _drain_and_replay(driver: Driver) -> None:
     driver.scheduler.validate()
 
     assert driver.ended.keys() == driver.requests.keys()
+    # Each run that was asked for left the gate, once: admitted, finished or withdrawn. None is there any more.
+    assert driver.left_the_gate.keys() == driver.asked.keys()
+    metas = driver.scheduler.snapshot().metas.values()
+    ways = [(sum(one.admitted for one in metas), Admit), (sum(one.withdrawn for one in metas), RunEnded)]
+    for count, way in ways:
+        assert count == sum(isinstance(one, way) for one in driver.left_the_gate.values())
 
     again = Scheduler(driver.first_settings)
     assert [again.handle(event, now) for event, now in driver.events] == driver.instructions

@@ -15,6 +15,7 @@ def scheduler_settings(
     return SchedulerSettings(
         discipline=section.discipline,
         depth=section.depth or (2 if asynchronous else 1),
+        meta_concurrency=section.meta_concurrency,
         launch_ahead_ms=section.launch_ahead_ms,
         residency_factor=section.residency_factor,
         eviction=section.eviction,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rsrv.runtime.scheduler.events import (
     AbandonLoad,
+    Admit,
     EvictWeights,
     Execute,
     Finish,
@@ -44,6 +45,8 @@ def _line(instruction: Instruction, record: Record) -> str:
             return f"WARM UP {model}"
         case GiveUp(model=model):
             return f"GIVE UP {model}"
+        case Admit(run=run):
+            return f"ADMIT run={run}"
         case Finish(request=request, outcome=outcome, reason=reason):
             model = record.requests[request - 1].request.model
             why = "" if reason is None else f" reason={reason.value}"

@@ -94,7 +94,7 @@ class Fifo:
     sheds = False
 
     def __init__(self) -> None:
-        self._ranking = Ranking()
+        self._ranking: Ranking[str] = Ranking()
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
         return (level, 0.0, sequence)

@@ -6,8 +6,11 @@ the batch axis; a compiled *size* is the number of rows that an executable takes
 *variant* is the index of a model's compiled input-shape variant (0 where there is only one).
 
 Slow work is bracketed: `LoadWeights` ends in `WeightsLoaded`, `LoadFailed` or `LoadAbandoned`, `Execute` in
-`ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (These two, of which a batch has
-hundreds, are tuples: a frozen dataclass takes three times as long to make.)
+`ExecutionFinished`, `WarmUp` in `WarmUpEnded`. Every request that arrived ends in exactly one `Finish`. (These
+two, of which a batch has hundreds, are tuples: a frozen dataclass takes three times as long to make.)
+
+A *run* is one request of a meta model, which makes requests of its own. Every run that is asked for ends in exactly
+one of `Admit`, `Finish` and `RunEnded`; one that was admitted ends in `RunEnded`.
 """
 
 from collections.abc import Mapping
@@ -63,6 +66,21 @@ class Request(NamedTuple):
     run: int = 0
 
 
+class Run(NamedTuple):
+    """One run of a meta model, which makes requests while it is under way."""
+
+    #: not 0; no request in flight and no other run has it.
+    id: int
+    #: the meta's name: what is counted under it is never forgotten.
+    meta: str
+    #: absolute; until then it waits to be admitted. None: for ever.
+    deadline: float | None = None
+    #: as a request's.
+    priority: int = 0
+    #: runs of this meta that may wait, this one included; one more is refused.
+    max_waiting: int = 1024
+
+
 # --- events ----------------------------------------------------------------------------------------------
 
 
@@ -112,6 +130,23 @@ class RequestsCancelled:
     """Their clients are gone. Unknown and already finished ids are ignored."""
 
     requests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunsAsked:
+    """These want to begin. Each ends in an `Admit` or a `Finish`, unless it is withdrawn by `RunEnded`."""
+
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """A run is over, or does not want to begin any more. Unknown ids are ignored.
+
+    Nothing is answered to it. Its requests stay as they are: whoever has no use for them cancels them.
+    """
+
+    run: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +210,8 @@ Event = (
     | Pinned
     | RequestsArrived
     | RequestsCancelled
+    | RunsAsked
+    | RunEnded
     | ExecutionFinished
     | WeightsLoaded
     | LoadFailed
@@ -244,6 +281,13 @@ class EvictWeights:
     heir: str | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A run may begin; until its `RunEnded` it counts as one that is under way."""
+
+    run: int
+
+
 class Outcome(Enum):
     """How a request ends; exactly one of these."""
 
@@ -268,14 +312,14 @@ class Reason(Enum):
 
 
 class Finish(NamedTuple):
-    """A request is over. `reason` and `retry_after` come with REFUSED, `error` with FAILED."""
+    """A request is over, or a run does not begin. `reason` and `retry_after` come with REFUSED, `error` with FAILED."""
 
     request: int
     outcome: Outcome
     reason: Reason | None = None
-    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL).
+    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: nobody knows).
     retry_after: float | None = None
     error: str | None = None
 
 
-Instruction = Execute | LoadWeights | AbandonLoad | EvictWeights | WarmUp | GiveUp | Finish
+Instruction = Execute | LoadWeights | AbandonLoad | EvictWeights | WarmUp | GiveUp | Admit | Finish

@@ -98,13 +98,13 @@ class Fair:
         self._executing: dict[int, tuple[str, float]] = {}
         self._accounts: dict[str, _Account] = {}
         #: candidates that may go, by (level, virtual deadline, place): the level is that of the priority.
-        self._eligible = Ranking()
+        self._eligible: Ranking[str] = Ranking()
         #: candidates that owe device time, by (virtual start, rank once they are eligible).
-        self._early = Ranking()
+        self._early: Ranking[str] = Ranking()
         #: models without work that owe device time, by virtual start.
-        self._owing = Ranking()
+        self._owing: Ranking[str] = Ranking()
         #: models with work that wait for their weights, the latest virtual start first.
-        self._asking = Ranking()
+        self._asking: Ranking[str] = Ranking()
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
         return (level, 0.0, sequence)

@@ -23,7 +23,9 @@ Of models:
     11. the sums of expected seconds are those of the models.
 
 Of runs of meta models:
-    12. the oldest queued request of each is committed, and no other request is.
+    12. the oldest queued request of each is committed, and no other request is;
+    13. as many are under way as may be while any waits, and no more but those that were before the limit shrank;
+    14. asked = admitted + waiting + expired + refused + withdrawn; none that waits is due.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def check(scheduler: Scheduler) -> None:
         _check_model(scheduler, state)
     _check_requests(scheduler, states)
     _check_runs(scheduler, states)
+    _check_gate(scheduler)
     _check_executions(scheduler, states)
     _check_weights(scheduler, states)
     _check_sums(scheduler, states)
@@ -151,6 +154,25 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     committed = {entry for entry in queued if entry.place[0] == COMMITTED_LEVEL}
     oldest = {own[0] for own in known.values()}
     _require(committed == oldest, "not each run's oldest request is committed, or others are (12)")
+
+
+def _check_gate(scheduler: Scheduler) -> None:
+    gate = scheduler._gate
+    _require(gate.running <= gate.limit + gate.surplus, f"{gate.running} runs under way (13)")
+    _require(not gate.surplus or gate.running == gate.limit + gate.surplus, "too many count as too many (13)")
+    _require(not gate.waiting or gate.running >= gate.limit, "a run waits that could be admitted (13)")
+    _require(gate.waiting.keys() <= gate.live.keys(), "a run waits that is not known (14)")
+    _require(gate.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
+    for name, meta in gate.snapshot().items():
+        own = [id for id, run in gate.live.items() if run.meta == name]
+        waiting = sum(id in gate.waiting for id in own)
+        _require((meta.waiting, meta.running) == (waiting, len(own) - waiting), f"runs of {name!r} (14)")
+    metas = gate.snapshot().values()
+    ended = sum(one.admitted + one.expired + one.refused + one.withdrawn for one in metas)
+    _require(gate.asked == ended + len(gate.waiting), f"{gate.asked} asked, {ended} did not only wait (14)")
+    for id in gate.waiting:
+        deadline = gate.live[id].deadline
+        _require(deadline is None or deadline > scheduler._now, "a run that waits is due (14)")
 
 
 def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:

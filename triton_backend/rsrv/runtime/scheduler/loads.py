@@ -65,7 +65,7 @@ class Loads:
         #: whether the latest load was for a warm-up, so that those with work have their turn.
         self._yields = False
         #: models with work whose weights are absent, by the discipline's rank.
-        self.cold = Ranking()
+        self.cold: Ranking[str] = Ranking()
         #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
         self._missed: dict[str, None] = {}
         #: whether it is worth while to look for room for them, and when time alone may have made some.

@@ -5,7 +5,7 @@ their model's load or life. Each way is one method here, so each request is coun
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from math import inf
 
 from rsrv.runtime.scheduler.deadlines import Deadlines
@@ -59,17 +59,17 @@ class Queues:
         #: requests that ended without a model, or with one that is gone.
         self.departed = Counts()
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Refuse arrivals that nobody could account for.
+    def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
+        """Refuse arrivals that nobody could account for; `runs` are the ids of runs at the gate or under way.
 
         Raises:
-            CallerError: an id is in flight already or given twice, or a number of rows is negative.
+            CallerError: an id is in use already or given twice, or a number of rows is negative.
         """
         ids = {request.id for request in requests}
-        if len(ids) != len(requests) or not self.live.keys().isdisjoint(ids):
+        if len(ids) != len(requests) or not (self.live.keys().isdisjoint(ids) and runs.isdisjoint(ids)):
             counts = Counter(request.id for request in requests)
-            twice = [request for request, count in counts.items() if count > 1 or request in self.live]
-            raise CallerError(f"ids that are in flight already, or twice in one event: {twice}")
+            twice = [one for one, count in counts.items() if count > 1 or one in self.live or one in runs]
+            raise CallerError(f"ids that are in use already, or twice in one event: {twice}")
         for request in requests:
             if request.rows < 0:
                 raise CallerError(f"request {request.id} has {request.rows} rows")

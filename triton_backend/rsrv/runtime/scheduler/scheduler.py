@@ -8,7 +8,7 @@ Each event is handled in four steps:
 
 1. check: an event that breaks the contract raises `CallerError` and changes nothing;
 2. take it in: requests are queued or refused, executions and loads end;
-3. expire: queued requests whose deadline is `now` or earlier end; if the discipline sheds, so do those
+3. expire: queued requests and waiting runs whose deadline is `now` or earlier end; if the discipline sheds, so do those
    that could not be answered in time any more even if they were next;
 4. give work: while no load is under way, `Loads` chooses among the models with work whose weights are
    absent; while fewer than `depth` executions are in flight, the discipline chooses among the resident
@@ -43,11 +43,14 @@ from rsrv.runtime.scheduler.events import (
     Program,
     RequestsArrived,
     RequestsCancelled,
+    RunEnded,
+    RunsAsked,
     SettingsChanged,
     Tick,
     WarmUpEnded,
     WeightsLoaded,
 )
+from rsrv.runtime.scheduler.gate import Gate
 from rsrv.runtime.scheduler.inflight import InFlight
 from rsrv.runtime.scheduler.memory import Memory
 from rsrv.runtime.scheduler.model import ModelState, check_program
@@ -80,10 +83,11 @@ class Scheduler:
         self._draining: dict[str, ModelState] = {}
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
+        self._gate = Gate(self._discipline, self.settings.meta_concurrency)
         self._memory = Memory(self._models, self._draining, self._queues, self.settings)
         self._loads = self._memory.loads
         #: models that are held back for more requests, by when that ends.
-        self._unripe = Ranking()
+        self._unripe: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
@@ -110,6 +114,10 @@ class Scheduler:
                 pass
             case RequestsCancelled():
                 self._queues.cancel(event.requests, now, out)
+            case RunsAsked():
+                self._gate.ask(event.runs, now, out)
+            case RunEnded():
+                self._gate.end(event.run)
             case WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 model = self._memory.ended(event, now, out)
                 if model is not None and model.draining:
@@ -129,6 +137,8 @@ class Scheduler:
             case _:
                 assert_never(event)
         self._queues.expire(now, out)
+        if self._gate.waiting:
+            self._gate.proceed(now, out)
         self._ripen(now)
         self._settle(now)
         if self._discipline.sheds:
@@ -147,13 +157,15 @@ class Scheduler:
             raise CallerError(f"time runs backwards: {now} after {self._now}")
         match event:
             case RequestsArrived():
-                self._queues.check(event.requests)
+                self._queues.check(event.requests, self._gate.live.keys())
             case ExecutionFinished():
                 if event.dispatch not in self._running:
                     raise CallerError(
                         f"dispatch {event.dispatch} is not in flight:"
                         f" {[running.execute.dispatch for running in self._running]} are"
                     )
+            case RunsAsked():
+                self._gate.check(event.runs, self._queues.live.keys())
             case ModelAdded():
                 check_program(event.program)
                 self._memory.weights.pieces.check(event.program.tensors or {})
@@ -307,6 +319,7 @@ class Scheduler:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)
             self._queues.obey(self._discipline)
+        self._gate.obey(self._discipline, settings.meta_concurrency)
         self._queues.touched.update(dict.fromkeys(self._models.values()))
 
     def _check_settings(self, settings: SchedulerSettings) -> None:
@@ -438,11 +451,11 @@ class Scheduler:
     def next_wakeup(self) -> float | None:
         """When a `Tick` is due; None if nothing happens by time alone.
 
-        The soonest of: a queued request's deadline, or when it becomes certain to be missed; the end of
+        The soonest of: a queued request's or a waiting run's deadline, or when it becomes certain to be missed; the end of
         holding a model back for more requests, or of keeping weights that others wait to replace; the time to
         give the device its next execution.
         """
-        times = [self._queues.deadlines.next()]
+        times = [self._queues.deadlines.next(), self._gate.next_deadline()]
         if self._discipline.sheds:
             start = self._queues.starts.next()
             times.append(None if start is None else start + 2 * SLACK)
@@ -506,6 +519,7 @@ class Scheduler:
             totals.add(counts)
         return Snapshot(
             models={state.name: state.snapshot() for state in states},
+            metas=self._gate.snapshot(),
             arrived=self._queues.arrived,
             outcomes=totals.outcomes(),
             refused=totals.refused,

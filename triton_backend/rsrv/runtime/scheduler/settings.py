@@ -17,6 +17,8 @@ class SchedulerSettings:
     #: with a depth above 1: the next execution is given to the device this long before the last one that it
     #: has is expected to end, in ms. Until then requests that arrive may still join it.
     launch_ahead_ms: float = 2.0
+    #: runs of meta models that are under way at once; the others wait.
+    meta_concurrency: int = 2
     #: a model with waiting requests keeps its weights on the device for at least this many times the time
     #: that loading them took; see `residency`.
     residency_factor: float = 4.0
@@ -37,6 +39,7 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         self._require("depth", self.depth >= 1, "at least 1")
+        self._require("meta_concurrency", self.meta_concurrency >= 1, "at least 1")
         self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
         self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
         self._require("eviction", self.eviction in POLICIES, f"one of {sorted(POLICIES)}")

@@ -99,10 +99,26 @@ class ModelSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class MetaSnapshot:
+    """The runs of one meta model. All that were asked for are in one of these but `running`."""
+
+    #: runs that wait at the gate, and those under way.
+    waiting: int
+    running: int
+    #: those that were let in, ever; and those that were not, by why. Withdrawn: ended while they waited.
+    admitted: int
+    expired: int
+    refused: int
+    withdrawn: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All models, and the sums that outlive them."""
 
     models: Mapping[str, ModelSnapshot]
+    #: meta models of which a run was ever asked for. Their counters outlive their runs.
+    metas: Mapping[str, MetaSnapshot]
     #: requests that ever arrived. arrived = sum(outcomes) + queued + executing.
     arrived: int
     #: ended requests, by how: of all models, removed and unknown ones included.

@@ -1,0 +1,357 @@
+"""Runs of meta models: how many are under way at once, who waits, and who does not get in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import nan
+
+import pytest
+
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import (
+    Admit,
+    Finish,
+    Instruction,
+    Outcome,
+    Reason,
+    RequestsArrived,
+    RequestsCancelled,
+    Run,
+    RunsAsked,
+    SettingsChanged,
+)
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.snapshot import MetaSnapshot
+from tests.unit.scheduler.driver import Driver, program
+
+every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+
+
+def gate(discipline: str = "fair", concurrency: int = 1) -> Driver:
+    return Driver(SchedulerSettings(discipline=discipline, meta_concurrency=concurrency))
+
+
+def change(driver: Driver, **changes: int | str) -> list[Instruction]:
+    settings = replace(driver.settings, **changes)  # type: ignore[arg-type]
+    return driver.send(SettingsChanged(settings))
+
+
+def admitted(instructions: Iterable[Instruction]) -> list[int]:
+    return [one.run for one in instructions if isinstance(one, Admit)]
+
+
+def order(driver: Driver) -> list[int]:
+    """Who is admitted from now on, when each run ends before the next begins."""
+    order = []
+    while driver.under_way:
+        order += admitted(driver.end(min(driver.under_way.values(), key=lambda run: run.id)))
+    return order
+
+
+# --- who gets in -------------------------------------------------------------------------------------------
+
+
+@every_discipline
+def test_as_many_as_may_run_are_admitted_at_once(discipline: str) -> None:
+    """Of three runs two begin; the third does when the first is over."""
+    driver = gate(discipline, concurrency=2)
+    first, second, third = (driver.run_of() for _ in range(3))
+
+    assert driver.ask(first, second, third) == [Admit(first.id), Admit(second.id)]
+    assert driver.end(first) == [Admit(third.id)]
+    assert driver.end(second) == driver.end(third) == []
+
+
+def test_two_are_admitted_unless_the_settings_say_otherwise() -> None:
+    """One computes while the other one waits for its call."""
+    driver = Driver()
+    driver.ask(*(driver.run_of() for _ in range(5)))
+
+    assert len(driver.under_way) == 2
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo"])
+def test_runs_begin_by_priority_and_arrival(discipline: str) -> None:
+    """1 before 4 before none before 9, of whichever meta, and however soon a deadline is."""
+    driver = gate(discipline)
+    driver.ask(driver.run_of())
+    runs = [driver.run_of(f"m{p}", priority=p, deadline=100.0 - n) for n, p in enumerate((9, 0, 4, 1, 0))]
+    driver.ask(*runs[:2])
+    driver.ask(*runs[2:])
+
+    assert order(driver) == [runs[n].id for n in (3, 2, 1, 4, 0)]
+
+
+def test_edf_lets_the_soonest_deadline_in() -> None:
+    """After priority; those without a deadline go last, in order of arrival."""
+    driver = gate("edf")
+    driver.ask(driver.run_of())
+    never, late, soon, also, urgent = (
+        driver.run_of(deadline=deadline, priority=priority)
+        for deadline, priority in ((None, 0), (9.0, 0), (5.0, 0), (None, 0), (99.0, 1))
+    )
+    driver.ask(never, late, soon)
+    driver.ask(also, urgent)
+
+    assert order(driver) == [one.id for one in (urgent, soon, late, never, also)]
+
+
+def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
+    """The free place goes to the soonest deadline, not to the first of the event."""
+    driver = gate("edf")
+    late, soon = driver.run_of(deadline=9.0), driver.run_of(deadline=5.0)
+    driver.ask(late, soon)
+
+    assert list(driver.under_way) == [soon.id]
+
+
+def test_a_change_of_discipline_changes_who_is_next() -> None:
+    """They came by `fifo`; under `edf` the soonest deadline is first, and back again the oldest is."""
+    driver = gate("fifo")
+    driver.ask(driver.run_of())
+    late, soon, later = (driver.run_of(deadline=deadline) for deadline in (8.0, 5.0, 9.0))
+    driver.ask(late, soon, later)
+    change(driver, discipline="edf")
+    driver.end(next(iter(driver.under_way.values())))
+
+    assert list(driver.under_way) == [soon.id]
+    change(driver, discipline="fifo")
+    assert order(driver) == [late.id, later.id]
+
+
+@every_discipline
+def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
+    """However many come with sooner deadlines, one that waits begins, or ends at its own."""
+    driver = gate(discipline)
+    driver.ask(driver.run_of())
+    patient = driver.run_of(deadline=50.0)
+    driver.ask(patient)
+    for n in range(100):
+        driver.ask(driver.run_of(deadline=n + 1.5))
+        driver.now = float(n)
+        driver.end(min(driver.under_way.values(), key=lambda run: run.id))
+
+    assert patient.id in driver.left_the_gate
+
+
+# --- more and fewer places ---------------------------------------------------------------------------------
+
+
+def test_more_places_are_taken_at_once() -> None:
+    """From one to three: two more begin with the change."""
+    driver = gate()
+    runs = [driver.run_of() for _ in range(4)]
+    driver.ask(*runs)
+
+    assert admitted(change(driver, meta_concurrency=3)) == [runs[1].id, runs[2].id]
+
+
+def test_fewer_places_let_those_that_run_finish() -> None:
+    """From three to one: the next begins when all three are over."""
+    driver = gate(concurrency=3)
+    runs = [driver.run_of() for _ in range(5)]
+    driver.ask(*runs)
+    change(driver, meta_concurrency=1)
+
+    assert [admitted(driver.end(run)) for run in runs] == [[], [], [runs[3].id], [runs[4].id], []]
+
+
+def test_places_that_went_and_came_back_are_used() -> None:
+    """From three to one and, after one run has ended, to two: nobody begins until another one ends."""
+    driver = gate(concurrency=3)
+    runs = [driver.run_of() for _ in range(5)]
+    driver.ask(*runs)
+    change(driver, meta_concurrency=1)
+    driver.end(runs[0])
+
+    assert change(driver, meta_concurrency=2) == []
+    assert admitted(driver.end(runs[1])) == [runs[3].id]
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    """Nobody could ever begin."""
+    with pytest.raises(ValueError, match="meta_concurrency must be at least 1, not 0"):
+        SchedulerSettings(meta_concurrency=0)
+
+
+# --- who does not get in -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deadline", [-1.0, 0.0, nan])
+def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
+    """Though there is a place: its deadline is now, has passed, or is no number."""
+    driver = gate()
+    late = Run(1, "m", deadline)
+
+    assert driver.scheduler.handle(RunsAsked((late,)), 0.0) == [Finish(1, Outcome.EXPIRED)]
+    driver.scheduler.validate()
+
+
+def test_a_run_waits_until_its_deadline() -> None:
+    """The scheduler asks for a tick then, the run ends, and the later one is next."""
+    driver = gate("fifo")
+    driver.ask(first := driver.run_of())
+    soon, later = driver.run_of(deadline=2.0), driver.run_of(deadline=3.0)
+    driver.ask(soon, later)
+
+    assert driver.scheduler.next_wakeup() == 2.0
+    assert driver.tick(2.0) == [Finish(soon.id, Outcome.EXPIRED)]
+    assert driver.scheduler.next_wakeup() == 3.0
+    assert driver.end(first) == [Admit(later.id)]
+    assert driver.scheduler.next_wakeup() is None
+
+
+def test_a_place_that_comes_at_the_deadline_comes_too_late() -> None:
+    """At one moment a place becomes free and the first in line is due: the one behind it begins."""
+    driver = gate("fifo")
+    driver.ask(first := driver.run_of())
+    due, other = driver.run_of(deadline=2.0), driver.run_of()
+    driver.ask(due, other)
+    driver.now = 2.0
+
+    assert driver.end(first) == [Finish(due.id, Outcome.EXPIRED), Admit(other.id)]
+
+
+def test_a_run_under_way_has_no_deadline_here() -> None:
+    """What it does in time is its own affair: it keeps its place until it ends."""
+    driver = gate()
+    driver.ask(driver.run_of(deadline=1.0), other := driver.run_of())
+
+    assert driver.scheduler.next_wakeup() is None
+    assert driver.tick(5.0) == []
+    assert list(driver.at_the_gate) == [other.id]
+
+
+def test_so_many_of_a_meta_may_wait() -> None:
+    """Two of `m` wait; the third is refused, one of another meta is not."""
+    driver = gate()
+    driver.ask(driver.run_of())
+    driver.ask(driver.run_of(max_waiting=2), driver.run_of(max_waiting=2))
+    third, other = driver.run_of(max_waiting=2), driver.run_of("n", max_waiting=2)
+
+    assert driver.ask(third, other) == [Finish(third.id, Outcome.REFUSED, Reason.QUEUE_FULL)]
+
+
+def test_those_that_begin_at_once_do_not_wait() -> None:
+    """Two places and one that may wait: of four that ask together the latest is refused."""
+    driver = gate(concurrency=2)
+    runs = [driver.run_of(max_waiting=1) for _ in range(4)]
+
+    assert driver.ask(*runs) == [
+        Admit(runs[0].id),
+        Admit(runs[1].id),
+        Finish(runs[3].id, Outcome.REFUSED, Reason.QUEUE_FULL),
+    ]
+
+
+def test_who_is_due_gives_its_place_in_line_to_who_comes() -> None:
+    """The only one that may wait ends at the moment at which the next one asks."""
+    driver = gate()
+    driver.ask(driver.run_of())
+    driver.ask(due := driver.run_of(deadline=1.0, max_waiting=1))
+    driver.now = 1.0
+
+    assert driver.ask(driver.run_of(max_waiting=1)) == [Finish(due.id, Outcome.EXPIRED)]
+
+
+def test_a_run_that_waits_can_be_withdrawn() -> None:
+    """Nothing is answered, it never begins, and its deadline wakes nobody."""
+    driver = gate()
+    driver.ask(first := driver.run_of())
+    driver.ask(gone := driver.run_of(deadline=1.0), other := driver.run_of())
+
+    assert driver.end(gone) == []
+    assert driver.scheduler.next_wakeup() is None
+    assert driver.end(first) == [Admit(other.id)]
+
+
+def test_the_end_of_an_unknown_run_is_ignored() -> None:
+    """It was over already, was refused, or never was; nobody's place is free for it."""
+    driver = gate()
+    driver.ask(first := driver.run_of(), second := driver.run_of(max_waiting=5))
+    driver.end(first)
+
+    assert driver.end(first) == driver.end(driver.run_of()) == []
+    assert list(driver.under_way) == [second.id]
+
+
+# --- runs and requests -------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
+    """They execute, the oldest still before an urgent one; so do those that come after it."""
+    driver = gate()
+    driver.add(program("a", {(0, 1): 0.001}))
+    driver.arrive(driver.request())
+    driver.ask(run := driver.run_of())
+    urgent = driver.request(priority=1)
+    first, second = driver.request(run=run.id), driver.request(run=run.id)
+    driver.arrive(urgent, first, second)
+    driver.end(run)
+    driver.finish()
+    driver.arrive(third := driver.request(run=run.id))
+    started = [execute.requests[0] for execute in driver.finish_all()]
+
+    assert started == [first.id, second.id, third.id, urgent.id]
+
+
+def test_a_run_is_no_request() -> None:
+    """To cancel its id as a request does nothing."""
+    driver = gate()
+    driver.ask(driver.run_of(), waits := driver.run_of())
+    driver.send(RequestsCancelled((waits.id,)))
+
+    assert list(driver.at_the_gate) == [waits.id]
+
+
+def test_runs_and_requests_share_their_ids() -> None:
+    """One that is in use, by either, is refused, and so is one given twice; nothing has changed by it."""
+    driver = gate()
+    driver.add(program("a"))
+    driver.arrive(request := driver.request(deadline=10.0))
+    running, waiting = driver.run_of(), driver.run_of()
+    driver.ask(running, waiting)
+    before = driver.scheduler.snapshot()
+    handle = driver.scheduler.handle
+
+    for run in (running, waiting):
+        with pytest.raises(CallerError, match=rf"ids that are in use already.*\[{run.id}\]"):
+            handle(RequestsArrived((request._replace(id=run.id),)), 0.0)
+    for id in (request.id, running.id, waiting.id):
+        with pytest.raises(CallerError, match=f"id {id} is in use already"):
+            handle(RunsAsked((Run(id, "m"),)), 0.0)
+    with pytest.raises(CallerError, match="id 99 is in use already, or twice in one event"):
+        handle(RunsAsked((Run(99, "m"), Run(99, "n"))), 0.0)
+    assert driver.scheduler.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("run", "problem"),
+    [
+        (Run(0, "m"), "0 is no id of a run"),
+        (Run(1, "m", priority=-1), "run 1 has priority -1; 1 is the highest"),
+        (Run(1, "m", max_waiting=-1), "run 1 has max_waiting -1"),
+    ],
+)
+def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
+    """The caller is told what is wrong with it."""
+    with pytest.raises(CallerError, match=problem):
+        gate().scheduler.handle(RunsAsked((run,)), 0.0)
+
+
+def test_what_became_of_runs_is_counted() -> None:
+    """By meta, and for ever: two under way, one waits, and one each expired, was refused and withdrawn."""
+    driver = gate(concurrency=2)
+    driver.ask(over := driver.run_of(), driver.run_of(), driver.run_of("n"))
+    driver.ask(driver.run_of(deadline=1.0), gone := driver.run_of())
+    driver.ask(driver.run_of(max_waiting=2))
+    driver.end(gone)
+    driver.tick(1.0)
+    driver.ask(driver.run_of(), driver.run_of())
+    driver.end(over)
+
+    assert driver.scheduler.snapshot().metas == {
+        "m": MetaSnapshot(waiting=2, running=1, admitted=2, expired=1, refused=1, withdrawn=1),
+        "n": MetaSnapshot(waiting=0, running=1, admitted=1, expired=0, refused=0, withdrawn=0),
+    }

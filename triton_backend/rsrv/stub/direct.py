@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rsrv.stub.calls import GRACE_NS, Keep, Results
-from rsrv.stub.endpoint import Array, Endpoint, check_results
-from rsrv.stub.hooks import Hooks
+from rsrv.stub.endpoint import Array, check_results
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import DOWN
 from rsrv.stub.replies import Failure
-from rsrv.stub.session import Remote
 from rsrv.stub.shapes import Plan
+from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.layout import NUMPY, Tensor
@@ -32,19 +31,15 @@ _FOREVER = 3600.0
 T = TypeVar("T")
 
 
-class DeviceTensor:
+class DeviceTensor(Elsewhere):
     """A result that stayed on the device: later calls of the same request take it as an input."""
 
     def __init__(self, run: "DirectRun", number: int, tensor: Tensor, rows: int) -> None:
+        super().__init__(tensor.shape(rows), NUMPY[tensor.dtype])
         self._run = run
         self._number = number
         self._tensor = tensor
         self._rows = rows
-        self.shape = tensor.shape(rows)
-        self.dtype = NUMPY[tensor.dtype]
-
-    def __repr__(self) -> str:
-        return f"DeviceTensor(shape={self.shape}, dtype={self.dtype})"
 
     def __del__(self) -> None:
         self._run.released.append(self._number)
@@ -65,24 +60,6 @@ class DeviceTensor:
         return Spot(Where.DEVICE, 0, self._number)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A model that a meta model calls."""
-
-    #: its place in the list of REGISTER
-    index: int
-    remote: Remote
-    endpoint: Endpoint
-
-
-def make_stages(remotes: Sequence[Remote], hooks: Mapping[str, Hooks]) -> dict[str, Stage]:
-    """By name."""
-    return {
-        remote.name: Stage(index, remote, Endpoint(remote.interface, hooks[remote.name]))
-        for index, remote in enumerate(remotes)
-    }
-
-
 @dataclass(slots=True, eq=False)
 class _Sent:
     """A call that the runtime has."""
@@ -101,11 +78,8 @@ class _Sent:
 class DirectRun:
     """One run on a connection of its own. For one thread; `released` is for any."""
 
-    def __init__(
-        self, lane: Lane, stages: Mapping[str, Stage], token: int, deadline_ns: int, priority: int, who: str
-    ) -> None:
+    def __init__(self, lane: Lane, token: int, deadline_ns: int, priority: int, who: str) -> None:
         self._lane = lane
-        self._stages = stages
         self._token = token
         self._deadline_ns = deadline_ns
         self._priority = priority
@@ -157,11 +131,10 @@ class DirectRun:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> "_Waiting":
+    def start(self, stage: Stage, inputs: Mapping[str, Any], keep: Keep) -> "_Waiting":
         """Send a call. Raises Failure."""
-        stage = self._stages[name]
-        arrays = _check_inputs(stage, inputs)
-        kept = _check_keep(stage, keep)
+        arrays = check_inputs(stage, inputs)
+        kept = check_keep(stage, keep)
         values, plan = stage.endpoint.prepare(arrays, self._who)
         first = arrays[stage.remote.inputs[0].name]
         rows = first.shape[0] if stage.remote.batched else None
@@ -330,47 +303,3 @@ def _resolve(sent: _Sent) -> None:
         future.set_exception(sent.outcome)
     elif sent.outcome is not None:
         future.set_result(sent.outcome)
-
-
-# --- what callers may send --------------------------------------------------------------------------------
-
-
-def _check_inputs(stage: Stage, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """As Triton checks what clients send. Raises Failure."""
-    remote = stage.remote
-    arrays = {
-        name: value if isinstance(value, DeviceTensor) else np.asarray(value)
-        for name, value in inputs.items()
-    }
-    for wire in remote.inputs:
-        array = arrays.get(wire.name)
-        if array is None:
-            raise Failure(Status.INVALID, f"input {wire.name!r} is missing")
-        if array.dtype != NUMPY[wire.dtype]:
-            raise Failure(Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}")
-        if not wire.fits(array.shape):
-            raise Failure(
-                Status.INVALID,
-                f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}",
-            )
-        if isinstance(array, DeviceTensor) and stage.endpoint.hooks.preprocess is not None:
-            raise Failure(
-                Status.INTERNAL, f"its preprocess hook needs input {wire.name!r}: it cannot be on the device"
-            )
-    unknown = sorted(arrays.keys() - {wire.name for wire in remote.inputs})
-    if unknown:
-        raise Failure(Status.INVALID, f"there is no input {unknown[0]!r}")
-    return arrays
-
-
-def _check_keep(stage: Stage, keep: Keep) -> frozenset[str]:
-    """Names of the outputs that stay on the device. Raises Failure."""
-    names = [tensor.name for tensor in stage.remote.interface.variants[0].outputs.tensors]
-    wanted = frozenset(names if keep is True else keep or ())
-    if wanted and stage.endpoint.hooks.postprocess is not None:
-        raise Failure(
-            Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
-        )
-    if unknown := sorted(wanted - set(names)):
-        raise Failure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
-    return wanted

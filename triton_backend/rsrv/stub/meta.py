@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +21,14 @@ import numpy as np
 
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, Keep, Pending, grace
-from rsrv.stub.direct import DirectRun, Stage, make_stages
+from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_failed, read_inputs
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import DOWN, Later
 from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import UNREACHABLE, Link, Session
+from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.stub.triton import ThroughTriton
@@ -109,7 +110,7 @@ class MetaEngine:
         responses: Responses,
         run: Run,
         hooks: Mapping[str, Hooks],
-        external: Sequence[str],
+        external: Collection[str],
         outputs: Sequence[WireTensor],
         batched: bool,
         session: Session,
@@ -127,8 +128,8 @@ class MetaEngine:
         self._gated = bool(hooks)
         link = session.establish()
         settings = link.settings["meta"]
-        self._bls = make_bls(settings)
         self._through_triton = settings["transport"] == "bls"
+        self._bls = make_bls(settings) if external or self._through_triton else None
         self._concurrency = settings["concurrency"]
         #: what a run takes, seconds; at first it is not waited for
         self._seconds = _MAX_BLOCK
@@ -160,7 +161,8 @@ class MetaEngine:
 
     def close(self) -> None:
         self._later.close()
-        self._bls.close()
+        if self._bls is not None:
+            self._bls.close()
         self._session.close()
         with self._lock:
             lanes, self._lanes = self._lanes, []
@@ -290,9 +292,7 @@ class MetaEngine:
 
     def _answer(self, visit: Visit) -> list[Any]:
         lane = self._take_lane(visit)
-        run = DirectRun(
-            lane, self._stages, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id()
-        )
+        run = DirectRun(lane, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id())
         run.entered = visit.let_in
         status = Status.INTERNAL
         try:
@@ -318,7 +318,10 @@ class MetaEngine:
         ]
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        stages = _Routes(run, self._stages, self._external, self._bls, visit, self._through_triton)
+        triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns)
+        stages = _Routes(
+            run, self._stages, self._external, triton, visit, through_triton=self._through_triton
+        )
         try:
             if inspect.iscoroutinefunction(self._run):
                 results = asyncio.run(self._run(arrays, AsyncCall(stages, visit.deadline_ns, visit.check)))
@@ -362,30 +365,31 @@ class _Routes:
         self,
         run: DirectRun,
         stages: Mapping[str, Stage],
-        external: Sequence[str],
-        bls: Bls,
+        external: Collection[str],
+        triton: ThroughTriton | None,
         visit: Visit,
+        *,
         through_triton: bool,
     ) -> None:
         self._run = run
         self._stages = stages
         self._external = external
-        self._triton = ThroughTriton(bls, visit.deadline_ns)
+        self._triton = triton
         self._visit = visit
         self._through_triton = through_triton
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
-        if name in self._external:
-            return self._triton.start(name, inputs)
-        if name not in self._stages:
+        if self._triton is not None and name in self._external:
+            return self._triton.external(name, inputs)
+        stage = self._stages.get(name)
+        if stage is None:
             raise Failure(
-                Status.INTERNAL, "model.py calls it, and the manifest's meta.calls does not list it"
+                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
             )
-        if not self._through_triton:
-            return self._run.start(name, inputs, keep)
+        if self._triton is None or not self._through_triton:
+            return self._run.start(stage, inputs, keep)
         self._run.let_in(grace(self._visit.deadline_ns))
-        outputs = [wire.name for wire in self._stages[name].remote.outputs]
-        return self._triton.start(name, inputs, outputs, self._visit.token)
+        return self._triton.stage(stage, inputs, keep, self._visit.token)
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         if self._through_triton:

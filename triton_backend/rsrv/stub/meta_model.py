@@ -5,7 +5,7 @@ import json
 from functools import partial
 from typing import Any
 
-from rsrv.stub.bls import Bls
+from rsrv.stub.bls import Bls, limit, read_pool_size
 from rsrv.stub.hooks import HookError, load_hooks, load_run
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.model import Setup, set_up
@@ -37,9 +37,9 @@ class TritonPythonModel:
                 setup.outputs,
                 setup.batched,
                 session,
-                partial(_make_bls, pb_utils, tensors),
+                partial(_make_bls, pb_utils, tensors, limit(read_pool_size(setup.launcher.server_pid))),
             )
-        except (*UNREACHABLE, BrokenPairing, HookError) as error:
+        except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
 
@@ -54,8 +54,8 @@ class TritonPythonModel:
         self._engine.close()
 
 
-def _make_bls(pb_utils: Any, tensors: Tensors, settings: dict[str, Any]) -> Bls:
-    return Bls(pb_utils, tensors, concurrency=settings["bls_concurrency"], timeout=settings["bls_timeout_s"])
+def _make_bls(pb_utils: Any, tensors: Tensors, most: int, settings: dict[str, Any]) -> Bls:
+    return Bls(pb_utils, tensors, min(settings["bls_concurrency"], most), settings["bls_timeout_s"])
 
 
 __all__ = ["TritonPythonModel"]

@@ -1,14 +1,15 @@
 """Sub-calls of a meta model through Triton: to models outside of the runtime, and to all if the settings say so."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from rsrv.stub.bls import Bls
-from rsrv.stub.calls import Results
+from rsrv.stub.calls import Keep, Results
+from rsrv.stub.stages import Stage, check_inputs, check_keep
 
 
 class ThroughTriton:
@@ -18,24 +19,50 @@ class ThroughTriton:
         self._bls = bls
         self._deadline_ns = deadline_ns
 
-    def start(
-        self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), run: int = 0
-    ) -> "_Waiting":
-        """`outputs`: those that are wanted, all if none; `run`: the token that makes it a sub-call. Raises Failure."""
+    def external(self, name: str, inputs: Mapping[str, Any]) -> "_Waiting":
+        """Call a model outside of the runtime. What it may be sent is Triton's to check."""
         arrays = {key: np.asarray(value) for key, value in inputs.items()}
-        return _Waiting(
-            self._bls.start(name, arrays, outputs=outputs, deadline_ns=self._deadline_ns, run=run)
+        return _Waiting(self._bls.start(name, arrays, deadline_ns=self._deadline_ns), {})
+
+    def stage(self, stage: Stage, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_Waiting":
+        """Call a model of the runtime, as a part of the run that has this token. Raises Failure."""
+        arrays = check_inputs(stage, inputs)
+        check_keep(stage, keep)
+        remote = stage.remote
+        # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
+        least = 2 if remote.batched else 1
+        for name, array in arrays.items():
+            if array.ndim < least:
+                arrays[name] = array.reshape(*array.shape, 1)
+        future = self._bls.start(
+            remote.name,
+            arrays,
+            outputs=[wire.name for wire in remote.outputs],
+            dtypes={wire.name: wire.dtype for wire in remote.inputs},
+            deadline_ns=self._deadline_ns,
+            run=token,
         )
+        return _Waiting(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 
 
 class _Waiting:
-    """A call under way; `Pending`. It ends by itself when its time is up."""
+    """A call under way; `Pending`. It ends by itself when its time is up. `ranks`: axes that results have here."""
 
-    def __init__(self, future: Future[Results]) -> None:
+    def __init__(self, future: Future[Results], ranks: Mapping[str, int]) -> None:
         self._future = future
+        self._ranks = ranks
 
     def wait(self, until_ns: int) -> Results:
-        return self._future.result()
+        return self._shaped(self._future.result())
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
-        return asyncio.wrap_future(self._future, loop=loop)
+        async def wait() -> Results:
+            return self._shaped(await asyncio.wrap_future(self._future, loop=loop))
+
+        return wait()
+
+    def _shaped(self, results: Results) -> Results:
+        return {
+            name: array.reshape(array.shape[: self._ranks.get(name, array.ndim)])
+            for name, array in results.items()
+        }

@@ -91,7 +91,7 @@ class Loop:
             make_device,
             lambda: self._decide_by(self._settings),
         )
-        #: requests that are not answered yet, runs of meta models that are not let in yet, by global id
+        #: requests that are not answered yet, those of runs of meta models to be let in among them, by global id
         self._pending: dict[int, AnyPart | Run] = {}
         self._runs = Runs(self._feed, lambda request: self._arrived.append(request), self._done)
         self._arrived: list[ev.Request] = []
@@ -168,7 +168,10 @@ class Loop:
             case Kind.CANCEL:
                 ids = tuple(_global_id(connection, id) for id in unpack_ids(frame, count))
                 self._flush_arrivals()
-                self._runs.cancel(ids)
+                for id in ids:
+                    waiting = self._pending.get(id)
+                    if isinstance(waiting, Run):
+                        self._runs.leave(waiting, Status.CANCELLED)
                 self._feed(ev.RequestsCancelled(ids))
             case Kind.CALL:
                 for call in unpack_calls(frame, count):
@@ -251,14 +254,16 @@ class Loop:
     # --- meta models --------------------------------------------------------------------------------------
 
     def _enter(self, connection: Connection, entrances: Sequence[Entrance]) -> None:
-        numbered = [(self._new_id(connection, entrance.request), entrance) for entrance in entrances]
         group = connection.group
         if group is None or not self._registry.ready(group):
             raise ProtocolError("ENTER before REGISTERED")
         of_model = self._settings.for_model(group.name)
         limit = of_model.max_queue_depth or self._settings.scheduler.max_queue_depth
-        runs = self._runs.enter(connection, group, numbered)
-        self._pending |= {run.id: run for run in runs}
+        runs = []
+        for entrance in entrances:
+            asking = self._new_id(connection, entrance.request)
+            run = self._pending[asking] = self._runs.enter(connection, group, entrance, asking)
+            runs.append(run)
         self._flush_arrivals()
         asked = tuple(ev.Run(run.id, run.group.key, run.deadline, run.priority, limit) for run in runs)
         self._feed(ev.RunsAsked(asked))
@@ -325,7 +330,10 @@ class Loop:
                 for model in self._registry.models()
                 if model.key in snapshot.models
             },
-            "metas": {group.name: meta_status(group, self._runs, names) for group in self._registry.metas()},
+            "metas": {
+                group.name: meta_status(group, self._runs, names)
+                for group in self._registry.metas()
+            },
         }
 
     # --- how to decide ------------------------------------------------------------------------------------
@@ -402,17 +410,17 @@ class Loop:
         self._flush_arrivals()
 
     def _finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
-        part = self._pending[finish.request]
         if finish.outcome is ev.Outcome.ANSWERED:
             assert job is not None
-            del self._pending[finish.request]
+            part = self._pending.pop(finish.request)
             self._answer_with(
                 part.connection, Completion(part.request, Status.OK, job.size, job.rows, int(seconds * 1e9))
             )
             return
         status, text = _failure(finish)
-        if isinstance(part, Run):
-            self._runs.refuse(finish.request, status, text)
+        run = self._runs.get(finish.request)
+        if run is not None:
+            self._runs.refuse(run, status, text)
         else:
             self._done(finish.request, status, text)
 

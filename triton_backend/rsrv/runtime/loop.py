@@ -317,7 +317,6 @@ class Loop:
     def status(self) -> dict[str, Any]:
         counts = self._registry.cache_counts
         snapshot = self._scheduler.snapshot()
-        names = {model.key: model.name for model in self._registry.models()}
         return {
             "pid": os.getpid(),
             "uptime_s": self._clock() - self._started,
@@ -331,7 +330,7 @@ class Loop:
                 if model.key in snapshot.models
             },
             "metas": {
-                group.name: meta_status(group, self._runs, names)
+                group.name: meta_status(group, self._runs, self._registry.names)
                 for group in self._registry.metas()
             },
         }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.connection import Group, MetaCounts
+from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
 from rsrv.runtime.scheduler import events as ev
 from rsrv.stub.lane import Lane
@@ -114,6 +115,7 @@ MISDEEDS: dict[str, list[Deed]] = {
     "an input that is not kept": [ENTER, lambda p: p.call(7, inputs=[Spot(1, 0, 5)])],
     "an output in an unknown place": [ENTER, lambda p: p.call(7, outputs=[Spot(9)])],
     "a number that is kept": [ENTER, HEAR, KEEP, HEAR, KEEP_AGAIN],
+    "a number that will be kept": [ENTER, HEAR, KEEP, KEEP_AGAIN],
     "one request of two calls": [ENTER, HEAR, lambda p: p.lane.call([p.a_call(7)] * 2, [])],
     "a submission": [lambda p: p.lane.submit([frames.Submission(0, 0, 1, 0, 0, 0, 0, 64)])],
 }
@@ -170,6 +172,40 @@ def test_what_a_confused_stub_does_harms_nobody(join: Callable[[], Peer], deeds:
     assert all(other.works(60 + i) for i in range(4))
     status = read_status(os.getpid())["metas"]["meta"]
     assert (status["waiting"], status["running"], status["kept_bytes"]) == (0, 0, 0)
+
+
+def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer], runtime: Runtime) -> None:
+    """Of two calls at once, each of which would fit, the second is told to come later."""
+    peer = join()
+    for step in (ENTER, HEAR):
+        step(peer)
+    runtime.device.memory_limit = 1000  # of which runs may keep 50: four rows are 48
+    runtime.device.gate.clear()
+
+    peer.call(7, rows=4, outputs=[Spot(1, 0, 5)])
+    peer.call(7, request=1, rows=4, outputs=[Spot(1, 0, 6)])
+
+    (refused,) = peer.answers()
+    assert (refused.request, refused.status) == (1, Status.QUEUE_FULL)
+    runtime.device.gate.set()
+    (kept,) = peer.answers()
+    assert (kept.request, kept.status) == (0, Status.OK)
+
+
+def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runtime) -> None:
+    """Neither memory nor its number, which the next may use."""
+    peer = join()
+    for step in (ENTER, HEAR):
+        step(peer)
+    runtime.device.fail_next("read", error=DeviceError("told to"))
+
+    KEEP(peer)
+
+    assert peer.answers()[0].status is Status.INTERNAL
+    assert read_status(os.getpid())["metas"]["meta"]["kept_bytes"] == 0
+    KEEP_AGAIN(peer)
+    assert peer.answers()[0].status is Status.OK
+    assert read_status(os.getpid())["metas"]["meta"]["kept_bytes"] > 0
 
 
 def test_a_connection_that_ends_with_runs_that_end_by_themselves_meanwhile() -> None:

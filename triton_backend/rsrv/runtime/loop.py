@@ -285,22 +285,27 @@ class Loop:
         id = self._new_id(connection, call.request)
         self._pending[id] = CallPart(connection, call.request, call.rows, run, sources, targets, keep)
         limit = self._registry.kept_limit
-        if keep and limit is not None:
-            more = sum(variant.outputs.tensors[index].nbytes(call.rows) for index in keep)
-            held = self._runs.kept_bytes
-            if held + more > limit:
+        if keep:
+            promised = {
+                number: variant.outputs.tensors[index].nbytes(call.rows) for index, number in keep.items()
+            }
+            held, more = self._runs.kept_bytes, sum(promised.values())
+            if limit is not None and held + more > limit:
                 text = (
                     f"running meta models keep {held} bytes on the device, {limit} may be, and {more} more are "
                     "wanted; try again later, or keep less at a time"
                 )
                 self._done(id, Status.QUEUE_FULL, text)
                 return
+            run.promised |= promised
         request = ev.Request(id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id)
         self._runs.call(run, request)
 
     def _done(self, id: int, status: Status, text: str) -> None:
         """Answer a request that was not executed, or tell a run how its asking ended."""
         part = self._pending.pop(id)
+        if isinstance(part, CallPart):
+            part.give_up()
         self._answer_with(part.connection, Completion(part.request, status, text=text))
 
     def _answer_with(self, connection: Connection, done: Completion) -> None:
@@ -462,6 +467,8 @@ class Loop:
         for part in job.parts if self._runs else ():
             if part.run is not None:
                 part.run.account(seconds * part.rows / max(1, job.rows))
+            if isinstance(part, CallPart):
+                part.settle(well=failure is None)
         self._feed(ev.ExecutionFinished(job.dispatch, seconds, error, out_of_memory), job, seconds)
         self._registry.let_go(job.model.key)
 

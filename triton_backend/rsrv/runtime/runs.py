@@ -66,6 +66,13 @@ class Run:
     held: list[ev.Request] = field(default_factory=list)
     #: by the numbers that its stub chose
     kept: dict[int, Kept] = field(default_factory=dict)
+    #: device bytes of what its calls under way will keep, likewise
+    promised: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of the outputs that it keeps, or is about to."""
+        return sum(kept.nbytes for kept in self.kept.values()) + sum(self.promised.values())
 
     def account(self, seconds: float) -> None:
         """One of its sub-calls had the device for so long."""
@@ -103,8 +110,8 @@ class Runs:
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of the outputs that runs keep; one that several keep counts for each."""
-        return sum(kept.nbytes for run in self for kept in run.kept.values())
+        """Device bytes of the outputs that runs keep, or are about to; one that several keep counts for each."""
+        return sum(run.kept_bytes for run in self)
 
     def get(self, id: int) -> Run | None:
         """A run by the scheduler's number."""
@@ -223,7 +230,7 @@ def find_targets(
         if spot.where not in (Where.DEVICE, Where.NOWHERE):
             raise ProtocolError(f"CALL with output {tensor.name!r} in an unknown place")
         if spot.where == Where.DEVICE:
-            if spot.at in run.kept:
+            if spot.at in run.kept or spot.at in run.promised or spot.at in keep.values():
                 raise ProtocolError(f"CALL that keeps number {spot.at}, which is there already")
             keep[index] = spot.at
     return targets, keep

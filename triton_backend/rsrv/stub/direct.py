@@ -5,7 +5,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,8 +24,8 @@ from rsrv.wire.socket import Closed
 
 _LATE = "the deadline passed, and the model runtime does not answer"
 _NO_MEMORY = "the server has no memory for this request; try again later"
-#: seconds that stand for no limit
-_FOREVER = 3600.0
+#: seconds; a deadline may be further away than poll can wait
+_LONGEST_WAIT = 3600.0
 
 T = TypeVar("T")
 
@@ -52,7 +51,15 @@ class DeviceTensor(Elsewhere):
                 f"input {tensor.name!r} was kept on the device by another request, which is over",
             )
         mine = self._tensor
-        if self._rows != rows or (mine.batch_axis, mine.dims) != (tensor.batch_axis, tensor.dims):
+        # The same bits may have two types, and the same extents other axes for their rows.
+        if mine.dtype != tensor.dtype:
+            raise Failure(
+                Status.INVALID,
+                f"input {tensor.name!r} is on the device as {mine.dtype}, expected {tensor.dtype}",
+            )
+        if (mine.batch_axis, mine.dims) != (tensor.batch_axis, tensor.dims) or (
+            mine.batch_axis is not None and self._rows != rows
+        ):
             raise Failure(
                 Status.INVALID,
                 f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there",
@@ -89,6 +96,8 @@ class DirectRun:
         self._entering: int | None = None
         self.entered = False
         self._sent: dict[int, _Sent] = {}
+        #: those that were given up: the runtime, if it is there, may still write to their memory
+        self._lost: list[_Sent] = []
         self._numbers = itertools.count()
         #: numbers of tensors on the device that nobody needs any more
         self.released: deque[int] = deque()
@@ -209,11 +218,11 @@ class DirectRun:
 
     def _pump(self, until_ns: int) -> None:
         """Wait for some of what the runtime has to say. Raises Failure when it says nothing any more."""
-        timeout = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _FOREVER
+        left = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _LONGEST_WAIT
         try:
-            self._receive(timeout)
+            self._receive(min(left, _LONGEST_WAIT))
         except TimeoutError:
-            if until_ns:
+            if until_ns and time.monotonic_ns() >= until_ns:
                 self._lose(Failure(Status.DEADLINE, _LATE))
                 raise Failure(Status.DEADLINE, _LATE) from None
 
@@ -241,6 +250,7 @@ class DirectRun:
         self.broken = True
         self._entering = None
         lost, self._sent = self._sent, {}
+        self._lost += lost.values()
         for sent in lost.values():
             sent.outcome = failure
             _resolve(sent)
@@ -257,14 +267,19 @@ class DirectRun:
             self._lose(failure)
             raise failure from None
 
-    def read_now(self) -> None:
-        """The connection is readable."""
-        with suppress(TimeoutError, Failure):  # of a failure, who waits has been told
-            self._receive(0)
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take what the runtime says while the event loop runs."""
+        fd = self._lane.sock.fileno()
+        loop.add_reader(fd, self._read_now, loop, fd)
 
-    @property
-    def fd(self) -> int:
-        return self._lane.sock.fileno()
+    def _read_now(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+        try:
+            self._receive(0)
+        except TimeoutError:
+            pass
+        except Failure:
+            # Who waits has been told. A lost connection would be readable for ever.
+            loop.remove_reader(fd)
 
 
 class _Waiting:
@@ -287,7 +302,7 @@ class _Waiting:
         if sent.outcome is not None:
             _resolve(sent)
             return future
-        loop.add_reader(self._run.fd, self._run.read_now)
+        self._run.listen(loop)
         if until_ns:
             late = (until_ns - time.monotonic_ns()) / 1e9
             timer = loop.call_later(late, self._run._lose, Failure(Status.DEADLINE, _LATE))

@@ -305,6 +305,8 @@ class MetaEngine:
             raise
         finally:
             run.leave(status, grace(visit.deadline_ns))
+            if run.broken:
+                self._withdraw(visit, status)
             self._give_lane(visit.link, lane, broken=run.broken)
 
     def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
@@ -330,9 +332,13 @@ class MetaEngine:
             return {key: np.asarray(value) for key, value in results.items()}
         except CallError as error:
             raise Failure(error.status, str(error)) from None
+        except Failure:
+            raise  # there was no memory for a buffer
         except BaseException:
             log.exception("request %r: model.py: run raised", visit.request.request_id())
             raise hook_failed("run", "it raised") from None
+        finally:
+            stages.over = True
 
     # --- connections --------------------------------------------------------------------------------------
 
@@ -341,14 +347,22 @@ class MetaEngine:
         with self._lock:
             if link is self._link and self._lanes:
                 return self._lanes.pop()
+            # The next runtime has let nobody in yet.
+            outlived = visit.let_in and link is not self._link
         try:
+            if outlived:
+                raise Closed("the runtime that let it in is gone")
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
             log.error("no connection for a run: %s", error)
-            if visit.let_in:
-                with suppress(Closed):
-                    visit.lane.leave(Leaving(visit.token, Status.RUNTIME_DOWN))
+            self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
+
+    def _withdraw(self, visit: Visit, status: Status) -> None:
+        """Have a run leave that has no connection of its own, or lost it, by the one that it asked on."""
+        if visit.let_in:
+            with suppress(Closed, OSError):
+                visit.lane.leave(Leaving(visit.token, status))
 
     def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
         with self._lock:
@@ -377,8 +391,13 @@ class _Routes:
         self._triton = triton
         self._visit = visit
         self._through_triton = through_triton
+        self._thread = threading.get_ident()
+        #: the connection may be another run's now
+        self.over = False
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        if self.over or threading.get_ident() != self._thread:
+            raise Failure(Status.INTERNAL, "call is for the thread that executes `run`, until that returns")
         if self._triton is not None and name in self._external:
             return self._triton.external(name, inputs)
         stage = self._stages.get(name)

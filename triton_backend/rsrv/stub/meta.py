@@ -339,7 +339,9 @@ class MetaEngine:
     def _take_lane(self, visit: Visit) -> Lane:
         link = visit.link
         with self._lock:
-            if link is self._link and self._lanes:
+            if link is not self._link:
+                raise Failure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
+            if self._lanes:
                 return self._lanes.pop()
         try:
             return self._session.open_lane(link.key)

@@ -325,3 +325,35 @@ def test_rows_on_the_device_are_put_together_with_others(axis: int) -> None:
     expected[3] = np.moveaxis(sources[1], axis, 0)[0]
     expected[7] = np.moveaxis(sources[0], axis, 0)[0]
     np.testing.assert_array_equal(np.asarray(merged), np.moveaxis(expected, 0, axis))
+
+
+class _Failing:
+    """An output of an execution that fails while it runs, as a GPU's do."""
+
+    def block_until_ready(self) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: told to")
+
+    def copy_to_host_async(self) -> None: ...
+
+
+def test_an_execution_whose_outputs_all_stay_on_the_device_does_not_fail_unnoticed() -> None:
+    """Nothing is copied to the host, which is where failures otherwise show."""
+    device = JaxDevice("cpu")
+    device.asynchronous = True
+    executable: Any = lambda: [_Failing()]
+
+    with pytest.raises(OutOfMemory, match="told to"):
+        device.read(device.launch(executable, [], [], unread={0}))
+
+
+def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an execution, so that something gives way and it is tried again."""
+    device = JaxDevice("cpu")
+    buffers = device.upload([np.zeros((2, 3), np.float32)])
+
+    def merge(*_: object) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: told to")
+
+    monkeypatch.setattr(device, "_merge", merge)
+    with pytest.raises(OutOfMemory, match="told to"):
+        device.merge(np.zeros((4, 3), np.float32), 0, [Piece(buffers[0], 0, 2, 0)])

@@ -119,7 +119,10 @@ class Device(Protocol):
         """An output of an execution that is not read yet: it stays on the device for as long as this is held."""
 
     def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
-        """`base` on the device, with rows (along `axis`) replaced by those of `pieces`. May compile something."""
+        """`base` on the device, with rows (along `axis`) replaced by those of `pieces`. May compile something.
+
+        Raises OutOfMemory.
+        """
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
         """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device.
@@ -394,7 +397,12 @@ class JaxDevice:
             for piece in pieces:
                 if piece.buffer is buffer:
                     rows[piece.at : piece.at + piece.rows] = np.arange(piece.first, piece.first + piece.rows)
-            merged = self._merge(merged, buffer, rows, axis)
+            try:
+                merged = self._merge(merged, buffer, rows, axis)
+            except Exception as error:
+                if _exhausted(error):
+                    raise self._no_room(error) from None
+                raise
         return Buffer(merged)
 
     def read(self, launched: Launched) -> tuple[list[Array], float]:
@@ -403,6 +411,9 @@ class JaxDevice:
         previous = execution.previous
         try:
             ready = self._wait(execution)
+            if execution.unread:
+                # Copying is where a failure shows, and there may be nothing to copy.
+                self._jax.block_until_ready(execution.outputs)
             outputs = [
                 _UNREAD if index in execution.unread else np.asarray(out)
                 for index, out in enumerate(execution.outputs)

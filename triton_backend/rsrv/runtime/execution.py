@@ -55,12 +55,26 @@ class CallPart:
     targets: Sequence[Array | None]
     #: output -> the number that the run keeps it by, on the device
     keep: Mapping[int, int]
+    #: what it keeps, by number: left here by the execution, for the loop to give to the run
+    made: dict[int, Kept] = field(default_factory=dict)
 
     def source(self, index: int, block: Block) -> Array | Kept:
         return self.sources[index]
 
     def target(self, index: int, block: Block) -> Array | None:
         return self.targets[index]
+
+    def settle(self, *, well: bool) -> None:
+        """On the loop: an execution of it is over, after which it may be tried again if that did not go well."""
+        if well:
+            self.run.kept |= self.made
+            self.give_up()
+        self.made.clear()
+
+    def give_up(self) -> None:
+        """On the loop: it will keep nothing any more."""
+        for number in self.keep.values():
+            self.run.promised.pop(number, None)
 
 
 AnyPart = Part | CallPart
@@ -247,7 +261,7 @@ def launch(job: Job, device: Device, staging: Staging) -> Flight:
 
 
 def _keep(job: Job, launched: Launched, device: Device) -> None:
-    """Remember which outputs stay on the device, for the runs that asked for it."""
+    """Have those outputs stay on the device that runs asked for."""
     first = 0
     for part in job.parts:
         if isinstance(part, CallPart):
@@ -255,8 +269,7 @@ def _keep(job: Job, launched: Launched, device: Device) -> None:
                 tensor = job.results.tensors[index]
                 batched = tensor.batch_axis is not None
                 at, size = (first, job.size) if batched else (0, 1)
-                kept = Kept(device.keep(launched, index), tensor, at, part.rows, size)
-                part.run.kept[number] = kept
+                part.made[number] = Kept(device.keep(launched, index), tensor, at, part.rows, size)
         first += part.rows
 
 

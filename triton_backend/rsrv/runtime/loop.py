@@ -91,7 +91,7 @@ class Loop:
             make_device,
             lambda: self._decide_by(self._settings),
         )
-        #: requests that are not answered yet, runs of meta models that are not let in yet, by global id
+        #: requests that are not answered yet, those of runs of meta models to be let in among them, by global id
         self._pending: dict[int, AnyPart | Run] = {}
         self._runs = Runs(self._feed, lambda request: self._arrived.append(request), self._done)
         self._arrived: list[ev.Request] = []
@@ -168,7 +168,10 @@ class Loop:
             case Kind.CANCEL:
                 ids = tuple(_global_id(connection, id) for id in unpack_ids(frame, count))
                 self._flush_arrivals()
-                self._runs.cancel(ids)
+                for id in ids:
+                    waiting = self._pending.get(id)
+                    if isinstance(waiting, Run):
+                        self._runs.leave(waiting, Status.CANCELLED)
                 self._feed(ev.RequestsCancelled(ids))
             case Kind.CALL:
                 for call in unpack_calls(frame, count):
@@ -251,14 +254,16 @@ class Loop:
     # --- meta models --------------------------------------------------------------------------------------
 
     def _enter(self, connection: Connection, entrances: Sequence[Entrance]) -> None:
-        numbered = [(self._new_id(connection, entrance.request), entrance) for entrance in entrances]
         group = connection.group
         if group is None or not self._registry.ready(group):
             raise ProtocolError("ENTER before REGISTERED")
         of_model = self._settings.for_model(group.name)
         limit = of_model.max_queue_depth or self._settings.scheduler.max_queue_depth
-        runs = self._runs.enter(connection, group, numbered)
-        self._pending |= {run.id: run for run in runs}
+        runs = []
+        for entrance in entrances:
+            asking = self._new_id(connection, entrance.request)
+            run = self._pending[asking] = self._runs.enter(connection, group, entrance, asking)
+            runs.append(run)
         self._flush_arrivals()
         asked = tuple(ev.Run(run.id, run.group.name, run.deadline, run.priority, limit) for run in runs)
         self._feed(ev.RunsAsked(asked))
@@ -280,22 +285,27 @@ class Loop:
         id = self._new_id(connection, call.request)
         self._pending[id] = CallPart(connection, call.request, call.rows, run, sources, targets, keep)
         limit = self._registry.kept_limit
-        if keep and limit is not None:
-            more = sum(variant.outputs.tensors[index].nbytes(call.rows) for index in keep)
-            held = self._runs.kept_bytes
-            if held + more > limit:
+        if keep:
+            promised = {
+                number: variant.outputs.tensors[index].nbytes(call.rows) for index, number in keep.items()
+            }
+            held, more = self._runs.kept_bytes, sum(promised.values())
+            if limit is not None and held + more > limit:
                 text = (
                     f"running meta models keep {held} bytes on the device, {limit} may be, and {more} more are "
                     "wanted; try again later, or keep less at a time"
                 )
                 self._done(id, Status.QUEUE_FULL, text)
                 return
+            run.promised |= promised
         request = ev.Request(id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id)
         self._runs.call(run, request)
 
     def _done(self, id: int, status: Status, text: str) -> None:
         """Answer a request that was not executed, or tell a run how its asking ended."""
         part = self._pending.pop(id)
+        if isinstance(part, CallPart):
+            part.give_up()
         self._answer_with(part.connection, Completion(part.request, status, text=text))
 
     def _answer_with(self, connection: Connection, done: Completion) -> None:
@@ -312,7 +322,6 @@ class Loop:
     def status(self) -> dict[str, Any]:
         counts = self._registry.cache_counts
         snapshot = self._scheduler.snapshot()
-        names = {model.key: model.name for model in self._registry.models()}
         return {
             "pid": os.getpid(),
             "uptime_s": self._clock() - self._started,
@@ -325,7 +334,10 @@ class Loop:
                 for model in self._registry.models()
                 if model.key in snapshot.models
             },
-            "metas": {group.name: meta_status(group, self._runs, names) for group in self._registry.metas()},
+            "metas": {
+                group.name: meta_status(group, self._runs, self._registry.names)
+                for group in self._registry.metas()
+            },
         }
 
     # --- how to decide ------------------------------------------------------------------------------------
@@ -402,17 +414,17 @@ class Loop:
         self._flush_arrivals()
 
     def _finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
-        part = self._pending[finish.request]
         if finish.outcome is ev.Outcome.ANSWERED:
             assert job is not None
-            del self._pending[finish.request]
+            part = self._pending.pop(finish.request)
             self._answer_with(
                 part.connection, Completion(part.request, Status.OK, job.size, job.rows, int(seconds * 1e9))
             )
             return
         status, text = _failure(finish)
-        if isinstance(part, Run):
-            self._runs.refuse(finish.request, status, text)
+        run = self._runs.get(finish.request)
+        if run is not None:
+            self._runs.refuse(run, status, text)
         else:
             self._done(finish.request, status, text)
 
@@ -455,6 +467,8 @@ class Loop:
         for part in job.parts if self._runs else ():
             if part.run is not None:
                 part.run.account(seconds * part.rows / max(1, job.rows))
+            if isinstance(part, CallPart):
+                part.settle(well=failure is None)
         self._feed(ev.ExecutionFinished(job.dispatch, seconds, error, out_of_memory), job, seconds)
         self._registry.let_go(job.model.key)
 

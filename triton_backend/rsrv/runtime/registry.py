@@ -101,6 +101,11 @@ class Registry:
         """All that are built."""
         return [entry.model for entry in self._entries.values() if entry.model is not None]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Of all models, built or not, by key."""
+        return {key: entry.name for key, entry in self._entries.items()}
+
     def metas(self) -> list[Group]:
         """All meta models that somebody serves."""
         groups = (connection.group for connection in self._transport.connections)

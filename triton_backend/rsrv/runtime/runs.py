@@ -4,7 +4,8 @@ Belongs to the loop. The scheduler says who is let in, and treats the sub-calls 
 it need not know: which frames belong to which run, and what waits until a run is let in.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,13 +50,14 @@ class Kept:
 class Run:
     """One request of a meta model."""
 
-    #: the scheduler's number for it
+    #: the scheduler's number for it, which is no request's
     id: int
     token: int
     group: Group
-    #: of its ENTER
+    #: of its ENTER: whose, the connection's own number, and the loop's, both free again once it is answered
     connection: Connection
     request: int
+    asking: int
     #: seconds on the loop's clock
     deadline: float | None
     priority: int
@@ -64,6 +66,13 @@ class Run:
     held: list[ev.Request] = field(default_factory=list)
     #: by the numbers that its stub chose
     kept: dict[int, Kept] = field(default_factory=dict)
+    #: device bytes of what its calls under way will keep, likewise
+    promised: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of the outputs that it keeps, or is about to."""
+        return sum(kept.nbytes for kept in self.kept.values()) + sum(self.promised.values())
 
     def account(self, seconds: float) -> None:
         """One of its sub-calls had the device for so long."""
@@ -76,7 +85,7 @@ class Run:
 class Runs:
     """All that wait or run. `feed` takes the scheduler's events, `arrive` a sub-call of a run that is let in.
 
-    `done` answers one of a connection's requests, by the scheduler's number for it.
+    `done` answers one of a connection's requests, by the loop's number for it.
     """
 
     def __init__(
@@ -90,6 +99,8 @@ class Runs:
         self._done = done
         self._by_token: dict[int, Run] = {}
         self._by_id: dict[int, Run] = {}
+        # Below all requests' numbers, which have a connection's in their upper bits.
+        self._ids = itertools.count(1)
 
     def __bool__(self) -> bool:
         return bool(self._by_token)
@@ -99,8 +110,12 @@ class Runs:
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of the outputs that runs keep; one that several keep counts for each."""
-        return sum(kept.nbytes for run in self for kept in run.kept.values())
+        """Device bytes of the outputs that runs keep, or are about to; one that several keep counts for each."""
+        return sum(run.kept_bytes for run in self)
+
+    def get(self, id: int) -> Run | None:
+        """A run by the scheduler's number."""
+        return self._by_id.get(id)
 
     def find(self, token: int, model: str) -> Run | None:
         """The run that may call a model, by its token."""
@@ -116,24 +131,17 @@ class Runs:
 
     # --- what stubs want ----------------------------------------------------------------------------------
 
-    def enter(
-        self, connection: Connection, group: Group, entrances: Iterable[tuple[int, Entrance]]
-    ) -> list[Run]:
-        """Runs ask to be let in, each with the scheduler's number for it, whom to ask is the caller's affair.
-
-        Raises ProtocolError.
-        """
+    def enter(self, connection: Connection, group: Group, entrance: Entrance, asking: int) -> Run:
+        """A run wants to be let in, which the caller asks the scheduler. Raises ProtocolError."""
         if group.counts is None:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
-        runs = []
-        for id, (request, token, deadline_ns, priority) in entrances:
-            if not token or token in self._by_token:
-                raise ProtocolError("ENTER of a run that is there already, or without a token")
-            deadline = deadline_ns / 1e9 if deadline_ns else None
-            run = Run(id, token, group, connection, request, deadline, priority)
-            self._by_token[token] = self._by_id[id] = run
-            runs.append(run)
-        return runs
+        request, token, deadline_ns, priority = entrance
+        if not token or token in self._by_token:
+            raise ProtocolError("ENTER of a run that is there already, or without a token")
+        deadline = deadline_ns / 1e9 if deadline_ns else None
+        run = Run(next(self._ids), token, group, connection, request, asking, deadline, priority)
+        self._by_token[token] = self._by_id[run.id] = run
+        return run
 
     def call(self, run: Run, request: ev.Request) -> None:
         """A run calls a model: now, or when it is let in."""
@@ -150,17 +158,12 @@ class Runs:
         run.kept.clear()
         self._feed(ev.RunEnded(run.id))
 
-    def cancel(self, ids: Iterable[int]) -> None:
-        """The clients of some are gone: those that are not let in yet end."""
-        for id in ids:
-            run = self._by_id.get(id)
-            if run is not None and not run.admitted:
-                self.leave(run, Status.CANCELLED)
-
     def closed(self, connection: Connection) -> None:
         """A connection ended, and with it the runs that entered on it."""
-        for run in self:
-            if run.connection is connection:
+        mine = [run for run in self if run.connection is connection]
+        # Those that wait first: the ends of the others would let them in.
+        for run in sorted(mine, key=lambda run: run.admitted):
+            if run.id in self._by_id:  # else the scheduler has ended it meanwhile, for its deadline
                 self.leave(run, Status.CANCELLED)
 
     # --- what the scheduler says --------------------------------------------------------------------------
@@ -169,20 +172,19 @@ class Runs:
         """A run is let in."""
         run = self._by_id[id]
         run.admitted = True
-        self._done(id, Status.OK, "")
+        self._done(run.asking, Status.OK, "")
         held, run.held = run.held, []
         for request in held:
             self._arrive(request)
 
-    def refuse(self, id: int, status: Status, text: str) -> None:
+    def refuse(self, run: Run, status: Status, text: str) -> None:
         """A run is not let in."""
-        run = self._by_id[id]
         self._forget(run, status)
         self._turn_away(run, status, text)
 
     def _turn_away(self, run: Run, status: Status, text: str) -> None:
         """Answer the ENTER of a run that is not let in, and all calls that waited for that."""
-        for id in (run.id, *(request.id for request in run.held)):
+        for id in (run.asking, *(request.id for request in run.held)):
             self._done(id, status, text)
 
     def _forget(self, run: Run, status: Status) -> None:
@@ -225,8 +227,10 @@ def find_targets(
             targets.append(_in_memory(connection, spot, tensor, call.rows))
             continue
         targets.append(None)
+        if spot.where not in (Where.DEVICE, Where.NOWHERE):
+            raise ProtocolError(f"CALL with output {tensor.name!r} in an unknown place")
         if spot.where == Where.DEVICE:
-            if spot.at in run.kept:
+            if spot.at in run.kept or spot.at in run.promised or spot.at in keep.values():
                 raise ProtocolError(f"CALL that keeps number {spot.at}, which is there already")
             keep[index] = spot.at
     return targets, keep

@@ -45,7 +45,7 @@ def meta_status(group: Group, runs: Iterable[Run], names: Mapping[str, str]) -> 
         "outcomes": counts.outcomes,
         "calls": counts.calls,
         "device_seconds": counts.device_seconds,
-        "kept_bytes": sum(kept.nbytes for run in mine for kept in run.kept.values()),
+        "kept_bytes": sum(run.kept_bytes for run in mine),
     }
 
 

@@ -1,0 +1,232 @@
+"""A meta model's stub that misbehaves loses its connection; the runtime and the other stubs go on."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.connection import Group, MetaCounts
+from rsrv.runtime.device import DeviceError
+from rsrv.runtime.runs import Runs
+from rsrv.runtime.scheduler import events as ev
+from rsrv.stub.lane import Lane
+from rsrv.wire import frames
+from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
+from rsrv.wire.frames import Completion, Status
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import read_status
+from tests.unit.runtime.conftest import Runtime
+from tests.unit.runtime.metas import write_meta
+
+
+@dataclass
+class Peer:
+    """A connection of a meta model that calls `a` and `b`, and memory for one row."""
+
+    lane: Lane
+
+    def __post_init__(self) -> None:
+        self.memory = self.lane.array((64, 3), np.dtype(np.float32))
+        place = self.lane.locate(self.memory)
+        assert place is not None
+        self.spot = Spot(Where.MEMORY, *place)
+
+    def enter(self, *tokens: int, request: int = 100, deadline_ns: int = 0) -> None:
+        self.lane.enter([Entrance(request + i, token, deadline_ns, 0) for i, token in enumerate(tokens)])
+
+    def call(self, token: int, request: int = 0, **changes: Any) -> None:
+        self.lane.call([self.a_call(token, request)._replace(**changes)], [])
+
+    def a_call(self, token: int, request: int = 0) -> Call:
+        return Call(request, token, 0, 0, 1, [self.spot], [self.spot])
+
+    def answers(self, count: int = 1) -> list[Completion]:
+        done: list[Completion] = []
+        while len(done) < count:
+            done += self.lane.receive(10)
+        return done
+
+    def read_on(self) -> None:
+        while True:
+            self.lane.receive(10)
+
+    def works(self, token: int) -> bool:
+        """A whole run."""
+        self.enter(token, request=1000)
+        self.call(token, request=1001)
+        wanted, well = {1000, 1001}, True
+        while wanted:
+            for done in self.answers():
+                if done.request in wanted:
+                    wanted.remove(done.request)
+                    well = well and done.status is Status.OK
+        self.lane.leave(Leaving(token, Status.OK))
+        return well
+
+
+@pytest.fixture
+def join(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> Iterator[Callable[[], Peer]]:
+    """Open one more connection of the same meta model."""
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
+    lanes: list[Lane] = []
+
+    def join() -> Peer:
+        lane = Lane(runtime.open())
+        lane.register(
+            {"model": "meta", "bundle": str(meta), "calls": {name: str(doublings[name]) for name in "ab"}}
+        )
+        lanes.append(lane)
+        return Peer(lane)
+
+    yield join
+    runtime.device.gate.set()
+    for lane in lanes:
+        lane.close()
+
+
+Deed = Callable[[Peer], object]
+
+ENTER: Deed = lambda p: p.enter(7)
+LEAVE: Deed = lambda p: p.lane.leave(Leaving(7, Status.OK))
+KEEP: Deed = lambda p: p.call(7, outputs=[Spot(1, 0, 5)])
+KEEP_AGAIN: Deed = lambda p: p.call(7, request=1, outputs=[Spot(1, 0, 5)])
+HEAR: Deed = lambda p: p.answers()
+
+MISDEEDS: dict[str, list[Deed]] = {
+    "no token": [lambda p: p.enter(7, 0)],
+    "one token twice": [lambda p: p.enter(7, 7)],
+    "a run that is there": [ENTER, lambda p: p.enter(7, request=5)],
+    "one request twice": [lambda p: p.lane.enter([Entrance(3, 8, 0, 0), Entrance(3, 9, 0, 0)])],
+    "a request that is too large": [lambda p: p.enter(7, 8, request=(1 << 40) - 1)],
+    "a callee that is not there": [ENTER, lambda p: p.call(7, callee=2)],
+    "a variant that is not there": [ENTER, lambda p: p.call(7, variant=2)],
+    "too few inputs": [ENTER, lambda p: p.call(7, inputs=[])],
+    "too many outputs": [ENTER, lambda p: p.call(7, outputs=[p.spot] * 2)],
+    "an unknown segment": [ENTER, lambda p: p.call(7, inputs=[Spot(0, 77, 0)])],
+    "beyond the segment": [ENTER, lambda p: p.call(7, inputs=[Spot(0, 0, (1 << 64) - 4)])],
+    "rows beyond the segment": [ENTER, lambda p: p.call(7, rows=(1 << 32) - 1)],
+    "not aligned": [ENTER, lambda p: p.call(7, inputs=[Spot(0, 0, 2)])],
+    "an input from nowhere": [ENTER, lambda p: p.call(7, inputs=[Spot(2)])],
+    "an input in an unknown place": [ENTER, lambda p: p.call(7, inputs=[Spot(9)])],
+    "an input that is not kept": [ENTER, lambda p: p.call(7, inputs=[Spot(1, 0, 5)])],
+    "an output in an unknown place": [ENTER, lambda p: p.call(7, outputs=[Spot(9)])],
+    "a number that is kept": [ENTER, HEAR, KEEP, HEAR, KEEP_AGAIN],
+    "a number that will be kept": [ENTER, HEAR, KEEP, KEEP_AGAIN],
+    "one request of two calls": [ENTER, HEAR, lambda p: p.lane.call([p.a_call(7)] * 2, [])],
+    "a submission": [lambda p: p.lane.submit([frames.Submission(0, 0, 1, 0, 0, 0, 0, 64)])],
+}
+
+
+@pytest.mark.parametrize("misdeeds", MISDEEDS.values(), ids=MISDEEDS.keys())
+def test_a_misbehaving_stub_of_a_meta_model_loses_its_connection_only(
+    join: Callable[[], Peer], misdeeds: list[Deed]
+) -> None:
+    """Its runs are over, and others are served on, as many as before."""
+    other, culprit = join(), join()
+    assert culprit.works(50)
+
+    for misdeed in misdeeds:
+        misdeed(culprit)
+
+    with pytest.raises(Closed):
+        culprit.read_on()
+    assert all(other.works(60 + i) for i in range(4))
+    status = read_status(os.getpid())["metas"]["meta"]
+    assert (status["waiting"], status["running"]) == (0, 0)
+
+
+CONFUSED: dict[str, list[Deed]] = {
+    "no rows": [ENTER, lambda p: p.call(7, rows=0)],
+    "more rows than fit": [ENTER, lambda p: p.call(7, rows=9)],
+    "a run that is not there": [lambda p: p.call(7)],
+    "leaving what is not there": [LEAVE],
+    "leaving twice": [ENTER, LEAVE, LEAVE],
+    "leaving in the middle": [ENTER, lambda p: p.call(7), LEAVE],
+    "staying": [ENTER, KEEP],
+    "releasing what is not there": [ENTER, lambda p: p.lane.call([], [Release(7, 5), Release(8, 5)])],
+    "releasing in the middle": [ENTER, KEEP, lambda p: p.lane.call([], [Release(7, 5)])],
+    "the number of an answered entrance": [ENTER, HEAR, lambda p: p.call(7, request=100)],
+    "the number of a run": [ENTER, HEAR, lambda p: p.enter(8)],
+    "cancelling": [lambda p: p.enter(7, 8, 9), lambda p: p.lane.cancel([100, 101, 102, 0])],
+    "long ago": [lambda p: p.enter(7, deadline_ns=-(1 << 63))],
+    "far away": [lambda p: p.enter(7, deadline_ns=(1 << 63) - 1)],
+}
+
+
+@pytest.mark.parametrize("deeds", CONFUSED.values(), ids=CONFUSED.keys())
+def test_what_a_confused_stub_does_harms_nobody(join: Callable[[], Peer], deeds: list[Deed]) -> None:
+    """It is answered, or ignored; others are served on, and when it is gone nothing of it is left."""
+    other, confused = join(), join()
+
+    for deed in deeds:
+        deed(confused)
+
+    confused.call(99, request=2000)
+    while all(done.request != 2000 for done in confused.answers()):
+        pass
+    confused.lane.close()
+    assert all(other.works(60 + i) for i in range(4))
+    status = read_status(os.getpid())["metas"]["meta"]
+    assert (status["waiting"], status["running"], status["kept_bytes"]) == (0, 0, 0)
+
+
+def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer], runtime: Runtime) -> None:
+    """Of two calls at once, each of which would fit, the second is told to come later."""
+    peer = join()
+    for step in (ENTER, HEAR):
+        step(peer)
+    runtime.device.memory_limit = 1000  # of which runs may keep 50: four rows are 48
+    runtime.device.gate.clear()
+
+    peer.call(7, rows=4, outputs=[Spot(1, 0, 5)])
+    peer.call(7, request=1, rows=4, outputs=[Spot(1, 0, 6)])
+
+    (refused,) = peer.answers()
+    assert (refused.request, refused.status) == (1, Status.QUEUE_FULL)
+    runtime.device.gate.set()
+    (kept,) = peer.answers()
+    assert (kept.request, kept.status) == (0, Status.OK)
+
+
+def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runtime) -> None:
+    """Neither memory nor its number, which the next may use."""
+    peer = join()
+    for step in (ENTER, HEAR):
+        step(peer)
+    runtime.device.fail_next("read", error=DeviceError("told to"))
+
+    KEEP(peer)
+
+    assert peer.answers()[0].status is Status.INTERNAL
+    assert read_status(os.getpid())["metas"]["meta"]["kept_bytes"] == 0
+    KEEP_AGAIN(peer)
+    assert peer.answers()[0].status is Status.OK
+    assert read_status(os.getpid())["metas"]["meta"]["kept_bytes"] > 0
+
+
+def test_a_connection_that_ends_with_runs_that_end_by_themselves_meanwhile() -> None:
+    """The end of one run makes the scheduler look at the time, and expire the next before its turn to be ended."""
+    group = Group("meta", "meta", (), {}, MetaCounts())
+    ended: list[int] = []
+    answers: list[tuple[int, Status]] = []
+
+    def feed(event: ev.Event) -> None:
+        assert isinstance(event, ev.RunEnded)
+        ended.append(event.run)
+        late = runs.get(second.id)
+        if late is not None:
+            runs.refuse(late, Status.DEADLINE, "late")
+
+    runs = Runs(feed, lambda request: None, lambda id, status, text: answers.append((id, status)))
+    connection: Any = object()
+    first, second = (runs.enter(connection, group, Entrance(i, 7 + i, 0, 0), 100 + i) for i in range(2))
+
+    runs.closed(connection)
+
+    assert ended == [first.id]
+    assert sorted(answers) == [(100, Status.CANCELLED), (101, Status.DEADLINE)]
+    assert not runs

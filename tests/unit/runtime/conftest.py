@@ -222,7 +222,9 @@ def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta
 def only_others_are_left(runtime: Runtime) -> bool:
     """No meta model, and of models that are no part of one only their weights: one tensor each."""
     status = read_status(os.getpid())
-    return not status["metas"] and runtime.device.resident == len(status["models"]) and not runtime.device.kept
+    return (
+        not status["metas"] and runtime.device.resident == len(status["models"]) and not runtime.device.kept
+    )
 
 
 def nothing_is_under_way() -> bool:

@@ -16,6 +16,7 @@ from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
@@ -232,3 +233,20 @@ def queued(model: str) -> int:
     """Requests of a model that wait in the runtime."""
     found: int = read_status(os.getpid())["models"][model]["queued"]
     return found
+
+
+def chain(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+    return {"y": call("b", {"x": call("a", inputs)["y"]})["y"]}
+
+
+async def awaiting(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+    return {"y": (await call("b", {"x": (await call("a", inputs))["y"]}))["y"]}
+
+
+both_kinds = pytest.mark.parametrize("run", [chain, awaiting], ids=["plain", "async"])
+
+
+def assert_served(engine: MetaEngine) -> None:
+    """The next request is answered, by `chain` or whatever does the same for 100."""
+    (answer,) = ask(engine, request(value=100))
+    assert_y(answer, rows(1, 404))

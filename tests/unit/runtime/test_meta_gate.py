@@ -180,7 +180,8 @@ def test_waiting_ends_at_the_deadline(full: tuple[MetaEngine, Pause, Callable[[]
     """The client hears it while all places are still taken; run was never called."""
     engine, pause, end = full
 
-    assert engine.execute([late := request(timeout=0.05)]) is None
+    late = request(timeout=0.05)
+    assert engine.execute([late]) is None
     assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
 
     assert running() == 2
@@ -195,7 +196,8 @@ def test_a_client_that_goes_while_it_waits_leaves_the_line(
     """Its request is cancelled while all places are still taken, and run was never called."""
     engine, pause, end = full
 
-    assert engine.execute([gone := request()]) is None
+    gone = request()
+    assert engine.execute([gone]) is None
     until(lambda: waiting() == 1)
     gone.cancelled = True
     assert_fails(answer_of(gone), FakeError.CANCELLED, "cancelled")
@@ -265,7 +267,8 @@ def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMet
     pause.reached(2)
     until(lambda: waiting() == 2)
 
-    assert engine.execute([refused := request()]) is None
+    refused = request()
+    assert engine.execute([refused]) is None
     assert_fails(answer_of(refused), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
 
     pause.go(4)

@@ -163,9 +163,10 @@ class MetaEngine:
         self._later.close()
         if self._bls is not None:
             self._bls.close()
-        self._session.close()
+        # Runs under way end on their lanes: one that is closed wakes nobody who waits for it to become readable.
+        self._session.close(direct=False)
         with self._lock:
-            lanes, self._lanes = self._lanes, []
+            lanes, self._lanes, self._link = self._lanes, [], None
         for lane in lanes:
             lane.close()
 

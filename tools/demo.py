@@ -1,7 +1,8 @@
 """What `make demo` shows: the example bundles in a real tritonserver, and standard clients that use them.
 
 Builds the bundles, generates the repository, starts the server, and classifies handwritten digits that the model
-has never seen, one image a request from several clients at once, over gRPC and over HTTP.
+has never seen, one image a request from several clients at once, over gRPC and over HTTP. Then a chain of models turns
+sentences into embeddings.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 import example_bundles
-from examples import digits
+from examples import digits, minilm
 from local_triton import ServerFailed, TritonServer
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
@@ -33,6 +34,12 @@ MODEL = "digits"
 #: The output that holds the digit; the model's hooks make it from the network's ten numbers.
 OUTPUT = "class"
 CLIENTS = 8
+
+TEXT_MODEL = "minilm"
+TEXT_STAGES = ("tokeniser", "encoder", "pooling")
+#: From the quick start of Sentence Transformers, with the cosines that it prints.
+SENTENCES = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
+PUBLISHED = (0.6660, 0.1046)
 
 Array = npt.NDArray[Any]
 
@@ -53,7 +60,7 @@ def main() -> int:
         with TritonServer(repository, log_path=log_path) as server:
             server.wait_ready(timeout=600, progress=lambda model: print(f"   loaded {model}", flush=True))
             print(f"   ready after {time.monotonic() - started:.1f} s")
-            good = classify(server)
+            good = classify(server) and compare(server)
             step("stopping tritonserver")
     except (ServerFailed, InstallError) as error:
         print(error, file=sys.stderr)
@@ -94,6 +101,26 @@ def classify(server: TritonServer) -> bool:
             f"   WRONG: both accuracies must be the same, and at least {digits.REQUIRED_ACCURACY}",
             file=sys.stderr,
         )
+    return good
+
+
+def compare(server: TritonServer) -> bool:
+    """Sends sentences to a meta model, text to embeddings; returns whether they are as close as their authors say."""
+    step(
+        f"sentences to embeddings, by a chain of models that clients see as one ({' -> '.join(TEXT_STAGES)})"
+    )
+    client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
+    text = minilm.as_text(SENTENCES)
+    tensor = tritonclient.grpc.InferInput("text", list(text.shape), "UINT8")
+    tensor.set_data_from_numpy(text)
+    embeddings = client.infer(TEXT_MODEL, [tensor]).as_numpy("embedding")
+    client.close()
+    cosines = embeddings @ embeddings.T
+    for sentence, cosine in zip(SENTENCES[1:], cosines[0, 1:], strict=True):
+        print(f"   {cosine:.4f}  {SENTENCES[0]!r} and {sentence!r}")
+    good = bool(np.allclose(cosines[0, 1:], PUBLISHED, atol=1e-3))
+    if not good:
+        print(f"   WRONG: their authors say {PUBLISHED}", file=sys.stderr)
     return good
 
 

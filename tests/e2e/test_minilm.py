@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.minilm import as_text
 from rsrv.wire.status import read_status
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton
-from tests.examples.test_minilm import Direct, as_text
+from tests.examples.test_minilm import Direct
 
 SENTENCES = (
     "A man is playing a guitar on stage.",

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import example_bundles
+from examples.minilm import as_text
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 
@@ -115,15 +116,6 @@ class Pipeline:
         ids: list[int] = inputs["input_ids"][0, : inputs["attention_mask"][0].sum()].tolist()
         assert not inputs["input_ids"][0, len(ids) :].any()
         return ids
-
-
-def as_text(sentences: Sequence[str | bytes]) -> Array:
-    """u8 [n, bytes], zeros behind, as clients send it."""
-    coded = [each if isinstance(each, bytes) else each.encode() for each in sentences]
-    text = np.zeros((len(coded), max(map(len, coded))), np.uint8)
-    for row, each in zip(text, coded, strict=True):
-        row[: len(each)] = np.frombuffer(each, np.uint8)
-    return text
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,19 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import Device
+from rsrv.runtime.device import Array, Device
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop
@@ -23,14 +27,17 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.launch import Greeted, greet
+from rsrv.stub.meta import MetaEngine
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.paths import SOCKET
 from rsrv.wire.socket import connect, listen
+from rsrv.wire.status import read_status
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
-from tests.fakes import FakeDevice, FakePbUtils
+from tests.fakes import Compute, FakeDevice, FakePbUtils
+from tests.unit.runtime.metas import CLIENT, Run, meta_engine, write_meta
 
 
 def export_doubling(path: Path, **weights: list[float]) -> Path:
@@ -71,10 +78,19 @@ class Runtime:
     def open(self) -> Greeted:
         return greet(connect(self.socket))
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         self.loop.stop()
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+
+def double(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    """What the models of this folder compute."""
+    return [2 * inputs[0] + weights[0]]
 
 
 StartRuntime = Callable[..., Runtime]
@@ -90,12 +106,13 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         settings: Settings | None = None,
         *,
         asynchronous: bool = False,
+        compute: Compute = double,
     ) -> Runtime:
         path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
         listener = listen(path)
         settings = settings or load_settings()
-        device = FakeDevice(lambda inputs, weights: [2 * inputs[0] + weights[0]], asynchronous=asynchronous)
+        device = FakeDevice(compute, asynchronous=asynchronous)
         loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
 
         def run() -> None:
@@ -110,7 +127,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
 
     yield start
     for runtime in started:
-        if runtime._thread.is_alive():
+        if runtime.alive:
             for gate in (runtime.device.gate, runtime.device.uploads, runtime.device.compiles):
                 gate.set()
             runtime.stop()
@@ -128,6 +145,13 @@ def build_here(path: Path | str, device: Device, settings: Settings | None = Non
     model.weights = WorkingSet(device).load(model.host, lambda: False)
     model.program = replace(model.program, costs=warm_up(model, device))
     return model
+
+
+def until(condition: Callable[[], object], seconds: float = 20) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
 
 
 StartEngine = Callable[..., Engine]
@@ -156,3 +180,54 @@ def start_engine(runtime: Runtime, doubling: Path) -> Iterator[StartEngine]:
     runtime.device.gate.set()
     for engine in started:
         engine.close()
+
+
+StartMeta = Callable[..., MetaEngine]
+
+
+@pytest.fixture
+def start_meta(doublings: dict[str, Path], tmp_path: Path) -> Iterator[StartMeta]:
+    """Engines of meta models' stubs. When all are closed, nothing of their runs and models may be left."""
+    with ExitStack() as started:
+        runtimes: list[Runtime] = []
+
+        def start(
+            runtime: Runtime,
+            run: Run,
+            calls: Sequence[str] = "ab",
+            *,
+            name: str = "meta",
+            bundles: Mapping[str, Path] | None = None,
+            client: str = CLIENT,
+            **options: Any,
+        ) -> MetaEngine:
+            """`run` is its model.py's; `calls` are those of `doublings`, or of `bundles`."""
+            runtimes.append(runtime)
+            path = tmp_path / name
+            if not path.exists():
+                write_meta(path, "def run(inputs, call): ...", calls, client=client)
+            called = {one: (bundles or doublings)[one] for one in calls}
+            return started.enter_context(meta_engine(runtime, path, called, run=run, **options))
+
+        yield start
+        for runtime in runtimes:
+            runtime.device.gate.set()
+        if any(runtime.alive for runtime in runtimes):
+            until(nothing_is_under_way)
+    for runtime in runtimes:
+        if runtime.alive:
+            until(partial(only_others_are_left, runtime))
+
+
+def only_others_are_left(runtime: Runtime) -> bool:
+    """No meta model, and of models that are no part of one only their weights: one tensor each."""
+    status = read_status(os.getpid())
+    return (
+        not status["metas"] and runtime.device.resident == len(status["models"]) and not runtime.device.kept
+    )
+
+
+def nothing_is_under_way() -> bool:
+    """No run, and nothing that one keeps on the device."""
+    metas = read_status(os.getpid())["metas"].values()
+    return not any(meta["waiting"] or meta["running"] or meta["kept_bytes"] for meta in metas)

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from rsrv.stub.endpoint import WireTensor
-from rsrv.stub.hooks import load_hooks, load_run
+from rsrv.stub.engine import Engine
+from rsrv.stub.hooks import Hooks, load_hooks, load_run
 from rsrv.stub.meta import MetaEngine
-from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.replies import Failure, Responses, untag
 from rsrv.stub.session import Session
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Status
-from tests.fakes import FakePbUtils, FakeRequest
-from tests.unit.runtime.conftest import Runtime
+from rsrv.wire.status import read_status
+from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
+
+if TYPE_CHECKING:
+    from tests.unit.runtime.conftest import Runtime
 
 OUTPUTS = (WireTensor("y", "f32", (-1, 3)),)
+#: x and y of 3 columns, as a manifest has them
+CLIENT = """
+client_inputs: [{name: x, dtype: f32, shape: na, dims: {a: 3}}]
+client_outputs: [{name: y, dtype: f32, shape: na, dims: {a: 3}}]
+"""
+#: seconds; for what should happen at once
+SOON = 20.0
+
+Run = Callable[[dict[str, Array], Any], Any]
 
 
-def write_meta(path: Path, body: str, calls: list[str], external: list[str] | None = None) -> Path:
-    """A bundle of kind meta, x and y of 3 columns, whose model.py is `body`."""
+def write_meta(
+    path: Path, body: str, calls: Sequence[str], external: Sequence[str] = (), client: str = CLIENT
+) -> Path:
+    """A bundle of kind meta whose model.py is `body`."""
     path.mkdir(parents=True)
     (path / "manifest.yaml").write_text(
-        dedent(f"""
-        format_version: "3.0"
-        kind: meta
-        meta: {{calls: [{", ".join(calls)}], external: [{", ".join(external or [])}]}}
-        client_inputs: [{{name: x, dtype: f32, shape: na, dims: {{a: 3}}}}]
-        client_outputs: [{{name: y, dtype: f32, shape: na, dims: {{a: 3}}}}]
-        """)
+        'format_version: "3.0"\n'
+        "kind: meta\n"
+        f"meta: {{calls: [{', '.join(calls)}], external: [{', '.join(external)}]}}\n" + client
     )
     (path / "model.py").write_text(dedent(body))
     return path
@@ -44,11 +60,21 @@ def write_meta(path: Path, body: str, calls: list[str], external: list[str] | No
 
 @dataclass
 class FakeTriton:
-    """Stands for BLS: models outside of the runtime, as functions of their inputs."""
+    """Stands for BLS: models outside of the runtime, as functions of their inputs; and stubs of models in it."""
 
     models: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    engines: dict[str, Engine] = field(default_factory=dict)
+    #: the token that each sub-call came with
+    tokens: list[int] = field(default_factory=list)
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(16))
+    #: Triton calls one execute() of a model at a time
+    _entries: dict[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
-    def start(self, name: str, inputs: dict[str, Any], **_: Any) -> Future[dict[str, Any]]:
+    def start(
+        self, name: str, inputs: dict[str, Any], *, deadline_ns: int = 0, run: int = 0, **_: Any
+    ) -> Future[dict[str, Any]]:
+        if name in self.engines:
+            return self._threads.submit(self._infer, name, inputs, deadline_ns, run)
         future: Future[dict[str, Any]] = Future()
         if name in self.models:
             future.set_result(self.models[name](inputs))
@@ -56,8 +82,39 @@ class FakeTriton:
             future.set_exception(Failure(Status.NOT_FOUND, f"there is no model {name!r}"))
         return future
 
+    def _infer(self, name: str, inputs: dict[str, Any], deadline_ns: int, run: int) -> dict[str, Any]:
+        self.tokens.append(run)
+        timeout_us = max(1, (deadline_ns - time.monotonic_ns()) // 1000) if deadline_ns else 0
+        request = FakeRequest(inputs, timeout_us, with_token(run))
+        with self._entries[name]:
+            answers = self.engines[name].execute([request])
+        answer = answers[0] if answers is not None else answer_of(request)
+        if answer.error is not None:
+            raise untag(answer.error.message) or Failure(Status.INTERNAL, answer.error.message)
+        return answer.arrays
+
     def close(self) -> None:
-        pass
+        self._threads.shutdown()
+        for engine in self.engines.values():
+            engine.close()
+
+
+def with_token(run: int) -> str:
+    """A request's parameters, as Triton hands them over."""
+    return json.dumps({"rsrv_run": str(run)})
+
+
+def sub_engine(runtime: Runtime, name: str, bundle: Path, hooks: Hooks | None = None) -> Engine:
+    """The engine of an internal model's stub, as there are with `meta.transport: bls`."""
+    return Engine(
+        Tensors(FakePbUtils),
+        Responses(FakePbUtils),
+        hooks or Hooks(),
+        OUTPUTS,
+        True,
+        Session(runtime.open, name, str(bundle)),
+        internal=True,
+    )
 
 
 @contextmanager
@@ -66,21 +123,24 @@ def meta_engine(
     bundle: Path,
     calls: Mapping[str, Path],
     *,
-    external: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] | None = None,
+    run: Run | None = None,
+    hooks: Mapping[str, Hooks] | None = None,
+    triton: FakeTriton | None = None,
     outputs: tuple[WireTensor, ...] = OUTPUTS,
+    batched: bool = True,
 ) -> Iterator[MetaEngine]:
-    """The engine of a meta model's stub, connected to `runtime`."""
-    triton: Any = FakeTriton(external or {})
+    """The engine of a meta model's stub, connected to `runtime`. `run` and `hooks` stand for those of the bundles."""
+    bls: Any = triton or FakeTriton()
     engine = MetaEngine(
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
-        load_run(bundle / "model.py"),
-        {name: load_hooks(path / "model.py") for name, path in calls.items()},
-        list(external or ()),
+        run or load_run(bundle / "model.py"),
+        {name: (hooks or {}).get(name) or load_hooks(path / "model.py") for name, path in calls.items()},
+        list(bls.models),
         outputs,
-        True,
+        batched,
         Session(runtime.open, bundle.name, str(bundle), {name: str(path) for name, path in calls.items()}),
-        lambda settings: triton,
+        lambda settings: bls,
     )
     try:
         yield engine
@@ -93,15 +153,21 @@ def rows(count: int, value: float = 1.0) -> np.ndarray[Any, Any]:
     return np.full((count, 3), value, np.float32)
 
 
-def ask(engine: MetaEngine, *requests: FakeRequest) -> list[Any]:
+def request(count: int = 1, value: float = 1.0, timeout: float = 0, priority: int = 0) -> FakeRequest:
+    """`rows` for x; `timeout` in seconds, 0 for none."""
+    parameters = json.dumps({"rsrv_priority": priority}) if priority else "{}"
+    return FakeRequest({"x": rows(count, value)}, int(timeout * 1e6), parameters)
+
+
+def ask(engine: MetaEngine | Engine, *requests: FakeRequest) -> list[FakeResponse]:
     """The responses of some requests, answered in place or later."""
     answers = engine.execute(list(requests))
     if answers is not None:
         return answers
-    return [request.answers.get(timeout=20) for request in requests]
+    return [request.answers.get(timeout=SOON) for request in requests]
 
 
-def send(engine: MetaEngine, *requests: FakeRequest) -> threading.Thread:
+def send(engine: MetaEngine | Engine, *requests: FakeRequest) -> threading.Thread:
     """Have a thread wait for the answers, which are then with the requests."""
 
     def work() -> None:
@@ -112,3 +178,75 @@ def send(engine: MetaEngine, *requests: FakeRequest) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
+
+
+def answer_of(request: FakeRequest) -> FakeResponse:
+    """What was sent gets, waiting for it."""
+    return request.answers.get(timeout=SOON)
+
+
+def assert_y(answer: FakeResponse, expected: Array) -> None:
+    assert answer.error is None, answer.error.message
+    np.testing.assert_array_equal(answer.arrays["y"], expected)
+
+
+def assert_fails(answer: FakeResponse, code: str, text: str) -> None:
+    """`code` as `FakeError` has it; `text` is a part of the message, which is one line."""
+    assert answer.error is not None, answer.arrays
+    assert answer.error.code == code, answer.error.message
+    assert text in answer.error.message
+    assert "\n" not in answer.error.message
+
+
+class Pause:
+    """Where code under test stops until it is told to go on; any number of times, by any number of threads."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self._reached.release()
+        assert self._go.acquire(timeout=SOON), "nobody said go on"
+
+    def reached(self, times: int = 1) -> None:
+        """Wait until it was, so many times more."""
+        for _ in range(times):
+            assert self._reached.acquire(timeout=SOON), "not reached"
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether somebody came since the last `reached`; that one is then counted."""
+        return self._reached.acquire(blocking=False)
+
+    def go(self, times: int = 1) -> None:
+        self._go.release(times)
+
+
+def status_of(meta: str = "meta") -> dict[str, Any]:
+    """What the runtime says of a meta model."""
+    found: dict[str, Any] = read_status(os.getpid())["metas"][meta]
+    return found
+
+
+def queued(model: str) -> int:
+    """Requests of a model that wait in the runtime."""
+    found: int = read_status(os.getpid())["models"][model]["queued"]
+    return found
+
+
+def chain(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+    return {"y": call("b", {"x": call("a", inputs)["y"]})["y"]}
+
+
+async def awaiting(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+    return {"y": (await call("b", {"x": (await call("a", inputs))["y"]}))["y"]}
+
+
+both_kinds = pytest.mark.parametrize("run", [chain, awaiting], ids=["plain", "async"])
+
+
+def assert_served(engine: MetaEngine) -> None:
+    """The next request is answered, by `chain` or whatever does the same for 100."""
+    (answer,) = ask(engine, request(value=100))
+    assert_y(answer, rows(1, 404))

@@ -26,8 +26,8 @@ from rsrv.stub.engine import Engine
 from rsrv.wire.status import configure, read_status
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest, FakeResponse
-from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows, until
+from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here, until
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 
 
 def in_depth(depth: int) -> Settings:

@@ -18,7 +18,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane, Slab
 from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
-from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime, until
 
 Array = npt.NDArray[Any]
 
@@ -385,12 +385,6 @@ def test_the_runtimes_end_is_told_and_its_successor_is_used(
     assert refused(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
     start_runtime()
     until(lambda: ask(engine, FakeRequest({"x": rows(1)}))[0].error is None)
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not in time"
 
 
 def test_a_model_leaves_with_its_last_stub_and_comes_back(

@@ -24,10 +24,10 @@ from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
-from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling
+from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling, until
 from tests.unit.runtime.metas import meta_engine, write_meta
 from tests.unit.runtime.test_residency import answered, ask, register
-from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, until
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 
 #: of one weight of `export_doubling`: three f32
 _BYTES = 12

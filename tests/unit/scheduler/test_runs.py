@@ -108,6 +108,23 @@ def test_a_committed_request_pulls_others_along(discipline: str) -> None:
     assert two.requests == ids([second])
 
 
+@every_discipline
+def test_one_execution_takes_the_first_of_two_runs(discipline: str) -> None:
+    """Then both of their next are committed, in the order of the first, and each can be cancelled by itself."""
+    driver = Driver(SchedulerSettings(discipline=discipline))
+    driver.add(program("a", {(0, 1): 0.001, (0, 2): 0.001}))
+    driver.arrive(driver.request(deadline=9.0))
+    requests = [driver.request(run=run, deadline=9.0) for run in (1, 2, 2, 1, 1, 2)]
+    driver.arrive(*requests)
+
+    [one] = executions(driver.finish())
+    driver.cancel(requests[2])
+    [two] = executions(driver.finish())
+
+    assert one.requests == ids(requests[:2])
+    assert two.requests == ids([requests[3], requests[5]])
+
+
 def test_the_next_of_a_run_is_of_another_variant() -> None:
     """It moves to the front of its own lane, before an urgent one."""
     driver = Driver()

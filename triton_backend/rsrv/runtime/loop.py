@@ -267,7 +267,7 @@ class Loop:
             run = self._pending[asking] = self._runs.enter(connection, group, entrance, asking)
             runs.append(run)
         self._flush_arrivals()
-        asked = tuple(ev.Run(run.id, run.group.key, run.deadline, run.priority, limit) for run in runs)
+        asked = tuple(ev.Run(run.id, run.group.name, run.deadline, run.priority, limit) for run in runs)
         self._feed(ev.RunsAsked(asked))
 
     def _call(self, connection: Connection, call: Call) -> None:
@@ -494,8 +494,8 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
             return Status.INTERNAL, "the model failed to execute; the server's log says why"
     match finish.reason:
         case ev.Reason.QUEUE_FULL:
-            retry_ms = (finish.retry_after or 0) * 1e3
-            return Status.QUEUE_FULL, f"too many requests wait for this model; retry after {retry_ms:.0f} ms"
+            after = "later" if finish.retry_after is None else f"after {finish.retry_after * 1e3:.0f} ms"
+            return Status.QUEUE_FULL, f"too many requests wait for this model; retry {after}"
         case ev.Reason.TOO_MANY_ROWS:
             return Status.INVALID, "the request has more rows than the model's largest batch"
         case ev.Reason.UNKNOWN_VARIANT:

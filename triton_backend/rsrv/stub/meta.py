@@ -163,9 +163,10 @@ class MetaEngine:
         self._later.close()
         if self._bls is not None:
             self._bls.close()
-        self._session.close()
+        # Runs under way end on their lanes: one that is closed wakes nobody who waits for it to become readable.
+        self._session.close(direct=False)
         with self._lock:
-            lanes, self._lanes = self._lanes, []
+            lanes, self._lanes, self._link = self._lanes, [], None
         for lane in lanes:
             lane.close()
 
@@ -345,7 +346,9 @@ class MetaEngine:
     def _take_lane(self, visit: Visit) -> Lane:
         link = visit.link
         with self._lock:
-            if link is self._link and self._lanes:
+            if link is not self._link:
+                raise Failure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
+            if self._lanes:
                 return self._lanes.pop()
             # The next runtime has let nobody in yet.
             outlived = visit.let_in and link is not self._link

@@ -157,10 +157,12 @@ class Session:
             self._closed.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def close(self) -> None:
+    def close(self, *, direct: bool = True) -> None:
+        """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""
         with self._lock:
             self._closed.set()
             link, self.link = self.link, None
         if link is not None:
-            link.direct.close()
             link.later.close()
+            if direct:
+                link.direct.close()

@@ -1,0 +1,288 @@
+"""Requests of meta models that end early: deadlines, clients that go, stages that fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.stub.calls import CallError
+from rsrv.stub.hooks import Hooks
+from rsrv.wire.frames import Status
+from tests.fakes import FakeError
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta
+from tests.unit.runtime.metas import (
+    FakeTriton,
+    Pause,
+    Run,
+    answer_of,
+    ask,
+    assert_fails,
+    assert_served,
+    assert_y,
+    both_kinds,
+    chain,
+    request,
+    rows,
+    send,
+    status_of,
+)
+
+
+def wait_for_deadline(call: Any) -> None:
+    remaining = call.remaining()
+    assert 0 < remaining < 20
+    threading.Event().wait(remaining)
+    assert call.remaining() <= 0
+
+
+# --- deadlines --------------------------------------------------------------------------------------------
+
+
+def test_the_deadline_passes_between_stages(runtime: Runtime, start_meta: StartMeta) -> None:
+    """The next call does not begin; the client learns that, and which stage it was."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        if inputs["x"][0, 0] != 100:
+            assert call.remaining() is not None
+            wait_for_deadline(call)
+        else:
+            assert call.remaining() is None
+        return {"y": call("b", {"x": first})["y"]}
+
+    engine = start_meta(runtime, run)
+    (late,) = ask(engine, request(timeout=0.05))
+    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert_served(engine)
+    assert status_of()["calls"] == 3
+
+
+@both_kinds
+def test_the_deadline_passes_while_a_call_waits(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, run: Run
+) -> None:
+    """Another model executes for long: the call ends in the queue, and the device is not needed for that."""
+    engine, plain = start_meta(runtime, run), start_engine()
+    runtime.device.gate.clear()
+    other = request()
+    waits = send(plain, other)
+    assert runtime.device.gate.waiting.wait(20)
+
+    (late,) = ask(engine, request(timeout=0.05))
+    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert "stage 'a'" in late.error.message  # type: ignore[union-attr]
+    runtime.device.gate.set()
+    waits.join()
+    assert_y(answer_of(other), rows(1, 3))
+    assert_served(engine)
+
+
+@both_kinds
+def test_the_deadline_passes_in_a_stage(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
+    """What executes is not interrupted: the run ends before its next stage, or, after the last one, complete."""
+    engine = start_meta(runtime, run)
+    for stage, code in ((0, FakeError.UNAVAILABLE), (1, None)):
+        runtime.device.gate.clear(after=stage)
+        late = request(timeout=0.2)
+        until_ns = time.monotonic_ns() + 250_000_000
+        thread = send(engine, late)
+        assert runtime.device.gate.waiting.wait(20)
+        threading.Event().wait((until_ns - time.monotonic_ns()) / 1e9)
+        runtime.device.gate.set()
+        thread.join()
+        if code:
+            assert_fails(answer_of(late), code, "[rsrv:DEADLINE]")
+        else:
+            assert_y(answer_of(late), rows(1, 8))
+        assert_served(engine)
+
+
+@both_kinds
+def test_a_device_that_does_not_come_back_holds_no_client(
+    runtime: Runtime, start_meta: StartMeta, run: Run
+) -> None:
+    """Some time after the deadline the client is answered; when the device is back, so are others."""
+    engine = start_meta(runtime, run)
+    runtime.device.gate.clear()
+
+    (late,) = ask(engine, request(timeout=0.01))
+    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    runtime.device.gate.set()
+    assert_served(engine)
+
+
+def test_a_deadline_that_is_over_calls_nobody(runtime: Runtime, start_meta: StartMeta) -> None:
+    """It passed on the way: run is not called at all."""
+    called: list[Any] = []
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        called.append(inputs)
+        return {"y": inputs["x"]}
+
+    engine = start_meta(runtime, run)
+    (late,) = ask(engine, request(timeout=1e-6))
+    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert not called
+
+
+# --- clients that go --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("through", ["call", "many"])
+def test_a_client_that_goes_is_noticed_before_a_stage(
+    runtime: Runtime, start_meta: StartMeta, through: str
+) -> None:
+    """A run that would call for ever ends."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        pause()
+        while True:
+            if through == "call":
+                call("a", inputs)
+            else:
+                call.many([("a", inputs), ("b", inputs)])
+
+    engine = start_meta(runtime, run)
+    thread = send(engine, gone := request())
+    pause.reached()
+    gone.cancelled = True
+    pause.go()
+    thread.join()
+    assert_fails(answer_of(gone), FakeError.CANCELLED, "cancelled")
+
+
+# --- models that fail -------------------------------------------------------------------------------------
+
+
+@both_kinds
+def test_a_stage_that_fails_is_named(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
+    """The device fails in the second stage; the client reads which, and nothing of the inside."""
+    engine = start_meta(runtime, run)
+    runtime.device.fail_next("launch", after=1, error=RuntimeError("secret detail"))
+
+    (failed,) = ask(engine, request())
+    assert_fails(failed, FakeError.INTERNAL, "stage 'b': ")
+    assert "secret" not in failed.error.message  # type: ignore[union-attr]
+    assert_served(engine)
+
+
+def test_a_run_may_go_on_without_a_stage(runtime: Runtime, start_meta: StartMeta) -> None:
+    """CallError says which stage, how and why; the next call is served."""
+    caught: list[CallError] = []
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        for bad in ({"x": inputs["x"].astype(np.float64)}, {"x": rows(9)}, {}, {"x": rows(1), "z": rows(1)}):
+            with pytest.raises(CallError) as info:
+                call("a", bad)
+            caught.append(info.value)
+        return {"y": call("b", inputs)["y"]}
+
+    engine = start_meta(runtime, run)
+    (answer,) = ask(engine, request())
+    assert_y(answer, rows(1, 4))
+    assert {error.stage for error in caught} == {"a"}
+    assert {error.status for error in caught} == {Status.INVALID}
+    for error, text in zip(caught, ("float64, expected f32", "9 rows", "missing", "'z'"), strict=True):
+        assert text in error.text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"x": rows(1).astype(np.float64)}, "float64"),
+        ({"x": np.zeros((1, 4), np.float32)}, "[1, 4]"),
+        ({"x": np.zeros(3, np.float32)}, "[3]"),
+        ({"x": rows(9)}, "9 rows"),
+        ({}, "missing"),
+        ({"x": rows(1), "q": rows(1)}, "'q'"),
+    ],
+)
+def test_a_stage_refuses_inputs_that_do_not_fit(
+    runtime: Runtime, start_meta: StartMeta, inputs: dict[str, Any], text: str
+) -> None:
+    """As Triton would refuse a client's: names, dtypes and shapes are exact."""
+    (answer,) = ask(start_meta(runtime, lambda _, call: call("a", inputs)), request())
+
+    assert_fails(answer, FakeError.INVALID_ARG, "stage 'a': ")
+    assert text in answer.error.message  # type: ignore[union-attr]
+
+
+def test_a_model_that_is_not_listed_cannot_be_called(runtime: Runtime, start_meta: StartMeta) -> None:
+    """It may be loaded: the manifest decides."""
+    start_meta(runtime, chain, "abc", name="other")
+    engine = start_meta(runtime, lambda inputs, call: call("c", inputs), "ab")
+
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INTERNAL, "stage 'c': ")
+
+
+def test_external_models_are_called_through_triton(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Between two of ours; one that is not there is NOT_FOUND, by name."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        name = "ocr" if inputs["x"][0, 0] < 5 else "gone"
+        second, third = call.many([(name, {"x": first}), ("b", {"x": first})])
+        return {"y": second["y"] + third["y"]}
+
+    triton = FakeTriton({"ocr": lambda inputs: {"y": inputs["x"] * 100}, "gone": lambda inputs: {}})
+    engine = start_meta(runtime, run, triton=triton)
+    assert isinstance(triton.models, dict)
+    del triton.models["gone"]
+
+    (answer,) = ask(engine, request(value=2))
+    assert_y(answer, rows(1, 500 + 12))
+    (answer,) = ask(engine, request(value=7))
+    assert_fails(answer, FakeError.NOT_FOUND, "stage 'gone': ")
+
+
+def raising(arrays: dict[str, Any]) -> dict[str, Any]:
+    raise RuntimeError("secret detail")
+
+
+@pytest.mark.parametrize(
+    ("hooks", "which"),
+    [
+        (Hooks(preprocess=raising), "preprocess"),
+        (Hooks(postprocess=raising), "postprocess"),
+        (Hooks(preprocess=lambda inputs: {"z": inputs["x"]}), "preprocess"),
+        (Hooks(postprocess=lambda outputs: {"y": outputs["y"][:, :1]}), "postprocess"),
+        (Hooks(postprocess=lambda outputs: {"y": outputs["y"][:0]}), "postprocess"),
+    ],
+)
+@both_kinds
+def test_a_hook_of_a_stage_that_fails_is_named(
+    runtime: Runtime, start_meta: StartMeta, run: Run, hooks: Hooks, which: str
+) -> None:
+    """It raises, or makes what does not fit."""
+    engine = start_meta(runtime, run, hooks={"b": hooks})
+
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INTERNAL, "stage 'b': ")
+    assert which in answer.error.message  # type: ignore[union-attr]
+    assert "secret" not in answer.error.message  # type: ignore[union-attr]
+
+
+def test_of_several_the_first_failure_is_told_when_all_have_ended(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """call.many with two that are refused between two that execute; these are waited for."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        if inputs["x"][0, 0] == 100:
+            return chain(inputs, call)
+        return call.many(  # type: ignore[no-any-return]
+            [("a", inputs), ("b", {}), ("a", {"x": rows(9)}), ("b", inputs)]
+        )[0]
+
+    engine = start_meta(runtime, run)
+    runtime.device.executed.clear()
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INVALID_ARG, "stage 'b': input 'x' is missing")
+    assert runtime.device.executed == [1, 1]
+    assert_served(engine)

@@ -1,0 +1,302 @@
+"""Who of the runs of meta models is let in, who waits, and who is turned away: from their stubs to the runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import Event
+from typing import Any
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.meta import MetaEngine
+from rsrv.wire.status import configure
+from tests.fakes import FakeError
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import (
+    Pause,
+    Run,
+    answer_of,
+    assert_fails,
+    assert_y,
+    request,
+    rows,
+    send,
+    status_of,
+)
+
+
+def stopping(pause: Pause) -> Run:
+    """A run that stops between its two calls."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    return run
+
+
+def chained(value: float) -> float:
+    """What `stopping` makes."""
+    return 2 * (2 * value + 1) + 2
+
+
+def waiting(meta: str = "meta") -> int:
+    found: int = status_of(meta)["waiting"]
+    return found
+
+
+def running(meta: str = "meta") -> int:
+    found: int = status_of(meta)["running"]
+    return found
+
+
+def test_the_third_run_waits_until_one_of_two_leaves(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Two are between their stages; the third has not begun, and does when one of them is over."""
+    pause = Pause()
+    engine = start_meta(runtime, stopping(pause))
+    requests = [request(value=n) for n in range(3)]
+
+    for one in requests:
+        assert engine.execute([one]) is None
+    pause.reached(2)
+    until(lambda: waiting() == 1)
+    assert running() == 2
+    assert not pause.is_reached
+    pause.go()
+    pause.reached()  # the third
+    pause.go(2)
+
+    for n, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, chained(n)))
+
+
+def test_all_meta_models_share_the_places(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Two runs of one hold up a run of another one."""
+    pause, other = Pause(), Pause()
+    first = start_meta(runtime, stopping(pause))
+    second = start_meta(runtime, stopping(other), name="other")
+    mine = [request(value=n) for n in range(2)]
+    theirs = request(value=7)
+
+    assert first.execute(mine) is None
+    pause.reached(2)
+    assert second.execute([theirs]) is None
+    until(lambda: waiting("other") == 1)
+    assert not other.is_reached
+    pause.go(2)
+    other.reached()
+    other.go()
+
+    assert_y(answer_of(theirs), rows(1, chained(7)))
+    for n, one in enumerate(mine):
+        assert_y(answer_of(one), rows(1, chained(n)))
+
+
+def test_what_a_run_does_before_its_first_call_does_not_count(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """Two runs compute for long before they call anybody; those of another meta model are not held up."""
+    pause = Pause()
+
+    def late(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        pause()
+        return {"y": call("a", inputs)["y"]}
+
+    def prompt(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        return {"y": call("b", inputs)["y"]}
+
+    slow, quick = start_meta(runtime, late), start_meta(runtime, prompt, name="quick")
+    computing = [request(), request()]
+    assert slow.execute(computing) is None
+    pause.reached(2)
+
+    for n in range(3):
+        send(quick, one := request(value=n)).join()
+        assert_y(answer_of(one), rows(1, 2 * n + 2))
+    assert running() == 0
+    pause.go(2)
+    for one in computing:
+        assert_y(answer_of(one), rows(1, 3))
+
+
+def test_meta_models_that_call_nobody_are_not_counted(runtime: Runtime, start_meta: StartMeta) -> None:
+    """All places are taken, and twice as many runs of a computing one are served."""
+    pause = Pause()
+    engine = start_meta(runtime, stopping(pause))
+    alone = start_meta(runtime, lambda inputs, call: {"y": inputs["x"] * 7}, [], name="alone")
+    inside = [request(), request()]
+    assert engine.execute(inside) is None
+    pause.reached(2)
+
+    for n in range(4):
+        send(alone, one := request(value=n)).join()
+        assert_y(answer_of(one), rows(1, 7 * n))
+    pause.go(2)
+    for one in inside:
+        assert_y(answer_of(one), rows(1, chained(1)))
+
+
+def test_a_run_between_stages_does_not_hold_the_device(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """All places are taken by runs that compute; a plain request of another model executes meanwhile."""
+    pause = Pause()
+    engine, plain = start_meta(runtime, stopping(pause)), start_engine()
+    inside = [request(), request()]
+    assert engine.execute(inside) is None
+    pause.reached(2)
+
+    send(plain, one := request(2, 5)).join()
+    assert_y(answer_of(one), rows(2, 11))
+    pause.go(2)
+    for one in inside:
+        assert_y(answer_of(one), rows(1, chained(1)))
+
+
+# --- who gives up -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(runtime: Runtime, start_meta: StartMeta) -> tuple[MetaEngine, Pause, Callable[[], None]]:
+    """A meta model of which two runs are inside; a function ends them and checks their answers."""
+    pause = Pause()
+    engine = start_meta(runtime, stopping(pause))
+    inside = [request(value=n) for n in range(2)]
+    assert engine.execute(inside) is None
+    pause.reached(2)
+
+    def end() -> None:
+        pause.go(2)
+        for n, one in enumerate(inside):
+            assert_y(answer_of(one), rows(1, chained(n)))
+
+    return engine, pause, end
+
+
+def test_waiting_ends_at_the_deadline(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+    """The client hears it while all places are still taken; run was never called."""
+    engine, pause, end = full
+
+    late = request(timeout=0.05)
+    assert engine.execute([late]) is None
+    assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+
+    assert running() == 2
+    assert not pause.is_reached
+    end()
+    assert status_of()["outcomes"] == {"ok": 2, "deadline": 1}
+
+
+def test_a_client_that_goes_while_it_waits_leaves_the_line(
+    full: tuple[MetaEngine, Pause, Callable[[], None]],
+) -> None:
+    """Its request is cancelled while all places are still taken, and run was never called."""
+    engine, pause, end = full
+
+    gone = request()
+    assert engine.execute([gone]) is None
+    until(lambda: waiting() == 1)
+    gone.cancelled = True
+    assert_fails(answer_of(gone), FakeError.CANCELLED, "cancelled")
+
+    assert not pause.is_reached
+    end()
+
+
+def test_runs_begin_by_priority(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+    """The urgent one that came last begins first; the others by arrival."""
+    engine, pause, end = full
+    configure(os.getpid(), {"meta_concurrency": 1})
+    requests = [request(value=n, priority=priority) for n, priority in ((10, 0), (11, 0), (12, 1))]
+    for one in requests:
+        assert engine.execute([one]) is None
+    until(lambda: waiting() == 3)
+    end()
+
+    for value in (12, 10, 11):
+        pause.reached()
+        assert running() == 1
+        pause.go()
+        assert_y(answer_of(requests[value - 10]), rows(1, chained(value)))
+
+
+def test_more_places_are_there_at_once(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+    """meta_concurrency is raised while the runtime serves: those that waited begin."""
+    engine, pause, end = full
+    requests = [request(value=n) for n in range(2)]
+    assert engine.execute(requests) is None
+    until(lambda: waiting() == 2)
+
+    configure(os.getpid(), {"meta_concurrency": 4})
+    pause.reached(2)
+    assert running() == 4
+    pause.go(2)
+    end()
+    for n, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, chained(n)))
+
+
+def test_fewer_places_hold_for_whoever_comes(full: tuple[MetaEngine, Pause, Callable[[], None]]) -> None:
+    """meta_concurrency goes from two to one: the third begins when both are over, and the fourth after it."""
+    engine, pause, end = full
+    requests = [request(value=n) for n in range(2)]
+    assert engine.execute(requests) is None
+    until(lambda: waiting() == 2)
+
+    configure(os.getpid(), {"meta_concurrency": 1})
+    end()
+    for n, one in enumerate(requests):
+        pause.reached()
+        assert running() == 1
+        pause.go()
+        assert_y(answer_of(one), rows(1, chained(n)))
+
+
+@pytest.mark.parametrize(
+    "settings", ["models: {meta: {max_queue_depth: 2}}", "scheduler: {max_queue_depth: 2}"]
+)
+def test_only_so_many_may_wait(start_runtime: StartRuntime, start_meta: StartMeta, settings: str) -> None:
+    """Beyond max_queue_depth a request is refused at once; those before it are served."""
+    pause = Pause()
+    engine = start_meta(start_runtime(load_settings(settings)), stopping(pause))
+    requests = [request(value=n) for n in range(4)]
+    assert engine.execute(requests) is None
+    pause.reached(2)
+    until(lambda: waiting() == 2)
+
+    refused = request()
+    assert engine.execute([refused]) is None
+    assert_fails(answer_of(refused), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+
+    pause.go(4)
+    for n, one in enumerate(requests):
+        assert_y(answer_of(one), rows(1, chained(n)))
+
+
+def test_a_run_that_fails_leaves_its_place(runtime: Runtime, start_meta: StartMeta) -> None:
+    """However runs end, the places are free again: ten fail in each way, and the next one is served."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        match int(inputs["x"][0, 0]) % 3:
+            case 0:
+                raise ValueError("user")
+            case 1:
+                return {}
+            case _:
+                Event().wait(max(0.0, call.remaining() or 0.0))
+        return {"y": call("b", {"x": first})["y"]}
+
+    engine = start_meta(runtime, run)
+    requests = [request(value=n, timeout=0.02 if n % 3 == 2 else 0) for n in range(30)]
+    for one in requests:
+        send(engine, one).join()
+    for n, one in enumerate(requests):
+        late = n % 3 == 2
+        code = FakeError.UNAVAILABLE if late else FakeError.INTERNAL
+        assert_fails(answer_of(one), code, "[rsrv:DEADLINE]" if late else "run hook")
+    send(engine, last := request(value=2)).join()
+    assert_y(answer_of(last), rows(1, chained(2)))

@@ -1,0 +1,146 @@
+"""Stubs of meta models, their models and the runtime come, go, and come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.stub.meta import MetaEngine
+from rsrv.wire.status import read_status
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import (
+    Pause,
+    Run,
+    answer_of,
+    ask,
+    assert_fails,
+    assert_served,
+    both_kinds,
+    chain,
+    request,
+    status_of,
+)
+
+
+@both_kinds
+def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
+    """One executes, one waits for the device and one for its turn: each is answered, and closing does not hang."""
+    engine = start_meta(runtime, run)
+    runtime.device.gate.clear()
+    requests = [request(value=n) for n in range(3)]
+    for one in requests:
+        assert engine.execute([one]) is None
+    assert runtime.device.gate.waiting.wait(20)
+    until(lambda: status_of()["waiting"] == 1)
+
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    runtime.device.gate.set()
+    for one in requests:
+        answer = answer_of(one)
+        assert answer.error is not None or answer.arrays["y"].shape == (1, 3)
+
+
+@both_kinds
+def test_the_runtime_dies_in_a_stage_and_comes_back(
+    start_runtime: StartRuntime, start_meta: StartMeta, run: Run
+) -> None:
+    """Those inside and those that wait are told at once; then others are served."""
+    runtime = start_runtime()
+    engine = start_meta(runtime, run)
+    requests = [request(value=n) for n in range(4)]
+    runtime.device.gate.clear()
+    assert engine.execute(requests) is None
+    assert runtime.device.gate.waiting.wait(20)
+    until(lambda: status_of()["waiting"] == 2)
+    runtime.stop()
+
+    assert_down_and_back(start_runtime, engine, requests)
+
+
+def test_the_runtime_dies_between_stages_and_comes_back(
+    start_runtime: StartRuntime, start_meta: StartMeta
+) -> None:
+    """The next stage says so, of those inside; those that wait are told at once; then others are served."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        if inputs["x"][0, 0] != 100:
+            pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    runtime = start_runtime()
+    engine = start_meta(runtime, run)
+    requests = [request(value=n) for n in range(4)]
+    assert engine.execute(requests) is None
+    pause.reached(2)
+    until(lambda: status_of()["waiting"] == 2)
+    runtime.stop()
+    until(lambda: sum(not one.answers.empty() for one in requests) == 2)
+    pause.go(2)
+
+    assert_down_and_back(start_runtime, engine, requests)
+
+
+def assert_down_and_back(
+    start_runtime: StartRuntime, engine: MetaEngine, requests: list[FakeRequest]
+) -> None:
+    for one in requests:
+        assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    (down,) = ask(engine, request())
+    assert_fails(down, FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    start_runtime()
+    until(lambda: ask(engine, request(value=100))[0].error is None)
+    assert_served(engine)
+
+
+def test_two_meta_models_share_a_callee(runtime: Runtime, start_meta: StartMeta) -> None:
+    """One leaves, with all that only it called; the other one is served on."""
+    first = start_meta(runtime, chain, "ab")
+    second = start_meta(runtime, lambda inputs, call: call("c", call("b", inputs)), "bc", name="second")
+    del second
+    assert runtime.device.resident == 3
+    assert_served(first)
+
+    third = start_meta(runtime, chain, "ab", name="third")
+    first.close()
+    until(lambda: set(read_status(os.getpid())["metas"]) == {"second", "third"})
+    assert_served(third)
+    third.close()
+    until(lambda: runtime.device.resident == 2)
+
+
+def test_a_further_stub_of_the_same_meta_model_shares_its_models(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """Two instances: three tensors are never loaded twice, and one may leave."""
+    engines = [start_meta(runtime, chain) for _ in range(2)]
+    assert runtime.device.resident == 2
+    for engine in engines:
+        assert_served(engine)
+    engines[0].close()
+    assert_served(engines[1])
+    assert runtime.device.resident == 2
+    assert status_of()["models"] == ["a", "b"]
+
+
+def test_a_callee_that_cannot_be_built_fails_the_meta_model_by_name(
+    runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its module is no module; the reason names the callee, and nothing of the others stays."""
+    broken = tmp_path / "broken"
+    shutil.copytree(doublings["b"], broken)
+    next(broken.glob("*.mlir")).write_bytes(b"no module")
+
+    with pytest.raises(Exception, match="broken"):
+        start_meta(runtime, chain, ["a", "broken"], bundles={"a": doublings["a"], "broken": broken})
+    assert_served(start_meta(runtime, chain, name="well"))

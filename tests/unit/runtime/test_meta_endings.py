@@ -307,3 +307,30 @@ def test_a_call_that_failed_keeps_no_memory(
             assert not any(isinstance(thing, DirectRun) for thing in gc.get_objects())
         finally:
             gc.enable()
+
+
+def test_a_large_buffer_goes_with_its_run(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its connection may not be used again for long."""
+    meta = write_meta(
+        tmp_path / "large",
+        """
+        def run(inputs, call):
+            buffer = call.scratch((1 << 26, 3), "f4")
+            buffer[:1] = inputs["x"]
+            return {"y": call("a", {"x": buffer[:1]})["y"].copy()}
+        """,
+        ["a"],
+    )
+    with meta_engine(runtime, meta, {"a": doublings["a"]}) as engine:
+        (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+        assert answer.error is None, answer.error.message
+
+        def mapped() -> int:
+            connections = runtime.loop._transport.connections
+            return sum(len(segment) for one in connections for segment in list(one.segments.values()))
+
+        until = time.monotonic() + 10
+        while mapped() > 1 << 26:
+            assert time.monotonic() < until

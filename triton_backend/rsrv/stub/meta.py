@@ -359,6 +359,8 @@ class MetaEngine:
                 visit.lane.leave(Leaving(visit.token, status))
 
     def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
+        if not broken:
+            lane.tidy()
         with self._lock:
             if link is self._link and not broken:
                 self._lanes.append(lane)

@@ -73,7 +73,8 @@ class _Calls:
 
     def scratch(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
         """An array, not initialised, in memory that the runtime sees: passed to a call, it is not copied."""
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
+        # numpy's integers, too, are extents, alone or in a sequence.
+        extents = tuple(int(extent) for extent in np.atleast_1d(shape))
         return self._stages.scratch(extents, np.dtype(dtype))
 
     def remaining(self) -> float | None:

@@ -145,8 +145,7 @@ class DirectRun:
         arrays = check_inputs(stage, inputs)
         kept = check_keep(stage, keep)
         values, plan = stage.endpoint.prepare(arrays, self._who)
-        first = arrays[stage.remote.inputs[0].name]
-        rows = first.shape[0] if stage.remote.batched else None
+        rows = arrays[stage.remote.inputs[0].name].shape[0] if stage.remote.batched else None
         (id,) = self._lane.next_ids(1)
         sent = _Sent(stage, plan, rows, [], {})
         try:

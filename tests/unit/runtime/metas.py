@@ -104,16 +104,18 @@ def with_token(run: int) -> str:
     return json.dumps({"rsrv_run": str(run)})
 
 
-def sub_engine(runtime: Runtime, name: str, bundle: Path, hooks: Hooks | None = None) -> Engine:
-    """The engine of an internal model's stub, as there are with `meta.transport: bls`."""
+def model_engine(
+    runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
+) -> Engine:
+    """The engine of a model's own stub; an internal one has that with `meta.transport: bls` only."""
     return Engine(
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
         hooks or Hooks(),
         OUTPUTS,
         True,
-        Session(runtime.open, name, str(bundle)),
-        internal=True,
+        Session(runtime.open, bundle.name, str(bundle)),
+        internal=internal,
     )
 
 

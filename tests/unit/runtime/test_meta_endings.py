@@ -211,6 +211,7 @@ def test_no_memory_for_scratch_is_not_the_models_fault(
     )
     with meta_engine(runtime, meta, {"a": doublings["a"]}) as engine:
         (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+        assert answer.error is not None
         assert answer.error.message.startswith("[rsrv:QUEUE_FULL]"), answer.error.message
 
 

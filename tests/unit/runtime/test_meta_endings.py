@@ -1,5 +1,6 @@
 """However a run of a meta model ends, it leaves, and nothing that it had is used by others too early."""
 
+import gc
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rsrv.settings import load_settings
+from rsrv.stub.direct import DirectRun
 from rsrv.wire.status import read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
@@ -277,3 +279,58 @@ def test_an_async_run_that_goes_on_without_the_runtime_does_not_spin(
     with meta_engine(runtime, meta, {"a": doublings["a"]}) as engine:
         (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
         assert answer.error is None, answer.error.message
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        'def run(inputs, call):\n    call("a", inputs)',
+        'def run(inputs, call):\n    call.many([("a", inputs), ("b", inputs)])',
+        'async def run(inputs, call):\n    await call("a", inputs)',
+        'async def run(inputs, call):\n    await call.many([("a", inputs), ("b", inputs)])',
+    ],
+)
+def test_a_call_that_failed_keeps_no_memory(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, failing: str
+) -> None:
+    """Its tensors are not left to the garbage collector, which does not know how large they are."""
+    meta = write_meta(tmp_path / "failing", failing, ["a", "b"])
+    with meta_engine(runtime, meta, {n: doublings[n] for n in "ab"}) as engine:
+        runtime.device.fail = "told to"
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+                assert answer.error is not None
+                assert "stage 'a'" in answer.error.message
+            assert not any(isinstance(thing, DirectRun) for thing in gc.get_objects())
+        finally:
+            gc.enable()
+
+
+def test_a_large_buffer_goes_with_its_run(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its connection may not be used again for long."""
+    meta = write_meta(
+        tmp_path / "large",
+        """
+        def run(inputs, call):
+            buffer = call.scratch((1 << 26, 3), "f4")
+            buffer[:1] = inputs["x"]
+            return {"y": call("a", {"x": buffer[:1]})["y"].copy()}
+        """,
+        ["a"],
+    )
+    with meta_engine(runtime, meta, {"a": doublings["a"]}) as engine:
+        (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+        assert answer.error is None, answer.error.message
+
+        def mapped() -> int:
+            connections = runtime.loop._transport.connections
+            return sum(len(segment) for one in connections for segment in list(one.segments.values()))
+
+        until = time.monotonic() + 10
+        while mapped() > 1 << 26:
+            assert time.monotonic() < until

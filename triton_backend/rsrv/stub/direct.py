@@ -121,7 +121,7 @@ class DirectRun:
         while self._entering is not None:
             self._pump(until_ns)
         if self._refused is not None:
-            raise self._refused
+            raise self._refused.anew()
 
     def leave(self, status: Status, until_ns: int) -> None:
         """The run is over; wait for calls that are still under way: the runtime may write to their memory."""
@@ -263,9 +263,8 @@ class DirectRun:
         except TimeoutError:
             raise
         except (Closed, ProtocolError, OSError):
-            failure = Failure(Status.RUNTIME_DOWN, DOWN)
-            self._lose(failure)
-            raise failure from None
+            self._lose(Failure(Status.RUNTIME_DOWN, DOWN))
+            raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take what the runtime says while the event loop runs."""
@@ -293,7 +292,7 @@ class _Waiting:
         while self._sent.outcome is None:
             self._run._pump(until_ns)
         if isinstance(self._sent.outcome, Failure):
-            raise self._sent.outcome
+            raise self._sent.outcome.anew()
         return self._sent.outcome
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
@@ -311,10 +310,10 @@ class _Waiting:
 
 
 def _resolve(sent: _Sent) -> None:
-    future = sent.future
+    future, sent.future = sent.future, None
     if future is None or future.done():
         return
     if isinstance(sent.outcome, Failure):
-        future.set_exception(sent.outcome)
+        future.set_exception(sent.outcome.anew())
     elif sent.outcome is not None:
         future.set_result(sent.outcome)

@@ -59,7 +59,7 @@ class Visit:
     deadline_ns: int = 0
     priority: int = 0
     #: random, so that nobody else can name it
-    token: int = field(default_factory=lambda: secrets.randbits(63) | 1)
+    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
     let_in: bool = False
     failure: Failure | None = None
     response: Any = None
@@ -331,13 +331,8 @@ class MetaEngine:
             else:
                 results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
             return {key: np.asarray(value) for key, value in results.items()}
-        except CallError as error:
-            raise Failure(error.status, str(error)) from None
-        except Failure:
-            raise  # there was no memory for a buffer
-        except BaseException:
-            log.exception("request %r: model.py: run raised", visit.request.request_id())
-            raise hook_failed("run", "it raised") from None
+        except BaseException as error:  # noqa: BLE001 - logged by _failure_of
+            raise _failure_of(error, visit.request.request_id()) from None
         finally:
             stages.over = True
 
@@ -350,11 +345,7 @@ class MetaEngine:
                 raise Failure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
             if self._lanes:
                 return self._lanes.pop()
-            # The next runtime has let nobody in yet.
-            outlived = visit.let_in and link is not self._link
         try:
-            if outlived:
-                raise Closed("the runtime that let it in is gone")
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
             log.error("no connection for a run: %s", error)
@@ -368,11 +359,27 @@ class MetaEngine:
                 visit.lane.leave(Leaving(visit.token, status))
 
     def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
+        if not broken:
+            lane.tidy()
         with self._lock:
             if link is self._link and not broken:
                 self._lanes.append(lane)
                 return
         lane.close()
+
+
+def _failure_of(error: BaseException, who: str) -> Failure:
+    """What the client of the request `who` is told of what its run raised. To be called while that is handled."""
+    if isinstance(error, CallError):
+        failure = Failure(error.status, str(error))
+    elif isinstance(error, Failure):  # there was no memory for a buffer
+        failure = error.anew()
+    else:
+        log.exception("request %r: model.py: run raised", who)
+        failure = hook_failed("run", "it raised")
+    # asyncio keeps the error in the frames that this leads to.
+    error.__traceback__ = None
+    return failure
 
 
 class _Routes:

@@ -35,6 +35,10 @@ class Failure(Exception):
         self.status = status
         self.text = text
 
+    def anew(self) -> "Failure":
+        """To be raised by whoever keeps this one: its traceback would lead back there, and keep all on the way alive."""
+        return Failure(self.status, self.text)
+
 
 def tag_failure(status: Status, text: str) -> str:
     """A message that tells the status, whatever becomes of the code beside it; `untag` is the way back."""

@@ -15,7 +15,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-NAMES = ("digits", "minilm", "minilm_encoder", "minilm_pool", "mlp", "two_sizes", "v2_affine")
+NAMES = (
+    "detector",
+    "detector_backbone",
+    "detector_head",
+    "digits",
+    "minilm",
+    "minilm_encoder",
+    "minilm_pool",
+    "mlp",
+    "two_sizes",
+    "v2_affine",
+)
 
 _HERE = Path(__file__).resolve().parent
 #: In the output directory: for each bundle, what it was built from.

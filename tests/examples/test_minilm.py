@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,8 +18,8 @@ from tokenizers import Tokenizer
 
 import example_bundles
 from examples.minilm import as_text
-from rsrv_bundle import load_weights, read_bundle
-from rsrv_bundle.modules import as_exported, check_signatures, module_file
+from rsrv_bundle import read_bundle
+from tests.examples.built import Model
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -39,43 +38,6 @@ class Handle:
     shape: tuple[int, ...]
     dtype: Any
     held: Array = field(repr=False)
-
-
-class Model:
-    """A built bundle, executed with jax as the runtime does: exact names and dtypes, padded to a compiled size."""
-
-    def __init__(self, folder: Path) -> None:
-        self.bundle = read_bundle(folder, digest=False)
-        self.weights = [jax.numpy.asarray(array) for array in load_weights(self.bundle)]
-        self.signatures = check_signatures(self.bundle)
-        self.compiled: dict[tuple[int, int], Any] = {}
-
-    def __call__(self, inputs: Arrays) -> Arrays:
-        specs = self.bundle.manifest.inputs
-        assert {spec.name: spec.dtype for spec in specs} == {
-            name: {"int32": "i32", "float32": "f32"}[array.dtype.name] for name, array in inputs.items()
-        }
-        arrays = [inputs[spec.name] for spec in specs]
-        (rows,) = {len(array) for array in arrays}
-        key = next(
-            key
-            for key in sorted(self.signatures)
-            if key[1] >= rows
-            and all(
-                array.shape[1:] == self.bundle.input_shape(index, *key)[1:]
-                for index, array in enumerate(arrays)
-            )
-        )
-        # The rows that fill up a batch hold whatever was there.
-        padded = [np.concatenate([a, np.full((key[1] - rows, *a.shape[1:]), 7, a.dtype)]) for a in arrays]
-        if key not in self.compiled:
-            module = module_file(self.bundle, key).read_bytes()
-            self.compiled[key] = jax.jit(as_exported(module, self.signatures[key]).call)
-        found = self.compiled[key](*padded, *self.weights)
-        return {
-            spec.name: np.asarray(value)[:rows]
-            for spec, value in zip(self.bundle.manifest.outputs, found, strict=True)
-        }
 
 
 class Pipeline:

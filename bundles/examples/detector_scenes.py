@@ -1,0 +1,120 @@
+"""What the detector looks at: coloured squares, discs and triangles on noise, drawn by seed. Needs numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from examples.detector_run import iou
+
+Array = np.ndarray[Any, Any]
+
+#: Height and width of an image, pixels.
+SIDE = 96
+CLASSES = ("square", "disc", "triangle")
+#: At most this many shapes are in an image.
+MOST_SHAPES = 6
+
+_SIZES = (14, 36)
+_NOISE = 12.0
+#: How far apart two colours of an image are at least, in RGB from 0 to 255.
+_CONTRAST = 80.0
+#: How much of a shape's box another shape may cover.
+_COVERED = 0.25
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """images: u8 [n, SIDE, SIDE, 3]; boxes: f32 [n, MOST_SHAPES, 4], (left, top, right, bottom) in pixels, zeros
+    where there is no shape; classes: i64 [n, MOST_SHAPES], places in CLASSES, -1 where there is no shape."""
+
+    images: Array
+    boxes: Array
+    classes: Array
+
+
+def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
+    """`count` images with `fewest` to MOST_SHAPES shapes each, the same for the same arguments.
+
+    An image has fewer shapes where no more found room.
+    """
+    rng = np.random.default_rng(seed)
+    # The background's colour in each pixel, then the shapes over it, then noise over all.
+    images = np.empty((count, SIDE, SIDE, 3), np.float32)
+    boxes = np.zeros((count, MOST_SHAPES, 4), np.float32)
+    classes = np.full((count, MOST_SHAPES), -1, np.int64)
+    for image, its_boxes, its_classes in zip(images, boxes, classes, strict=True):
+        colours = [rng.uniform(0, 255, 3)]
+        image[:] = colours[0]
+        placed: list[tuple[int, int, int]] = []
+        for _ in range(rng.integers(fewest, MOST_SHAPES, endpoint=True)):
+            place = _place(rng, placed)
+            if place is None:
+                break
+            left, top, size = place
+            kind = int(rng.integers(len(CLASSES)))
+            colours.append(_colour(rng, colours))
+            image[top : top + size, left : left + size][_mask(kind, size, rng)] = colours[-1]
+            its_boxes[len(placed)] = left, top, left + size, top + size
+            its_classes[len(placed)] = kind
+            placed.append(place)
+    images += _NOISE * rng.standard_normal(images.shape, np.float32)
+    return Scenes(images.clip(0, 255).astype(np.uint8), boxes, classes)
+
+
+def _place(rng: np.random.Generator, placed: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
+    """(left, top, size) of a shape that covers none of the others too much; None after many tries."""
+    for _ in range(50):
+        size = int(rng.integers(*_SIZES, endpoint=True))
+        left, top = (int(value) for value in rng.integers(0, SIDE - size, 2, endpoint=True))
+        for other_left, other_top, other_size in placed:
+            width = min(left + size, other_left + other_size) - max(left, other_left)
+            height = min(top + size, other_top + other_size) - max(top, other_top)
+            if max(width, 0) * max(height, 0) > _COVERED * min(size, other_size) ** 2:
+                break
+        else:
+            return left, top, size
+    return None
+
+
+def _colour(rng: np.random.Generator, others: list[Array]) -> Array:
+    while True:
+        colour = rng.uniform(0, 255, 3)
+        if min(float(np.linalg.norm(colour - other)) for other in others) >= _CONTRAST:
+            return colour
+
+
+def _mask(kind: int, size: int, rng: np.random.Generator) -> Array:
+    """bool [size, size]: the pixels of a shape that touches all four sides of its box."""
+    # Pixel centres, from -1 to 1.
+    y, x = np.mgrid[1 - size : size : 2, 1 - size : size : 2] / size
+    match CLASSES[kind]:
+        case "square":
+            return np.full((size, size), True)
+        case "disc":
+            return np.asarray(x**2 + y**2 <= 1)
+        case _:
+            upright: Array = np.abs(x) <= (y + 1) / 2
+            return upright if rng.integers(2) else upright[::-1]
+
+
+def recall_and_precision(known: Scenes, found: Mapping[str, Array]) -> tuple[float, float]:
+    """The share of the shapes that were found, and of what was found that is right.
+
+    found: the detector's outputs for `known.images`. A box is right if its class is and its intersection over
+    union with the shape is at least 0.5; a second box for the same shape is wrong.
+    """
+    right = 0
+    for boxes, classes, known_boxes, known_classes in zip(
+        found["boxes"], found["classes"], known.boxes, known.classes, strict=True
+    ):
+        matches = (iou(boxes, known_boxes) >= 0.5) & (classes[:, None] == known_classes)
+        matches &= known_classes >= 0
+        for box in matches:
+            if box.any():
+                right += 1
+                matches[:, box.argmax()] = False
+    return right / int((known.classes >= 0).sum()), right / max(int(found["count"].sum()), 1)

@@ -1,0 +1,124 @@
+"""Training the detector's two networks together, on the features that they share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.detector_networks import Params, backbone, head, initial
+from examples.detector_run import anchors, iou, pool
+from examples.detector_scenes import MOST_SHAPES, SIDE, scenes
+
+Array = np.ndarray[Any, Any]
+
+_IMAGES = 2000
+_BATCH = 8
+_STEPS = 1600
+#: Regions of an image that the head is shown in a step: near a shape (each of them), half beside one, anywhere.
+_NEAR, _BESIDE, _ANYWHERE = MOST_SHAPES, 3, 3
+_RATE = 3e-3
+
+
+@functools.cache
+def trained() -> dict[str, Params]:
+    """The parameters `backbone` and `head`, after training with Adam; once per process."""
+    known = scenes(_IMAGES, seed=1, fewest=0)
+    objects, offsets = _anchor_targets(known.boxes)
+    rng = np.random.default_rng(2)
+    orders = [rng.permutation(_IMAGES) for _ in range(1 + _STEPS * _BATCH // _IMAGES)]
+    order = np.concatenate(orders)[: _STEPS * _BATCH].reshape(_STEPS, _BATCH)
+
+    @jax.jit
+    def step(state: Any, count: Any, batch: Any) -> Any:
+        params, mean, square = state
+        gradient = jax.grad(_loss)(params, *batch)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
+        square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, gradient)
+        rate = _RATE * (1 - count / _STEPS) * jnp.sqrt(1 - 0.999 ** (count + 1)) / (1 - 0.9 ** (count + 1))
+        params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
+        return params, mean, square
+
+    params = jax.tree.map(jnp.asarray, initial())
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state = (params, zeros, zeros)
+    for count, rows in enumerate(order):
+        regions, kinds, moves = _regions(rng, known.boxes[rows], known.classes[rows])
+        batch = (known.images[rows], objects[rows], offsets[rows], regions, kinds, moves)
+        state = step(state, np.float32(count), batch)
+    found: dict[str, Params] = jax.tree.map(np.asarray, state[0])
+    return found
+
+
+def _loss(
+    params: Any, images: Any, objects: Any, offsets: Any, regions: Any, kinds: Any, moves: Any
+) -> jax.Array:
+    """Objectness and offsets of the anchors, classes and offsets of the regions, all counted alike."""
+    found = backbone(params["backbone"], images)
+    # Most anchors see nothing: those that do count for more, those in between not at all.
+    weights = jnp.where(objects == 1, 4.0, objects == 0)
+    cross = jax.nn.softplus(found["objectness"]) - objects * found["objectness"]
+    total = (weights * cross).sum() / weights.sum()
+    total += _distance(found["deltas"], offsets, objects == 1)
+
+    crops = pool(jnp.repeat(found["features"], regions.shape[1], 0), regions.reshape(-1, 4))  # type: ignore[arg-type]
+    judged = head(params["head"], crops)  # type: ignore[arg-type]
+    logits, kinds = jax.nn.log_softmax(judged["logits"]), kinds.reshape(-1)
+    total -= jnp.take_along_axis(logits, kinds[:, None], 1).mean()
+    return jnp.add(total, _distance(judged["deltas"], moves.reshape(-1, 4), kinds > 0))
+
+
+def _distance(found: Any, wanted: Any, counted: Any) -> Any:
+    """Huber's loss, over the boxes that count."""
+    error = jnp.abs(found - wanted) * 4
+    error = jnp.where(error < 1, error**2 / 2, error - 0.5).sum(-1)
+    return (error * counted).sum() / jnp.maximum(counted.sum(), 1)
+
+
+def _anchor_targets(boxes: Array) -> tuple[Array, Array]:
+    """boxes: [n, k, 4] -> for each anchor 1 (a shape), 0 (none) or -1 (in between), f32 [n, anchors]; and the
+    deltas from it to its nearest shape, [n, anchors, 4]."""
+    own = anchors(SIDE)
+    overlap = iou(own, boxes)
+    best = overlap.max(-1)
+    objects = np.where(best >= 0.5, 1, np.where(best < 0.35, 0, -1)).astype(np.float32)
+    # Each shape has one anchor at least.
+    image, shape = np.nonzero(boxes[..., 2])
+    objects[image, overlap.argmax(1)[image, shape]] = 1
+    nearest = np.take_along_axis(boxes, overlap.argmax(-1)[..., None], 1)
+    return objects, np.where(objects[..., None] == 1, _encode(own, nearest), 0)
+
+
+def _regions(rng: np.random.Generator, boxes: Array, classes: Array) -> tuple[Array, Array, Array]:
+    """What the head learns from: regions [n, r, 4] on, beside and far from the shapes, 1 + the class of what is
+    there or 0 for nothing, and the deltas to it."""
+    near = np.array([True] * _NEAR + [False] * (_BESIDE + _ANYWHERE))
+    shape = np.array([*range(_NEAR), *range(_BESIDE), *[-1] * _ANYWHERE])
+    size = rng.uniform(10, 40, (len(boxes), len(shape), 1)).astype(np.float32)
+    anywhere = rng.uniform(0, SIDE, (len(boxes), len(shape), 2)).astype(np.float32)
+    random = np.concatenate([anywhere - size / 2, anywhere + size / 2], -1)
+    start = np.where((shape >= 0)[:, None] & (classes[:, shape, None] >= 0), boxes[:, shape], random)
+    spread = np.where(near, 0.12, 0.3)[:, None]
+    extent = start[..., 2:] - start[..., :2]
+    centre = start[..., :2] + extent / 2 + extent * spread * rng.standard_normal(extent.shape)
+    half = extent * np.exp(1.25 * spread * rng.standard_normal(extent.shape)) / 2
+    regions = np.concatenate([centre - half, centre + half], -1).clip(0, SIDE).astype(np.float32)
+
+    overlap = iou(regions, boxes)
+    nearest = overlap.argmax(-1)
+    there = overlap.max(-1) >= 0.5
+    kinds = np.where(there, np.take_along_axis(classes, nearest, 1) + 1, 0)
+    target = np.take_along_axis(boxes, nearest[..., None], 1)
+    moves = np.where(there[..., None], _encode(regions, np.where(there[..., None], target, regions)), 0)
+    return regions, kinds, moves
+
+
+def _encode(boxes: Array, wanted: Array) -> Array:
+    """The deltas with which `decode` makes `wanted` of `boxes`."""
+    size = np.maximum(boxes[..., 2:] - boxes[..., :2], 1)
+    wanted_size = np.maximum(wanted[..., 2:] - wanted[..., :2], 1)
+    centre = (wanted[..., 2:] + wanted[..., :2] - boxes[..., 2:] - boxes[..., :2]) / 2
+    return np.concatenate([centre / size, np.log(wanted_size / size)], -1).astype(np.float32)

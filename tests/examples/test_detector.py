@@ -1,0 +1,283 @@
+"""The detector: the steps of its `run` beside slow and obvious ones, and all of it over the built bundles. No server."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import example_bundles
+from examples import detector_run as steps
+from examples.detector import Direct, held_out
+from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, recall_and_precision, scenes
+from rsrv_bundle import read_bundle
+from tests.examples.built import Array, Arrays, Model
+
+
+def some_boxes(rng: np.random.Generator, *shape: int) -> Array:
+    """f32 [*shape, 4], inside an image; some are the same, some are empty."""
+    corners = rng.integers(0, SIDE // 8, (*shape, 2, 2), endpoint=True) * 8
+    return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
+
+
+def slow_iou(a: Array, b: Array) -> float:
+    """The same for two boxes of whole numbers, pixel by pixel."""
+    in_a, in_b = (
+        {(x, y) for x in range(int(left), int(right)) for y in range(int(top), int(bottom))}
+        for left, top, right, bottom in (a, b)
+    )
+    return len(in_a & in_b) / max(len(in_a | in_b), 1)
+
+
+def slow_suppress(wanted: Array, rivals: Array) -> list[int]:
+    """For one image: takes the best that is left, and strikes its rivals out, until nothing is left."""
+    left = [index for index, flag in enumerate(wanted) if flag]
+    taken = []
+    while left:
+        best = left[0]
+        taken.append(best)
+        left = [other for other in left[1:] if not rivals[best, other]]
+    return taken
+
+
+def slow_pool(features: Array, box: Array) -> Array:
+    """For one region: each point from the four cells around it."""
+    cells = len(features)
+    left, top, right, bottom = box.astype(np.float64)
+    pooled = np.zeros((steps.POOLED, steps.POOLED, features.shape[2]))
+    for row in range(steps.POOLED):
+        for column in range(steps.POOLED):
+            x = (left + (column + 0.5) / steps.POOLED * (right - left)) / steps.CELL - 0.5
+            y = (top + (row + 0.5) / steps.POOLED * (bottom - top)) / steps.CELL - 0.5
+            x, y = (min(max(value, 0.0), cells - 1.0) for value in (x, y))
+            for cell_x in (int(x), int(x) + 1):
+                for cell_y in (int(y), int(y) + 1):
+                    share = (1 - abs(x - cell_x)) * (1 - abs(y - cell_y))
+                    if share > 0:
+                        pooled[row, column] += share * features[cell_y, cell_x]
+    return pooled
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_overlaps_are_counted_in_pixels(seed: int) -> None:
+    """Intersection over union of random boxes, all with all, against sets of pixels."""
+    rng = np.random.default_rng(seed)
+    a, b = some_boxes(rng, 2, 3), some_boxes(rng, 2, 2)
+    expected = [[[slow_iou(p, q) for q in b[n]] for p in a[n]] for n in range(2)]
+    np.testing.assert_allclose(steps.iou(a, b), expected, rtol=1e-5)
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 12))
+def test_suppression_leaves_what_one_box_after_the_other_leaves(seed: int, images: int, boxes: int) -> None:
+    """Any rivalries, one-sided ones too, in several images at once."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.random((images, boxes)) < rng.random()
+    rivals = rng.random((images, boxes, boxes)) < rng.random()
+    before = wanted.copy()
+    kept = steps.suppress(wanted, rivals)
+    assert [np.flatnonzero(row).tolist() for row in kept] == [
+        slow_suppress(*both) for both in zip(wanted, rivals, strict=True)
+    ]
+    assert (wanted == before).all()
+
+
+@given(seeds)
+def test_a_region_is_read_between_the_cells(seed: int) -> None:
+    """Regions anywhere in the image, empty ones too, point by point."""
+    rng = np.random.default_rng(seed)
+    cells = SIDE // steps.CELL
+    features = rng.standard_normal((2, cells, cells, 3)).astype(np.float32)
+    boxes = rng.uniform(0, SIDE, (2, 2, 2)).astype(np.float32)
+    boxes = np.concatenate([boxes.min(1), boxes.max(1)], -1)
+    found = steps.pool(features, boxes)
+    assert found.dtype == np.float32
+    expected = [slow_pool(*both) for both in zip(features, boxes, strict=True)]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "expected"),
+    [
+        ((0, 0, 0, 0), (10, 20, 30, 60)),
+        ((0.5, 0, 0, 0), (20, 20, 40, 60)),
+        ((0, -0.25, 0, 0), (10, 10, 30, 50)),
+        ((0, 0, np.log(2), np.log(0.5)), (0, 30, 40, 50)),
+        ((0, 0, 50, 0), (20 - 10 * np.exp(2), 20, 20 + 10 * np.exp(2), 60)),
+    ],
+)
+def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tuple[float, ...]) -> None:
+    """20 wide and 40 high: by shares of that; no stretch is larger than the square of e."""
+    box = np.array([10, 20, 30, 60], np.float32)
+    np.testing.assert_allclose(steps.decode(box, np.array(deltas, np.float32)), expected, rtol=1e-5)
+
+
+def test_anchors_stand_around_the_points_of_a_grid() -> None:
+    """Row by row, both sizes at each point."""
+    found = steps.anchors(16)
+    assert found.dtype == np.float32
+    centres = (found[:, :2] + found[:, 2:]) / 2
+    assert centres[::2].tolist() == [[4, 4], [12, 4], [4, 12], [12, 12]]
+    assert (centres[::2] == centres[1::2]).all()
+    assert (found[:, 2:] - found[:, :2]).tolist() == [[18, 18], [30, 30]] * 4
+
+
+@given(seeds, st.integers(1, 3))
+def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
+    """Scores fall, no two of a class are one shape, every one kept was proposed, and behind them is nothing."""
+    rng = np.random.default_rng(seed)
+    boxes = some_boxes(rng, images, steps.CANDIDATES)
+    scores = rng.permuted(np.linspace(0, 1, boxes[..., 0].size, dtype=np.float32)).reshape(boxes.shape[:2])
+    classes = rng.integers(0, len(CLASSES), (images, steps.CANDIDATES))
+    found = steps.report(boxes, scores, classes)
+    for index in range(images):
+        (count,) = found["count"][index]
+        proposed = list(zip(scores[index], classes[index], boxes[index].tolist(), strict=True))
+        expected: list[tuple[Any, ...]] = []
+        for score, kind, box in sorted(proposed, key=lambda item: -item[0]):
+            alike = [other for _, other_kind, other in expected if other_kind == kind]
+            if score >= steps.LEAST_SCORE and all(
+                steps.iou(np.array([other]), np.array([box])).item() <= steps.SHAPE_OVERLAP for other in alike
+            ):
+                expected.append((score, kind, box))
+        assert count == min(len(expected), steps.MOST_FOUND)
+        got = zip(
+            *(found[name][index][:count].tolist() for name in ("scores", "classes", "boxes")), strict=True
+        )
+        assert list(got) == expected[: steps.MOST_FOUND]
+        assert not found["scores"][index, count:].any()
+        assert not found["boxes"][index, count:].any()
+        assert (found["classes"][index, count:] == -1).all()
+
+
+def test_scenes_are_the_same_every_time_and_hold_what_they_say() -> None:
+    """Shapes touch the sides of their boxes; without shapes there is one colour and noise."""
+    first, second = scenes(4, seed=3), scenes(4, seed=3)
+    assert (first.images == second.images).all()
+    assert first.images.shape == (4, SIDE, SIDE, 3)
+    assert first.images.dtype == np.uint8
+    assert ((first.classes >= 0) == (first.boxes[..., 2] > first.boxes[..., 0])).all()
+    assert ((first.classes >= 0).sum(1) >= 1).all()
+    many = scenes(30, seed=5, fewest=0)
+    empty = many.images[(many.classes < 0).all(1)]
+    assert len(empty)
+    assert empty.std((1, 2)).max() < 16
+
+
+def test_finds_are_judged_by_class_place_and_number() -> None:
+    """The truth itself is all right; the same twice, another class, and another place are not."""
+    known = scenes(2, seed=9)
+    count = (known.classes >= 0).sum(1)
+    truth = {"boxes": known.boxes, "classes": known.classes, "count": count[:, None]}
+    assert recall_and_precision(known, truth) == (1, 1)
+    assert recall_and_precision(known, {**truth, "boxes": known.boxes + 30})[0] == 0
+    others = np.where(known.classes < 0, -1, (known.classes + 1) % len(CLASSES))
+    assert recall_and_precision(known, {**truth, "classes": others}) == (0, 0)
+    twice = {name: np.concatenate([array] * 2, 1) for name, array in truth.items() if name != "count"}
+    assert recall_and_precision(known, {**twice, "count": 2 * count[:, None]}) == (1, 0.5)
+    nothing = {"boxes": known.boxes[:, :0], "classes": known.classes[:, :0], "count": 0 * count[:, None]}
+    assert recall_and_precision(known, nothing) == (0, 0)
+
+
+class Detector:
+    """The built detector; its modules are compiled when they are first called."""
+
+    def __init__(self, root: Path) -> None:
+        bundle = read_bundle(root / "detector", digest=False)
+        assert bundle.hooks is not None
+        self.run = runpy.run_path(str(bundle.hooks))["run"]
+        self.outputs = bundle.manifest.wire_outputs
+        self.models = {name: Model(root / name) for name in bundle.manifest.meta_calls}
+        #: (name, rows) of the calls of the last request.
+        self.calls: list[tuple[str, int]] = []
+
+    def __call__(self, images: Array) -> Arrays:
+        call = Direct(self.models)
+        found: Arrays = self.run({"image": images}, call)
+        self.calls = call.calls
+        assert {spec.name: (found[spec.name].dtype, found[spec.name].shape) for spec in self.outputs} == {
+            "boxes": (np.float32, (len(images), steps.MOST_FOUND, 4)),
+            "scores": (np.float32, (len(images), steps.MOST_FOUND)),
+            "classes": (np.int64, (len(images), steps.MOST_FOUND)),
+            "count": (np.int64, (len(images), 1)),
+        }
+        return found
+
+
+@pytest.fixture(scope="module")
+def detector() -> Detector:
+    """The built example."""
+    return Detector(example_bundles.ensure())
+
+
+def test_shapes_in_unseen_images_are_found(detector: Detector) -> None:
+    """200 images, all at once: nine in ten shapes at least, and as much of what is found is right."""
+    unseen = held_out()
+    recall, precision = recall_and_precision(unseen, detector(unseen.images))
+    assert recall >= 0.93
+    assert precision >= 0.88
+
+
+def test_an_image_without_anything_calls_no_second_network(detector: Detector) -> None:
+    """One even colour has no regions to look at; the answer is empty and has all its tensors."""
+    found = detector(np.full((2, SIDE, SIDE, 3), 90, np.uint8))
+    assert detector.calls == [("detector_backbone", 2)]
+    assert not any(found[name].any() for name in ("boxes", "scores", "count"))
+    assert (found["classes"] == -1).all()
+
+
+def test_a_batch_is_answered_as_its_images_alone_are(detector: Detector) -> None:
+    """Twelve images, more than the first network takes at a time, one of them empty."""
+    images = scenes(12, seed=21, fewest=5).images
+    images[5] = 90
+    together = detector(images)
+    most = {"detector_backbone": steps.MOST_IMAGES, "detector_head": steps.MOST_REGIONS}
+    assert [rows for name, rows in detector.calls if name == "detector_backbone"] == [8, 4]
+    assert sum(name == "detector_head" for name, _ in detector.calls) >= 2
+    assert all(rows <= most[name] for name, rows in detector.calls)
+    for index in range(12):
+        alone = detector(images[index : index + 1])
+        for name in ("classes", "count"):
+            assert (alone[name][0] == together[name][index]).all()
+        np.testing.assert_allclose(alone["boxes"][0], together["boxes"][index], atol=1e-3)
+        np.testing.assert_allclose(alone["scores"][0], together["scores"][index], atol=1e-5)
+    assert together["count"].max() <= MOST_SHAPES + 2
+
+
+def test_any_number_of_regions_is_looked_at_and_none_is_mixed_up() -> None:
+    """Something everywhere in each of nine images, of a class that its features tell: many calls of the head."""
+    anchors = steps.anchors(SIDE)
+    cells = SIDE // steps.CELL
+
+    def backbone(inputs: Arrays) -> Arrays:
+        # An even image of brightness b has features b.
+        brightness = inputs["image"][:, :cells, :cells, :1].astype(np.float32)
+        rows = len(brightness)
+        objectness = np.full((rows, len(anchors)), 9, np.float32)
+        return {
+            "objectness": objectness,
+            "deltas": np.zeros((rows, *anchors.shape), np.float32),
+            "features": brightness,
+        }
+
+    def head(inputs: Arrays) -> Arrays:
+        kinds = inputs["crops"].mean((1, 2, 3)).round().astype(int) % len(CLASSES)
+        logits = 9 * np.eye(1 + len(CLASSES), dtype=np.float32)[1 + kinds]
+        return {"logits": logits, "deltas": np.zeros((len(kinds), 4), np.float32)}
+
+    call = Direct({"detector_backbone": backbone, "detector_head": head})
+    images = np.full((9, SIDE, SIDE, 3), np.arange(9)[:, None, None, None], np.uint8)
+    found = steps.run({"image": images}, call)
+    *full, rest = [rows for name, rows in call.calls if name == "detector_head"]
+    assert set(full) == {steps.MOST_REGIONS}
+    assert 0 < rest <= steps.MOST_REGIONS
+    assert (found["count"] == steps.MOST_FOUND).all()
+    assert (found["classes"] == np.arange(9)[:, None] % len(CLASSES)).all()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rsrv.stub.lane import Lane
-from rsrv.stub.meta import MetaEngine
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta
 from tests.unit.runtime.metas import (
@@ -17,6 +15,7 @@ from tests.unit.runtime.metas import (
     answer_of,
     ask,
     assert_y,
+    memory_of,
     request,
     rows,
 )
@@ -107,20 +106,6 @@ def test_scratch_takes_any_shape_and_type(runtime: Runtime, start_meta: StartMet
 
     (answer,) = ask(start_meta(runtime, run), request())
     assert_y(answer, rows(1, 3))
-
-
-def memory_of(engine: MetaEngine) -> tuple[int, int]:
-    """Bytes of its connections' memory, which no run uses now, and how many of them are taken."""
-    gc.collect()
-    total = taken = 0
-    for lane in engine._lanes:
-        lane.array((1,), np.dtype(np.uint8))  # takes back what nothing refers to any more
-        while lane._returned:
-            lane._arena.give(lane._returned.popleft())
-        for segment in lane._arena._segments.values():
-            total += segment.nbytes
-            taken += segment.nbytes - sum(length for _, length in segment.free)
-    return total, taken
 
 
 def test_memory_serves_again_when_nothing_refers_to_it(runtime: Runtime, start_meta: StartMeta) -> None:

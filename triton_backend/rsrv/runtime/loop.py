@@ -442,7 +442,7 @@ class Loop:
             instruction.rows,
             instruction.requests,
             parts,
-            calls=bool(self._runs) and any(isinstance(part, CallPart) for part in parts),
+            calls=any(isinstance(part, CallPart) for part in parts),
         )
         start = partial(
             self._executor.start,

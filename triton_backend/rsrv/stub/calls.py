@@ -129,20 +129,18 @@ class AsyncCall(_Calls):
     def __call__(
         self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False
     ) -> Awaitable[Results]:
-        """As `Call`'s."""
-        return asyncio.ensure_future(self._wait(name, self._start(name, inputs, keep_on_device)))
+        """As `Call`'s; what is wrong with it shows when it is awaited."""
+        try:
+            return asyncio.ensure_future(self._wait(name, self._start(name, inputs, keep_on_device)))
+        except CallError as error:
+            failed: asyncio.Future[Results] = asyncio.get_running_loop().create_future()
+            failed.set_exception(error.anew())
+            return failed
 
     async def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
         """As `Call`'s."""
-        started: list[Awaitable[Results] | CallError] = []
-        for one in calls:
-            try:
-                started.append(self(*_spell_out(one)))
-            except CallError as error:
-                started.append(error.anew())
-        waiting = [one for one in started if not isinstance(one, CallError)]
-        ended = iter(await asyncio.gather(*waiting, return_exceptions=True))
-        return _raise_first([one if isinstance(one, CallError) else next(ended) for one in started])
+        started = [self(*_spell_out(one)) for one in calls]
+        return _raise_first(await asyncio.gather(*started, return_exceptions=True))
 
     async def _wait(self, name: str, pending: Pending) -> Results:
         try:

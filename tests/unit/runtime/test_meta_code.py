@@ -198,7 +198,7 @@ def test_a_model_without_inputs_may_be_called(
     """A table, say."""
     export_bundle(
         lambda params: {"table": 2 * params["w"]},
-        {"w": jnp.ones(3)},
+        {"w": jnp.ones(3, jnp.float32)},
         {},
         batch_sizes=[],
         out_dir=tmp_path / "table",

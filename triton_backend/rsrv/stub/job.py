@@ -63,8 +63,12 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        """Of the answer, about."""
-        return self.plan.output_bytes if self.plan else 0
+        """Of the answer, about, as far as it may be sent in two steps.
+
+        Not that of a sub-call: the second one would end the server (24.10 takes it for another answer), while an answer
+        that finds no room is missed by its caller for as long as a call through Triton may take.
+        """
+        return self.plan.output_bytes if self.plan and not self.run else 0
 
     def release(self) -> None:
         """It is answered: its memory serves others."""

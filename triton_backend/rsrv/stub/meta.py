@@ -347,7 +347,7 @@ class MetaEngine:
         except UNREACHABLE as error:
             log.error("no connection for a run: %s", error)
             if visit.let_in:
-                with suppress(Closed):
+                with suppress(Closed, OSError):
                     visit.lane.leave(Leaving(visit.token, Status.RUNTIME_DOWN))
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 

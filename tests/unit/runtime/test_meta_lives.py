@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
-from rsrv.wire.status import read_status
+from rsrv.stub.session import Session
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import configure, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
 from tests.unit.runtime.metas import (
@@ -88,6 +91,39 @@ def test_the_runtime_dies_between_stages_and_comes_back(
     until(lambda: sum(not one.answers.empty() for one in requests) == 2)
     pause.go(2)
 
+    assert_down_and_back(start_runtime, engine, requests)
+
+
+def test_the_runtime_dies_when_a_run_was_just_let_in(
+    start_runtime: StartRuntime, start_meta: StartMeta, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn had come, it had no connection yet, and gets none: that is RUNTIME_DOWN like everywhere else."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        if inputs["x"][0, 0] != 100:
+            pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    runtime = start_runtime()
+    engine = start_meta(runtime, run)
+    requests = [request(value=n) for n in range(3)]
+    assert engine.execute(requests[:2]) is None
+    pause.reached(2)
+    assert engine.execute(requests[2:]) is None
+    until(lambda: status_of()["waiting"] == 1)
+
+    def open_lane(session: Session, key: str) -> Lane:
+        runtime.stop()
+        until(lambda: not engine.ready)
+        raise Closed("the runtime is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "open_lane", open_lane)
+        configure(os.getpid(), {"meta_concurrency": 3})
+        until(lambda: sum(not one.answers.empty() for one in requests) == 1)
+    pause.go(2)
     assert_down_and_back(start_runtime, engine, requests)
 
 

@@ -6,13 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from examples.detector_run import ANCHOR_SIDES, POOLED
-from examples.detector_scenes import CLASSES
-
-Array = np.ndarray[Any, Any]
-Params = dict[str, Any]
 
 #: channels of the feature map
 FEATURES = 24
@@ -37,30 +30,6 @@ def head(params: Any, crops: jax.Array) -> dict[str, jax.Array]:
     x = jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
     x = x @ params["dense2"]["kernel"] + params["dense2"]["bias"]
     return {"logits": x[:, :-4], "deltas": x[:, -4:]}
-
-
-def initial() -> dict[str, Params]:
-    """Parameters to start training from, `backbone` and `head`; the same in every process."""
-    rng = np.random.default_rng(0)
-
-    def layer(*shape: int, scale: float = 1.0) -> dict[str, Array]:
-        kernel = scale * rng.standard_normal(shape) * np.sqrt(2 / np.prod(shape[:-1]))
-        return {"kernel": kernel.astype(np.float32), "bias": np.zeros(shape[-1], np.float32)}
-
-    return {
-        "backbone": {
-            "conv1": layer(5, 5, 3, 12),
-            "conv2": layer(3, 3, 12, 24),
-            "conv3": layer(3, 3, 24, FEATURES),
-            "conv4": layer(3, 3, FEATURES, 48),
-            "conv5": layer(3, 3, 48, 48),
-            "anchors": layer(1, 1, 48, 5 * len(ANCHOR_SIDES), scale=0.1),
-        },
-        "head": {
-            "dense1": layer(POOLED * POOLED * FEATURES, 64),
-            "dense2": layer(64, 1 + len(CLASSES) + 4, scale=0.1),
-        },
-    }
 
 
 def _block(params: Any, x: jax.Array, stride: int = 1) -> jax.Array:

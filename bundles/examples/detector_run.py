@@ -4,6 +4,7 @@ Boxes are (left, top, right, bottom) in pixels. Everything is done for all image
 through the second network is known only when the first one has answered.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ POOLED = 7
 MOST_IMAGES = 8
 MOST_REGIONS = 32
 #: How many boxes of an image are looked at at all, and how many are reported.
-CANDIDATES = 48
+CANDIDATES = 32
 MOST_FOUND = 16
 #: Boxes with less are dropped: probability that there is a shape, probability of the class.
 LEAST_OBJECTNESS = 0.5
@@ -92,6 +93,7 @@ def report(boxes: Array, scores: Array, classes: Array) -> dict[str, Array]:
     }
 
 
+@functools.cache
 def anchors(extent: int) -> Array:
     """f32 [anchors, 4]: the boxes that the first network starts from, in the order of its outputs."""
     centres = np.arange(SPACING / 2, extent, SPACING, dtype=np.float32)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.detector_networks import Params, backbone, head, initial
-from examples.detector_run import anchors, iou, pool
-from examples.detector_scenes import MOST_SHAPES, SIDE, scenes
+from examples.detector_networks import FEATURES, backbone, head
+from examples.detector_run import ANCHOR_SIDES, POOLED, anchors, iou, pool
+from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, scenes
 
 Array = np.ndarray[Any, Any]
+Params = dict[str, Any]
 
 _IMAGES = 2000
 _BATCH = 8
@@ -42,7 +43,7 @@ def trained() -> dict[str, Params]:
         params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), params, mean, square)
         return params, mean, square
 
-    params = jax.tree.map(jnp.asarray, initial())
+    params = jax.tree.map(jnp.asarray, _initial())
     zeros = jax.tree.map(jnp.zeros_like, params)
     state = (params, zeros, zeros)
     for count, rows in enumerate(order):
@@ -53,19 +54,44 @@ def trained() -> dict[str, Params]:
     return found
 
 
+def _initial() -> dict[str, Params]:
+    """Where training starts: random kernels, the same in every process."""
+    rng = np.random.default_rng(0)
+
+    def layer(*shape: int, scale: float = 1.0) -> dict[str, Array]:
+        kernel = scale * rng.standard_normal(shape) * np.sqrt(2 / np.prod(shape[:-1]))
+        return {"kernel": kernel.astype(np.float32), "bias": np.zeros(shape[-1], np.float32)}
+
+    return {
+        "backbone": {
+            "conv1": layer(5, 5, 3, 12),
+            "conv2": layer(3, 3, 12, 24),
+            "conv3": layer(3, 3, 24, FEATURES),
+            "conv4": layer(3, 3, FEATURES, 48),
+            "conv5": layer(3, 3, 48, 48),
+            "anchors": layer(1, 1, 48, 5 * len(ANCHOR_SIDES), scale=0.1),
+        },
+        "head": {
+            "dense1": layer(POOLED * POOLED * FEATURES, 64),
+            "dense2": layer(64, 1 + len(CLASSES) + 4, scale=0.1),
+        },
+    }
+
+
 def _loss(
     params: Any, images: Any, objects: Any, offsets: Any, regions: Any, kinds: Any, moves: Any
 ) -> jax.Array:
     """Objectness and offsets of the anchors, classes and offsets of the regions, all counted alike."""
-    found = backbone(params["backbone"], images)
+    found: Any = backbone(params["backbone"], images)
     # Most anchors see nothing: those that do count for more, those in between not at all.
     weights = jnp.where(objects == 1, 4.0, objects == 0)
     cross = jax.nn.softplus(found["objectness"]) - objects * found["objectness"]
     total = (weights * cross).sum() / weights.sum()
     total += _distance(found["deltas"], offsets, objects == 1)
 
-    crops = pool(jnp.repeat(found["features"], regions.shape[1], 0), regions.reshape(-1, 4))  # type: ignore[arg-type]
-    judged = head(params["head"], crops)  # type: ignore[arg-type]
+    features: Any = jnp.repeat(found["features"], regions.shape[1], 0)
+    crops: Any = pool(features, regions.reshape(-1, 4))
+    judged = head(params["head"], crops)
     logits, kinds = jax.nn.log_softmax(judged["logits"]), kinds.reshape(-1)
     total -= jnp.take_along_axis(logits, kinds[:, None], 1).mean()
     return jnp.add(total, _distance(judged["deltas"], moves.reshape(-1, 4), kinds > 0))

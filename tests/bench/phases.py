@@ -62,7 +62,7 @@ def throughput(rounds: int, window_s: float) -> list[Sample]:
                 for side in order:
                     sample = measure(side, models.MLP, clients, number, window_s)
                     samples.append(sample)
-                    say(_line(sample, rounds))
+                    say(told(sample, rounds))
     return samples
 
 
@@ -128,11 +128,12 @@ def busy(rounds: int, window_s: float) -> list[Sample]:
             for side in sides[turn:] + sides[:turn]:
                 sample = measure(side, models.IMAGES, BUSY_CLIENTS, number, window_s)
                 samples.append(sample)
-                say(f"{_line(sample, rounds)}, device busy {100 * (sample.busy or 0):.0f} %")
+                say(f"{told(sample, rounds)}, device busy {100 * (sample.busy or 0):.0f} %")
     return samples
 
 
-def _line(sample: Sample, rounds: int) -> str:
+def told(sample: Sample, rounds: int) -> str:
+    """A sample as a line of progress."""
     return (
         f"[{sample.round + 1}/{rounds}] {sample.side}, {sample.clients} clients: {sample.infer_per_s:.0f}/s,"
         f" p50 {sample.p50_us:.0f} us, p99 {sample.p99_us:.0f} us"

@@ -15,14 +15,14 @@ from importlib import metadata
 from typing import Any
 
 from local_triton import ServerFailed
-from tests.bench import breakdown, decisions, phases, report
+from tests.bench import breakdown, decisions, metas, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed
 from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
 from triton_install import InstallError
 
-PARTS = ("throughput", "memory", "busy", "decisions")
+PARTS = ("throughput", "memory", "busy", "decisions", "metas")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def run(plan: Plan, parts: Sequence[str]) -> None:
         ("memory", _memory),
         ("busy", _busy),
         ("decisions", _decisions),
+        ("metas", _metas),
     ):
         if part in parts:
             say(f"== {part}")
@@ -192,6 +193,10 @@ def _decisions(plan: Plan) -> Part:
         if d.models == max(decisions.MODELS) and d.rows in (1, max(decisions.ROWS))
     ]
     return lines, targets, {"decisions": [asdict(d) for d in found]}
+
+
+def _metas(plan: Plan) -> Part:
+    return metas.part(plan.rounds, plan.window_s)
 
 
 def environment() -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,15 @@ class ModelStatus:
 
 
 def model_status(status: dict[str, Any], model: str) -> ModelStatus:
-    """One model's counters."""
-    found = status["models"][model]
-    sizes = {int(key.partition("/")[2]): count for key, count in found["sizes"].items()}
-    return ModelStatus(found["dispatches"], found["useful_rows"], found["device_seconds"], sizes)
+    """One model's counters; of a meta model, those of the models that it calls, added up."""
+    metas = status["metas"]
+    found = [status["models"][name] for name in (metas[model]["models"] if model in metas else [model])]
+    sizes: Counter[int] = Counter()
+    for each in found:
+        sizes.update({int(key.partition("/")[2]): count for key, count in each["sizes"].items()})
+    return ModelStatus(
+        sum(each["dispatches"] for each in found),
+        sum(each["useful_rows"] for each in found),
+        sum(each["device_seconds"] for each in found),
+        dict(sizes),
+    )

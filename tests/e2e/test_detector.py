@@ -1,16 +1,52 @@
-"""The detector through the real server: what it finds is what its bundles find when they are executed directly."""
+"""The two-stage detector through the real server: it finds what is there, one image or many a request."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from examples.detector_scenes import SIDE, scenes
-from tests.e2e.calls import PROTOCOLS, caller
+from examples import detector
+from examples.detector_scenes import SIDE, recall_and_precision, scenes
+from tests.e2e.calls import PROTOCOLS, Arrays, Caller, at_once, caller
 from tests.e2e.harness import RunningTriton
 from tests.examples.test_detector import Detector
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_it_finds_the_shapes_in_unseen_images(triton: RunningTriton, protocol: str) -> None:
+    """Recall and precision as its maker measured them, for requests of 1 to 20 images, of several clients at once."""
+    known = detector.held_out()
+    rng = np.random.default_rng(5)
+    starts = [0, *np.cumsum(rng.integers(1, 21, 100))]
+    parts = [slice(start, end) for start, end in pairwise(starts) if start < len(known.images)]
+
+    def work(call: Caller, number: int) -> list[Arrays]:
+        return [call("detector", {"image": known.images[part]}) for part in parts[number::4]]
+
+    answers = dict(enumerate(at_once(triton, 4, work, protocol)))
+    in_order = [answers[number % 4][number // 4] for number in range(len(parts))]
+    found = {name: np.concatenate([answer[name] for answer in in_order]) for name in in_order[0]}
+    recall, precision = recall_and_precision(known, found)
+    assert recall >= detector.REQUIRED_RECALL
+    assert precision >= detector.REQUIRED_PRECISION
+
+
+def test_an_image_has_one_answer_whatever_comes_with_it(triton: RunningTriton) -> None:
+    """Alone and among others, with nothing in it or with much."""
+    known = detector.held_out()
+    images = np.concatenate([np.full((1, SIDE, SIDE, 3), 128, np.uint8), known.images[:6]])
+    with caller(triton) as call:
+        together = call("detector", {"image": images})
+        for number, image in enumerate(images):
+            alone = call("detector", {"image": image[np.newaxis]})
+            assert alone["count"][0] == together["count"][number]
+            np.testing.assert_array_equal(alone["classes"][0], together["classes"][number])
+            np.testing.assert_allclose(alone["boxes"][0], together["boxes"][number], atol=1e-3)
+            np.testing.assert_allclose(alone["scores"][0], together["scores"][number], atol=1e-4)
+    assert together["count"][0] == 0
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -85,13 +86,16 @@ class FakeTriton:
     def _infer(self, name: str, inputs: dict[str, Any], deadline_ns: int, run: int) -> dict[str, Any]:
         self.tokens.append(run)
         timeout_us = max(1, (deadline_ns - time.monotonic_ns()) // 1000) if deadline_ns else 0
-        request = FakeRequest(inputs, timeout_us, with_token(run))
-        with self._entries[name]:
-            answers = self.engines[name].execute([request])
-        answer = answers[0] if answers is not None else answer_of(request)
+        answer = self.ask(name, FakeRequest(inputs, timeout_us, with_token(run)))
         if answer.error is not None:
             raise untag(answer.error.message) or Failure(Status.INTERNAL, answer.error.message)
         return answer.arrays
+
+    def ask(self, name: str, request: FakeRequest) -> FakeResponse:
+        """The answer of one of the stubs."""
+        with self._entries[name]:
+            answers = self.engines[name].execute([request])
+        return answers[0] if answers is not None else answer_of(request)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -104,16 +108,18 @@ def with_token(run: int) -> str:
     return json.dumps({"rsrv_run": str(run)})
 
 
-def sub_engine(runtime: Runtime, name: str, bundle: Path, hooks: Hooks | None = None) -> Engine:
-    """The engine of an internal model's stub, as there are with `meta.transport: bls`."""
+def model_engine(
+    runtime: Runtime, bundle: Path, hooks: Hooks | None = None, *, internal: bool = False
+) -> Engine:
+    """The engine of a model's own stub; an internal one has that with `meta.transport: bls` only."""
     return Engine(
         Tensors(FakePbUtils),
         Responses(FakePbUtils),
         hooks or Hooks(),
         OUTPUTS,
         True,
-        Session(runtime.open, name, str(bundle)),
-        internal=True,
+        Session(runtime.open, bundle.name, str(bundle)),
+        internal=internal,
     )
 
 
@@ -250,3 +256,17 @@ def assert_served(engine: MetaEngine) -> None:
     """The next request is answered, by `chain` or whatever does the same for 100."""
     (answer,) = ask(engine, request(value=100))
     assert_y(answer, rows(1, 404))
+
+
+def memory_of(engine: MetaEngine) -> tuple[int, int]:
+    """Bytes of its connections' memory, which no run uses now, and how many of them are taken."""
+    gc.collect()
+    total = taken = 0
+    for lane in engine._lanes:
+        lane.array((1,), np.dtype(np.uint8))  # takes back what nothing refers to any more
+        while lane._returned:
+            lane._arena.give(lane._returned.popleft())
+        for segment in lane._arena._segments.values():
+            total += segment.nbytes
+            taken += segment.nbytes - sum(length for _, length in segment.free)
+    return total, taken

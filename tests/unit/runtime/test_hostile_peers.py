@@ -1,6 +1,7 @@
 """A connection that misbehaves is closed; the runtime and the other connections go on."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,3 +189,19 @@ def test_a_descriptor_that_is_no_memory_closes_the_connection(runtime: Runtime) 
     with pytest.raises(Closed):
         greeted.receiver.receive()
     greeted.sock.close()
+
+
+def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime, doubling: Path) -> None:
+    """It waits for its turn meanwhile, and that is longer than epoll can."""
+    client = Client(runtime, doubling)
+    runtime.device.gate.clear()
+    years = time.monotonic_ns() + 10**17
+    client.lane.submit([client.submission(id=i, deadline_ns=years, rows=1) for i in range(20)])
+    assert runtime.device.gate.waiting.wait(10)
+    client.lane.submit([client.submission(id=20 + i, deadline_ns=years) for i in range(20)])
+    runtime.device.gate.set()
+
+    received = 0
+    while received < 40:
+        received += len(client.lane.receive(10))
+    client.lane.close()

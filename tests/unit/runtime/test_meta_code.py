@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rsrv.stub.calls import CallError
+from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta
 from tests.unit.runtime.metas import (
@@ -174,3 +177,37 @@ def test_an_awaited_run_may_catch_a_failure_and_go_on(runtime: Runtime, start_me
 
     (answer,) = ask(start_meta(runtime, run), request())
     assert_y(answer, rows(1, 8))
+
+
+def test_scratch_takes_the_shapes_that_numpy_takes(runtime: Runtime, start_meta: StartMeta) -> None:
+    """numpy's own integers among them."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        shapes: list[Any] = [3, np.int64(3), (3,), [np.int32(1), 3], (), np.array([2, 3])]
+        made = [call.scratch(shape, np.float32).shape for shape in shapes]
+        assert made == [np.empty(shape).shape for shape in shapes], made
+        return {"y": inputs["x"]}
+
+    (answer,) = ask(start_meta(runtime, run), request())
+    assert_y(answer, rows(1))
+
+
+def test_a_model_without_inputs_may_be_called(
+    runtime: Runtime, start_meta: StartMeta, tmp_path: Path
+) -> None:
+    """A table, say."""
+    export_bundle(
+        lambda params: {"table": 2 * params["w"]},
+        {"w": jnp.ones(3)},
+        {},
+        batch_sizes=[],
+        out_dir=tmp_path / "table",
+    )
+    runtime.device.compute = lambda inputs, weights: [2 * weights[0]]
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        return {"y": inputs["x"] * call("table", {})["table"]}
+
+    engine = start_meta(runtime, run, ["table"], bundles={"table": tmp_path / "table"})
+    (answer,) = ask(engine, request())
+    assert_y(answer, rows(1, 2))

@@ -418,11 +418,13 @@ def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: Star
     assert answer.arrays["best"].shape == (2, 1)
 
 
-def test_a_large_answer_is_finished_even_if_it_finds_no_room() -> None:
+def test_a_large_answer_is_finished_even_if_it_finds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's shared memory may be full: then the client must hear that, not wait for ever."""
+    from rsrv.stub import replies
     from rsrv.stub.replies import Reply, Responses
     from tests.fakes import FakePbUtils
 
+    monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 21)
     sent: list[tuple[object, int]] = []
 
     class FullSender:
@@ -442,6 +444,27 @@ def test_a_large_answer_is_finished_even_if_it_finds_no_room() -> None:
     assert sent == [("a large answer", 0), (None, FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)]
     reply.send("another")
     assert len(sent) == 2
+
+
+def test_a_large_answer_ends_its_request_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that comes by itself would be a second answer to a model that called through BLS."""
+    from rsrv.stub import replies
+    from rsrv.stub.replies import Reply, Responses
+    from tests.fakes import FakePbUtils
+
+    monkeypatch.setattr(replies, "free_shared_memory", lambda: 1 << 22)
+    sent: list[tuple[object, int]] = []
+
+    class Sender:
+        def send(self, response: object = None, flags: int = 0) -> None:
+            sent.append((response, flags))
+
+        def is_cancelled(self) -> bool:
+            return False
+
+    Reply(Sender(), Responses(FakePbUtils)).send("a large answer", 1 << 20)
+
+    assert sent == [("a large answer", FakePbUtils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)]
 
 
 def test_a_dropped_request_is_answered(runtime: Runtime) -> None:

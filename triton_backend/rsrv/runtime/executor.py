@@ -126,8 +126,10 @@ class Executor:
 def _failure(job: Job, error: Exception) -> Failure:
     """To be called while the error is handled."""
     if isinstance(error, OutOfMemory):
+        # As text: whoever keeps the record would with the error keep the execution's tensors, just now.
+        why = str(error)
         log.warning(
-            "%s: no memory on the device for an execution of %d rows: %s", job.model.key, job.size, error
+            "%s: no memory on the device for an execution of %d rows: %s", job.model.key, job.size, why
         )
         return Failure(str(error), out_of_memory=True)
     log.exception("%s: execution failed", job.model.key)

@@ -53,6 +53,8 @@ from rsrv.wire.memory import Board
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
+#: seconds; a deadline may be further away than epoll can wait
+_LONGEST_WAIT = 3600.0
 _NO_RUN = "the meta model's run that this call belongs to is over, or never was"
 
 
@@ -107,7 +109,7 @@ class Loop:
     def step(self) -> None:
         """Wait until something happens, and do all that follows from it."""
         wakeup = self._scheduler.next_wakeup()
-        timeout = None if wakeup is None else max(0.0, wakeup - self._clock())
+        timeout = None if wakeup is None else min(max(0.0, wakeup - self._clock()), _LONGEST_WAIT)
         self._transport.poll(0.0 if self._executor.has_ended else timeout)
         self._flush_arrivals()
         # After the arrivals: what came while this one executed may share the next execution.

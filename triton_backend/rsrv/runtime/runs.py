@@ -39,7 +39,7 @@ class Kept:
         """Whether it can be that input of a call with so many rows."""
         mine = self.tensor
         return (
-            self.rows == rows
+            (mine.batch_axis is None or self.rows == rows)
             and mine.dtype == tensor.dtype
             and mine.batch_axis == tensor.batch_axis
             and mine.dims == tensor.dims

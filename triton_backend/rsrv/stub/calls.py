@@ -38,6 +38,10 @@ class CallError(Exception):
         self.status = status
         self.text = text
 
+    def anew(self) -> "CallError":
+        """As `Failure.anew`."""
+        return CallError(self.stage, self.status, self.text)
+
 
 class Pending(Protocol):
     """A sub-call under way."""
@@ -69,7 +73,8 @@ class _Calls:
 
     def scratch(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Array:
         """An array, not initialised, in memory that the runtime sees: passed to a call, it is not copied."""
-        extents = (shape,) if isinstance(shape, int) else tuple(int(extent) for extent in shape)
+        # numpy's integers, too, are extents, alone or in a sequence.
+        extents = tuple(int(extent) for extent in np.atleast_1d(shape))
         return self._stages.scratch(extents, np.dtype(dtype))
 
     def remaining(self) -> float | None:
@@ -102,13 +107,13 @@ class Call(_Calls):
             try:
                 started.append((name, self._start(name, inputs, keep)))
             except CallError as error:
-                started.append((name, error))
+                started.append((name, error.anew()))
         ended: list[Results | CallError] = []
         for name, pending in started:
             try:
                 ended.append(pending if isinstance(pending, CallError) else self._wait(name, pending))
             except CallError as error:
-                ended.append(error)
+                ended.append(error.anew())
         return _raise_first(ended)
 
     def _wait(self, name: str, pending: Pending) -> Results:
@@ -134,7 +139,7 @@ class AsyncCall(_Calls):
             try:
                 started.append(self(*_spell_out(one)))
             except CallError as error:
-                started.append(error)
+                started.append(error.anew())
         waiting = [one for one in started if not isinstance(one, CallError)]
         ended = iter(await asyncio.gather(*waiting, return_exceptions=True))
         return _raise_first([one if isinstance(one, CallError) else next(ended) for one in started])
@@ -158,6 +163,8 @@ def _spell_out(call: Sequence[Any]) -> tuple[str, Mapping[str, Any], Keep]:
 def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
     results = []
     for one in ended:
+        if isinstance(one, CallError):
+            raise one.anew()
         if isinstance(one, BaseException):
             raise one
         results.append(one)

@@ -5,7 +5,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,8 +24,8 @@ from rsrv.wire.socket import Closed
 
 _LATE = "the deadline passed, and the model runtime does not answer"
 _NO_MEMORY = "the server has no memory for this request; try again later"
-#: seconds that stand for no limit
-_FOREVER = 3600.0
+#: seconds; a deadline may be further away than poll can wait
+_LONGEST_WAIT = 3600.0
 
 T = TypeVar("T")
 
@@ -52,7 +51,15 @@ class DeviceTensor(Elsewhere):
                 f"input {tensor.name!r} was kept on the device by another request, which is over",
             )
         mine = self._tensor
-        if self._rows != rows or (mine.batch_axis, mine.dims) != (tensor.batch_axis, tensor.dims):
+        # The same bits may have two types, and the same extents other axes for their rows.
+        if mine.dtype != tensor.dtype:
+            raise Failure(
+                Status.INVALID,
+                f"input {tensor.name!r} is on the device as {mine.dtype}, expected {tensor.dtype}",
+            )
+        if (mine.batch_axis, mine.dims) != (tensor.batch_axis, tensor.dims) or (
+            mine.batch_axis is not None and self._rows != rows
+        ):
             raise Failure(
                 Status.INVALID,
                 f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there",
@@ -89,6 +96,8 @@ class DirectRun:
         self._entering: int | None = None
         self.entered = False
         self._sent: dict[int, _Sent] = {}
+        #: those that were given up: the runtime, if it is there, may still write to their memory
+        self._lost: list[_Sent] = []
         self._numbers = itertools.count()
         #: numbers of tensors on the device that nobody needs any more
         self.released: deque[int] = deque()
@@ -112,7 +121,7 @@ class DirectRun:
         while self._entering is not None:
             self._pump(until_ns)
         if self._refused is not None:
-            raise self._refused
+            raise self._refused.anew()
 
     def leave(self, status: Status, until_ns: int) -> None:
         """The run is over; wait for calls that are still under way: the runtime may write to their memory."""
@@ -136,8 +145,7 @@ class DirectRun:
         arrays = check_inputs(stage, inputs)
         kept = check_keep(stage, keep)
         values, plan = stage.endpoint.prepare(arrays, self._who)
-        first = arrays[stage.remote.inputs[0].name]
-        rows = first.shape[0] if stage.remote.batched else None
+        rows = arrays[stage.remote.inputs[0].name].shape[0] if stage.remote.batched else None
         (id,) = self._lane.next_ids(1)
         sent = _Sent(stage, plan, rows, [], {})
         try:
@@ -209,11 +217,11 @@ class DirectRun:
 
     def _pump(self, until_ns: int) -> None:
         """Wait for some of what the runtime has to say. Raises Failure when it says nothing any more."""
-        timeout = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _FOREVER
+        left = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _LONGEST_WAIT
         try:
-            self._receive(timeout)
+            self._receive(min(left, _LONGEST_WAIT))
         except TimeoutError:
-            if until_ns:
+            if until_ns and time.monotonic_ns() >= until_ns:
                 self._lose(Failure(Status.DEADLINE, _LATE))
                 raise Failure(Status.DEADLINE, _LATE) from None
 
@@ -241,6 +249,7 @@ class DirectRun:
         self.broken = True
         self._entering = None
         lost, self._sent = self._sent, {}
+        self._lost += lost.values()
         for sent in lost.values():
             sent.outcome = failure
             _resolve(sent)
@@ -253,18 +262,22 @@ class DirectRun:
         except TimeoutError:
             raise
         except (Closed, ProtocolError, OSError):
-            failure = Failure(Status.RUNTIME_DOWN, DOWN)
-            self._lose(failure)
-            raise failure from None
+            self._lose(Failure(Status.RUNTIME_DOWN, DOWN))
+            raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 
-    def read_now(self) -> None:
-        """The connection is readable."""
-        with suppress(TimeoutError, Failure):  # of a failure, who waits has been told
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take what the runtime says while the event loop runs."""
+        fd = self._lane.sock.fileno()
+        loop.add_reader(fd, self._read_now, loop, fd)
+
+    def _read_now(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:
+        try:
             self._receive(0)
-
-    @property
-    def fd(self) -> int:
-        return self._lane.sock.fileno()
+        except TimeoutError:
+            pass
+        except Failure:
+            # Who waits has been told. A lost connection would be readable for ever.
+            loop.remove_reader(fd)
 
 
 class _Waiting:
@@ -278,7 +291,7 @@ class _Waiting:
         while self._sent.outcome is None:
             self._run._pump(until_ns)
         if isinstance(self._sent.outcome, Failure):
-            raise self._sent.outcome
+            raise self._sent.outcome.anew()
         return self._sent.outcome
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
@@ -287,7 +300,7 @@ class _Waiting:
         if sent.outcome is not None:
             _resolve(sent)
             return future
-        loop.add_reader(self._run.fd, self._run.read_now)
+        self._run.listen(loop)
         if until_ns:
             late = (until_ns - time.monotonic_ns()) / 1e9
             timer = loop.call_later(late, self._run._lose, Failure(Status.DEADLINE, _LATE))
@@ -296,10 +309,10 @@ class _Waiting:
 
 
 def _resolve(sent: _Sent) -> None:
-    future = sent.future
+    future, sent.future = sent.future, None
     if future is None or future.done():
         return
     if isinstance(sent.outcome, Failure):
-        future.set_exception(sent.outcome)
+        future.set_exception(sent.outcome.anew())
     elif sent.outcome is not None:
         future.set_result(sent.outcome)

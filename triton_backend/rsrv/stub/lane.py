@@ -108,22 +108,34 @@ class Lane:
             slab.users -= users
             if slab.users == 0:
                 self._arena.give(slab.place)
-                if self._arena.dropped:
-                    # Now, for as long as the runtime maps it the memory of a large request stays in use.
-                    with suppress(Closed):
-                        self._announce()
+                self._drop()
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """An array in memory that the runtime sees, until nothing refers to it. Raises OSError when there is none."""
         nbytes = prod(shape) * dtype.itemsize
         with self._lock:
-            while self._returned:
-                self._arena.give(self._returned.popleft())
+            self._take_back()
             place = self._arena.take(nbytes)
             held = _Held((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
         # Whichever thread finds that nothing refers to it: it may hold the lock.
         finalize(held, self._returned.append, place).atexit = False
         return np.ndarray(shape, dtype, held)
+
+    def tidy(self) -> None:
+        """The lane is not used for a while: give up the memory of large arrays that nothing refers to."""
+        with self._lock:
+            self._take_back()
+            self._drop()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._arena.give(self._returned.popleft())
+
+    def _drop(self) -> None:
+        """Now, for as long as the runtime maps it the memory of a large request stays in use."""
+        if self._arena.dropped:
+            with suppress(Closed, OSError):
+                self._announce()
 
     def locate(self, array: Array) -> tuple[int, int] | None:
         """(segment, offset in bytes) of an array that lies in this lane's memory as the runtime reads it; else None."""

@@ -59,7 +59,7 @@ class Visit:
     deadline_ns: int = 0
     priority: int = 0
     #: random, so that nobody else can name it
-    token: int = field(default_factory=lambda: secrets.randbits(63) | 1)
+    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
     let_in: bool = False
     failure: Failure | None = None
     response: Any = None
@@ -306,6 +306,8 @@ class MetaEngine:
             raise
         finally:
             run.leave(status, grace(visit.deadline_ns))
+            if run.broken:
+                self._withdraw(visit, status)
             self._give_lane(visit.link, lane, broken=run.broken)
 
     def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
@@ -329,11 +331,10 @@ class MetaEngine:
             else:
                 results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
             return {key: np.asarray(value) for key, value in results.items()}
-        except CallError as error:
-            raise Failure(error.status, str(error)) from None
-        except BaseException:
-            log.exception("request %r: model.py: run raised", visit.request.request_id())
-            raise hook_failed("run", "it raised") from None
+        except BaseException as error:  # noqa: BLE001 - logged by _failure_of
+            raise _failure_of(error, visit.request.request_id()) from None
+        finally:
+            stages.over = True
 
     # --- connections --------------------------------------------------------------------------------------
 
@@ -348,17 +349,37 @@ class MetaEngine:
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
             log.error("no connection for a run: %s", error)
-            if visit.let_in:
-                with suppress(Closed):
-                    visit.lane.leave(Leaving(visit.token, Status.RUNTIME_DOWN))
+            self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 
+    def _withdraw(self, visit: Visit, status: Status) -> None:
+        """Have a run leave that has no connection of its own, or lost it, by the one that it asked on."""
+        if visit.let_in:
+            with suppress(Closed, OSError):
+                visit.lane.leave(Leaving(visit.token, status))
+
     def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
+        if not broken:
+            lane.tidy()
         with self._lock:
             if link is self._link and not broken:
                 self._lanes.append(lane)
                 return
         lane.close()
+
+
+def _failure_of(error: BaseException, who: str) -> Failure:
+    """What the client of the request `who` is told of what its run raised. To be called while that is handled."""
+    if isinstance(error, CallError):
+        failure = Failure(error.status, str(error))
+    elif isinstance(error, Failure):  # there was no memory for a buffer
+        failure = error.anew()
+    else:
+        log.exception("request %r: model.py: run raised", who)
+        failure = hook_failed("run", "it raised")
+    # asyncio keeps the error in the frames that this leads to.
+    error.__traceback__ = None
+    return failure
 
 
 class _Routes:
@@ -380,8 +401,13 @@ class _Routes:
         self._triton = triton
         self._visit = visit
         self._through_triton = through_triton
+        self._thread = threading.get_ident()
+        #: the connection may be another run's now
+        self.over = False
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        if self.over or threading.get_ident() != self._thread:
+            raise Failure(Status.INTERNAL, "call is for the thread that executes `run`, until that returns")
         if self._triton is not None and name in self._external:
             return self._triton.external(name, inputs)
         stage = self._stages.get(name)

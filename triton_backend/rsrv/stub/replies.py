@@ -1,6 +1,7 @@
 """Exactly one answer for every request, whatever path fails."""
 
 import logging
+import os
 import re
 from threading import Lock
 from typing import Any
@@ -25,6 +26,14 @@ _CODES = {
 
 #: bytes above which an answer may not find room in Triton's shared memory (64 MB in a container by default)
 _LARGE = 256 * 1024
+#: how often an answer must fit into what is free there, so that it finds room whatever else is sent meanwhile
+_AMPLE = 4
+
+
+def free_shared_memory() -> int:
+    """Bytes by which Triton's shared memory can grow."""
+    found = os.statvfs("/dev/shm")
+    return found.f_bavail * found.f_frsize
 
 
 class Failure(Exception):
@@ -34,6 +43,10 @@ class Failure(Exception):
         super().__init__(text)
         self.status = status
         self.text = text
+
+    def anew(self) -> "Failure":
+        """To be raised by whoever keeps this one: its traceback would lead back there, and keep all on the way alive."""
+        return Failure(self.status, self.text)
 
 
 def tag_failure(status: Status, text: str) -> str:
@@ -87,13 +100,15 @@ class Reply:
         """Send the answer, of about `nbytes`, unless there was one.
 
         Triton closes a sender for good before it copies a final response, so if there is no room in its shared
-        memory for the copy, nobody would ever hear. A large answer is therefore sent first and finished after.
+        memory for the copy, nobody would ever hear. A large answer is therefore sent first and finished after, where
+        room may be lacking; only there, because if the request came from another model by BLS, Triton 24.10 takes
+        the end that comes by itself for a second answer, and the whole server dies of it.
         """
         with self._lock:
             if self._sent:
                 return
             self._sent = True
-            if nbytes <= _LARGE:
+            if nbytes <= _LARGE or _AMPLE * nbytes <= free_shared_memory():
                 self._sender.send(response, flags=self._responses.final)
                 return
             try:

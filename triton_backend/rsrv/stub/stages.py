@@ -30,7 +30,7 @@ class Elsewhere:
 class Stage:
     """A model that a meta model calls."""
 
-    #: its place in the list of REGISTER
+    #: its place in the list of REGISTERED
     index: int
     remote: Remote
     endpoint: Endpoint

@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
     request: int  # unique on this connection, as that of a submission
     run: int
-    callee: int  # index in the list of REGISTER
+    callee: int  # index in the list of REGISTERED
     variant: int
     rows: int
     inputs: Sequence[Spot]

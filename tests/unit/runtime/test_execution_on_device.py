@@ -1,0 +1,110 @@
+"""Inputs from the host and from the device in one execution: everybody's rows go where they belong."""
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.device import Array
+from rsrv.runtime.execution import AnyPart, CallPart, Job, Part, gather, scatter
+from rsrv.runtime.models import Model
+from rsrv.runtime.runs import Kept, Run
+from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
+from tests.fakes import FakeBuffer, FakeDevice
+from tests.unit.runtime.test_execution import NOBODY, FakeModel
+
+BLOCKS = {
+    "rows first": Block((Tensor("x", "f32", (-1, 3), 0), Tensor("u", "i16", (-1,), 0))),
+    "rows in the middle": Block((Tensor("x", "f32", (2, -1, 3), 1), Tensor("u", "i16", (-1,), 0))),
+    "rows last": Block((Tensor("x", "f32", (2, 3, -1), 2), Tensor("u", "i16", (-1,), 0))),
+}
+
+
+class World:
+    """Requests, what they sent (rows first, by tensor), and outputs of earlier executions that they share."""
+
+    def __init__(self, block: Block, data: st.DataObject, device: FakeDevice) -> None:
+        self.block, self.data, self.device = block, data, device
+        self.rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+        self.sent: list[list[Array]] = []
+        self.outputs: dict[tuple[int, int], Array] = {}
+        self.buffers: dict[tuple[int, int], Any] = {}
+        #: where the next request's rows may follow on the last one's
+        self.ends: dict[tuple[int, int], int] = {}
+
+    def make(self, tensor: Tensor, rows: int) -> Array:
+        return self.rng.integers(1, 100, tensor.shape(rows)).astype(NUMPY[tensor.dtype])
+
+    def plain(self, rows: int) -> Part:
+        part = Part(NOBODY, 0, rows, np.zeros(8192, np.uint8), 64, 4096)
+        values = [self.make(tensor, rows) for tensor in self.block.tensors]
+        for index, value in enumerate(values):
+            part.source(index, self.block)[...] = value
+        self.sent.append(values)
+        return part
+
+    def call(self, rows: int) -> CallPart:
+        values: list[Array] = []
+        sources: list[Array | Kept] = []
+        targets: list[Array | None] = []
+        for index, tensor in enumerate(self.block.tensors):
+            if self.data.draw(st.booleans()):
+                kept, value = self.keep(index, tensor, rows)
+                sources.append(kept)
+            else:
+                value = self.make(tensor, rows)
+                sources.append(value)
+            values.append(value)
+            wanted = self.data.draw(st.booleans())
+            targets.append(np.zeros(tensor.shape(rows), NUMPY[tensor.dtype]) if wanted else None)
+        self.sent.append(values)
+        return CallPart(NOBODY, 0, rows, cast(Run, None), sources, targets, {})
+
+    def keep(self, index: int, tensor: Tensor, rows: int) -> tuple[Kept, Array]:
+        size = self.data.draw(st.sampled_from([4, 8, 16]))
+        key = index, size
+        if key not in self.buffers:
+            self.outputs[key] = self.make(tensor, size)
+            (self.buffers[key],) = self.device.upload([self.outputs[key]])
+        follow = self.ends.get(key, 0)
+        first = follow if follow + rows <= size else self.data.draw(st.integers(0, size - rows))
+        self.ends[key] = first + rows
+        value = np.moveaxis(self.outputs[key], tensor.batch_axis or 0, 0)[first : first + rows]
+        return Kept(self.buffers[key], tensor, first, rows, size), np.moveaxis(
+            value, 0, tensor.batch_axis or 0
+        )
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+@given(data=st.data())
+def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: st.DataObject) -> None:
+    """Requests and sub-calls, any rows of earlier outputs, any size: as if all had come from the host."""
+    device = FakeDevice(lambda inputs, weights: list(inputs))
+    world = World(block, data, device)
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    parts: list[AnyPart] = [
+        world.call(rows) if data.draw(st.booleans()) else world.plain(rows) for rows in counts
+    ]
+    total = sum(counts)
+    size = data.draw(st.sampled_from([size for size in (total, 4, 8, 16, 32) if size >= total]))
+    model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
+    job = Job(1, cast(Model, model), 0, size, total, tuple(range(len(parts))), tuple(parts), calls=True)
+    # What an earlier batch left must not show.
+    staged = None if len(parts) == 1 and total == size else np.full(block.places(size)[1], 77, np.uint8)
+
+    gathered = [
+        one.array if isinstance(one, FakeBuffer) else np.asarray(one) for one in gather(job, staged, device)
+    ]
+    scatter(job, gathered)
+
+    for index, tensor in enumerate(block.tensors):
+        axis = tensor.batch_axis or 0
+        together = np.concatenate([values[index] for values in world.sent], axis)
+        assert gathered[index].shape == tensor.shape(size)
+        np.testing.assert_array_equal(np.take(gathered[index], range(total), axis), together)
+        for part, values in zip(parts, world.sent, strict=True):
+            target = part.target(index, block)
+            if target is not None:
+                np.testing.assert_array_equal(target, values[index])

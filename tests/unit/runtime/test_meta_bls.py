@@ -1,0 +1,312 @@
+"""Meta models that call by way of Triton, and the tokens that prove whose sub-call a request is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.meta import MetaEngine
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import (
+    FakeTriton,
+    Pause,
+    Run,
+    answer_of,
+    ask,
+    assert_fails,
+    assert_served,
+    assert_y,
+    both_kinds,
+    chain,
+    model_engine,
+    queued,
+    request,
+    rows,
+    send,
+    status_of,
+    with_token,
+)
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(load_settings("meta: {transport: bls}"))
+
+
+StartThrough = Callable[..., tuple[MetaEngine, FakeTriton]]
+
+
+@pytest.fixture
+def start_through(runtime: Runtime, start_meta: StartMeta, doublings: dict[str, Path]) -> StartThrough:
+    """A meta model, and the Triton through which it calls internal models: one stub each."""
+
+    def start(
+        run: Run, calls: str = "ab", *, hooks: dict[str, Hooks] | None = None
+    ) -> tuple[MetaEngine, FakeTriton]:
+        engines = {
+            name: model_engine(runtime, doublings[name], (hooks or {}).get(name), internal=True)
+            for name in calls
+        }
+        triton = FakeTriton(engines=engines)
+        return start_meta(runtime, run, calls, triton=triton), triton
+
+    return start
+
+
+def claim(token: int, value: float = 1) -> FakeRequest:
+    """A request that says that it is a sub-call."""
+    return FakeRequest({"x": rows(1, value)}, parameters=with_token(token))
+
+
+# --- the same results -------------------------------------------------------------------------------------
+
+
+@both_kinds
+def test_calls_through_triton_give_the_same(start_through: StartThrough, run: Run) -> None:
+    """Each carries the token of its run, which is another one each time; nothing is known of runs that are over."""
+    engine, triton = start_through(run)
+    for n in range(20):
+        (answer,) = ask(engine, request(1 + n % 8, n))
+        assert_y(answer, rows(1 + n % 8, 4 * n + 4))
+    assert len(triton.tokens) == 40
+    assert 0 not in triton.tokens
+    assert len(set(triton.tokens)) == 20
+    status = status_of()
+    assert status["calls"] == 40
+    assert status["outcomes"] == {"ok": 20}
+
+
+def test_handles_scratch_and_many_mean_the_same_through_triton(start_through: StartThrough) -> None:
+    """What would stay on the device comes back as arrays."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        buffer = call.scratch(inputs["x"].shape, np.float32)
+        buffer[...] = inputs["x"]
+        kept = call("a", {"x": buffer}, keep_on_device=True)["y"]
+        assert kept.shape == inputs["x"].shape
+        assert kept.dtype == np.float32
+        b, again = call.many([("b", {"x": kept}, ["y"]), ("b", {"x": kept})])
+        return {"y": call("a", {"x": b["y"]})["y"] + again["y"]}
+
+    engine, _ = start_through(run)
+    (answer,) = ask(engine, request(3, 5))
+    assert_y(answer, rows(3, 49 + 24))
+
+
+def raising(arrays: dict[str, Any]) -> dict[str, Any]:
+    raise RuntimeError("secret detail")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keep", "hooks", "code", "text"),
+    [
+        (
+            {"x": rows(1).astype(np.float64)},
+            False,
+            None,
+            FakeError.INVALID_ARG,
+            "stage 'a': input 'x' is float64",
+        ),
+        ({"x": rows(9)}, False, None, FakeError.INVALID_ARG, "stage 'a': 9 rows"),
+        ({}, False, None, FakeError.INVALID_ARG, "stage 'a': input 'x' is missing"),
+        ({"x": rows(1)}, ["z"], None, FakeError.INTERNAL, "stage 'a': keep_on_device names 'z'"),
+        (
+            {"x": rows(1)},
+            False,
+            Hooks(preprocess=raising),
+            FakeError.INTERNAL,
+            "stage 'a': the model's preprocess",
+        ),
+        (
+            {"x": rows(1)},
+            False,
+            Hooks(None, raising),
+            FakeError.INTERNAL,
+            "stage 'a': the model's postprocess",
+        ),
+    ],
+)
+@pytest.mark.parametrize("transport", ["direct", "bls"])
+def test_failures_are_told_in_the_same_words_on_both_ways(
+    start_runtime: StartRuntime,
+    start_meta: StartMeta,
+    doublings: dict[str, Path],
+    transport: str,
+    inputs: Any,
+    keep: Any,
+    hooks: Hooks | None,
+    code: str,
+    text: str,
+) -> None:
+    """A callee's refusals and its hooks' exceptions: its code, and one line with its name."""
+    runtime = start_runtime(load_settings(f"meta: {{transport: {transport}}}"))
+    engines = {"a": model_engine(runtime, doublings["a"], hooks, internal=True)} if transport == "bls" else {}
+    engine = start_meta(
+        runtime,
+        lambda _, call: call("a", inputs, keep_on_device=keep),
+        "a",
+        hooks={"a": hooks} if hooks else None,
+        triton=FakeTriton(engines=engines),
+    )
+    (answer,) = ask(engine, request())
+    assert_fails(answer, code, text)
+    assert "secret" not in answer.error.message  # type: ignore[union-attr]
+
+
+def test_runs_through_triton_wait_at_the_gate(start_through: StartThrough) -> None:
+    """The third one does until its deadline, though Triton would take its calls."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    engine, triton = start_through(run)
+    inside = [request(value=n) for n in range(2)]
+    assert engine.execute(inside) is None
+    pause.reached(2)
+    (late,) = ask(engine, request(timeout=0.05))
+    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    assert len(triton.tokens) == 2
+    pause.go(2)
+    for n, one in enumerate(inside):
+        assert_y(answer_of(one), rows(1, 4 * n + 4))
+
+
+def test_calls_through_triton_have_their_runs_deadline(
+    runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
+) -> None:
+    """The device is busy: the sub-call expires in the runtime, and the client is told once."""
+    engine, plain = start_through(chain)[0], start_engine()
+    runtime.device.gate.clear()
+    thread = send(plain, request())
+    assert runtime.device.gate.waiting.wait(20)
+    (late,) = ask(engine, request(timeout=0.05))
+    assert_fails(late, FakeError.UNAVAILABLE, "[rsrv:DEADLINE] stage 'a': ")
+    runtime.device.gate.set()
+    thread.join()
+    assert_served(engine)
+
+
+# --- whose sub-call ---------------------------------------------------------------------------------------
+
+
+def test_an_internal_model_serves_nobody_but_running_meta_models(
+    runtime: Runtime, start_through: StartThrough
+) -> None:
+    """Not without a token, nor with one that nobody has; with that of a run, until the run ends."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    engine, triton = start_through(run)
+    runtime.device.executed.clear()
+    refused = [request(), claim(0), claim(1), *(claim(secrets.randbits(64)) for _ in range(20))]
+    for one in refused:
+        answer = triton.ask("b", one)
+        assert_fails(answer, FakeError.NOT_FOUND, "")
+    assert runtime.device.executed == []
+
+    one = request()
+    assert engine.execute([one]) is None
+    pause.reached()
+    (token,) = set(triton.tokens)
+    answer = triton.ask("b", claim(token, 5))
+    assert_y(answer, rows(1, 12))
+    for wrong in (token + 1, token ^ 1 << 63):
+        answer = triton.ask("b", claim(wrong))
+        assert_fails(answer, FakeError.NOT_FOUND, "run")
+    pause.go()
+    assert_y(answer_of(one), rows(1, 8))
+    answer = triton.ask("b", claim(token))
+    assert_fails(answer, FakeError.NOT_FOUND, "over")
+
+
+def test_a_token_is_good_for_the_models_that_its_meta_model_lists(
+    runtime: Runtime, start_through: StartThrough, doublings: dict[str, Path]
+) -> None:
+    """Another internal model refuses it, while the run is under way."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        pause()
+        return {"y": first}
+
+    engine, triton = start_through(run, "a")
+    other = model_engine(runtime, doublings["c"], internal=True)
+    one = request()
+    assert engine.execute([one]) is None
+    pause.reached()
+    (answer,) = ask(other, claim(triton.tokens[0]))
+    assert_fails(answer, FakeError.NOT_FOUND, "")
+    pause.go()
+    assert_y(answer_of(one), rows(1, 3))
+    other.close()
+
+
+@pytest.mark.parametrize("token", [1, 12345, (1 << 64) - 1])
+def test_a_plain_client_that_guesses_is_refused(start_engine: StartEngine, token: int) -> None:
+    """A public model, which it could have had by asking plainly: it executes nothing for such a request."""
+    engine = start_engine()
+    (answer,) = ask(engine, claim(token))
+    assert_fails(answer, FakeError.NOT_FOUND, "")
+    (answer,) = ask(engine, request())
+    assert_y(answer, rows(1, 3))
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    ['""', '"-1"', '"0x10"', '"1e3"', '"18446744073709551616"', "true", "null", "[1]", "1.5", '"1 "', '"²"'],
+)
+def test_a_token_is_decimal_text(start_engine: StartEngine, parameter: str) -> None:
+    """Whatever else a client sends there is refused as what it is, and its neighbours are answered."""
+    engine = start_engine()
+    bad = FakeRequest({"x": rows(1)}, parameters=f'{{"rsrv_run": {parameter}}}')
+    answers = ask(engine, request(), bad, request())
+    assert_fails(answers[1], FakeError.INVALID_ARG, "rsrv_run")
+    for answer in answers[::2]:
+        assert_y(answer, rows(1, 3))
+
+
+def test_a_request_that_guesses_does_not_overtake(
+    runtime: Runtime, start_engine: StartEngine, start_through: StartThrough
+) -> None:
+    """While runs are under way and the device is busy, it is turned away at once and jumps no queue."""
+    engine, triton = start_through(chain)
+    plain = start_engine()
+    runtime.device.gate.clear()
+    holding = request()
+    thread = send(plain, holding)
+    assert runtime.device.gate.waiting.wait(20)
+    one = request()
+    assert engine.execute([one]) is None
+    until(lambda: queued("a") == 1)
+    answer = triton.ask("a", claim(secrets.randbits(63) | 1))
+    assert_fails(answer, FakeError.NOT_FOUND, "")
+    assert queued("a") == 1
+    runtime.device.gate.set()
+    thread.join()
+    assert_y(answer_of(one), rows(1, 8))
+
+
+def test_a_clients_own_parameter_on_a_meta_model_means_nothing(
+    runtime: Runtime, start_through: StartThrough
+) -> None:
+    """The run makes its own token, whatever the client says."""
+    engine, triton = start_through(chain)
+    (answer,) = ask(engine, claim(42))
+    assert_y(answer, rows(1, 8))
+    assert 42 not in triton.tokens

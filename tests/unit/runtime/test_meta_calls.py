@@ -1,0 +1,222 @@
+"""Sub-calls of meta models beside other requests and beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.device import Array
+from rsrv.wire.status import configure
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double, until
+from tests.unit.runtime.metas import (
+    Pause,
+    answer_of,
+    ask,
+    assert_y,
+    chain,
+    model_engine,
+    queued,
+    request,
+    rows,
+    send,
+    status_of,
+)
+
+
+class Log:
+    """What the device executed: the model's weight, and the rows with padding."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, int]] = []
+
+    def compute(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+        self.entries.append((int(weights[0][0]), len(inputs[0])))
+        return double(inputs, weights)
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
+def test_sub_calls_overtake_what_waits_and_take_it_along(
+    start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path], discipline: str
+) -> None:
+    """Requests of d and b wait before a run calls b: b's execute with the sub-call, and then d's."""
+    log, pause = Log(), Pause()
+    runtime = start_runtime(compute=log.compute)
+    configure(os.getpid(), {"discipline": discipline})
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)["y"]
+        pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    engine = start_meta(runtime, run)
+    b, d = (model_engine(runtime, doublings[name]) for name in "bd")
+    one = request(timeout=15)
+    assert engine.execute([one]) is None
+    pause.reached()
+    runtime.device.gate.clear()
+    log.entries.clear()
+    # The first of d executes; then two of d wait, more urgent than anything, and two of b.
+    requests = [request(8, 9), request(8, 9, 10, priority=1), request(8, 9, 10, priority=1)]
+    threads = [send(d, *requests)]
+    assert runtime.device.gate.waiting.wait(20)
+    plain = [request(1, 5), request(2, 6)]
+    threads.append(send(b, *plain))
+    until(lambda: queued("d") == 2 and queued("b") == 2)
+    pause.go()
+    until(lambda: queued("b") == 3)
+    runtime.device.gate.set()
+
+    assert_y(answer_of(one), rows(1, 8))
+    for other, count, value in ((plain[0], 1, 5), (plain[1], 2, 6)):
+        assert_y(answer_of(other), rows(count, 2 * value + 2))
+    for other in requests:
+        assert_y(answer_of(other), rows(8, 22))
+    for thread in threads:
+        thread.join()
+    assert log.entries == [(4, 8), (2, 4), (4, 8), (4, 8)]
+    for plain_engine in (b, d):
+        plain_engine.close()
+
+
+def test_of_several_calls_side_by_side_the_oldest_goes_first_and_the_others_wait(
+    start_runtime: StartRuntime, start_meta: StartMeta, doublings: dict[str, Path]
+) -> None:
+    """call.many of eight full calls does not lock an urgent plain request out."""
+    log, pause = Log(), Pause()
+    runtime = start_runtime(compute=log.compute)
+    configure(os.getpid(), {"discipline": "fifo"})
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        pause()
+        return {"y": call.many([("a", {"x": rows(8, n)}) for n in range(4)])[3]["y"][:1]}
+
+    engine = start_meta(runtime, run, "a")
+    d = model_engine(runtime, doublings["d"])
+    one = request()
+    assert engine.execute([one]) is None
+    pause.reached()
+    runtime.device.gate.clear()
+    log.entries.clear()
+    holding, waiting = request(8), request(8, priority=1)
+    threads = [send(d, holding, waiting)]
+    assert runtime.device.gate.waiting.wait(20)
+    pause.go()
+    until(lambda: queued("a") == 4)
+    runtime.device.gate.set()
+    assert_y(answer_of(one), rows(1, 7))
+    for thread in threads:
+        thread.join()
+    d.close()
+
+    assert log.entries[0] == (4, 8)
+    assert log.entries[1] == (1, 8)
+    assert (4, 8) in log.entries[2:]
+
+
+def test_runs_share_executions(runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta) -> None:
+    """Four runs of two meta models at one callee: one execution; its time is charged by rows, each is one call."""
+    configure(os.getpid(), {"meta_concurrency": 4})
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        pause()
+        return {"y": call("a", inputs)["y"]}
+
+    engines = [start_meta(runtime, run, "a", name=name) for name in ("one", "other")]
+    plain = start_engine()
+    requests = [[request(2, n), request(2, n + 10)] for n in range(2)]
+    for engine, mine in zip(engines, requests, strict=True):
+        assert engine.execute(list(mine)) is None
+    pause.reached(4)
+    runtime.device.gate.clear()
+    thread = send(plain, request())
+    assert runtime.device.gate.waiting.wait(20)
+    runtime.device.executed.clear()
+    pause.go(4)
+    until(lambda: queued("a") == 4)
+    runtime.device.gate.set()
+    for n, mine in enumerate(requests):
+        assert_y(answer_of(mine[0]), rows(2, 2 * n + 1))
+        assert_y(answer_of(mine[1]), rows(2, 2 * n + 21))
+    thread.join()
+    assert runtime.device.executed == [1, 8]
+    for name in ("one", "other"):
+        status = status_of(name)
+        assert status["calls"] == 2
+        assert status["device_seconds"] == pytest.approx(runtime.device.seconds / 2)
+
+
+def test_runs_are_answered_whether_in_place_or_later(runtime: Runtime, start_meta: StartMeta) -> None:
+    """After some short runs execute() waits for them; one that takes long is handed over, and then they come later."""
+    engine = start_meta(runtime, chain)
+    ways: list[bool] = []
+    for n in range(100):
+        one = request(2, n)
+        answers = engine.execute([one])
+        ways.append(answers is not None)
+        assert_y(answers[0] if answers is not None else answer_of(one), rows(2, 4 * n + 4))
+    assert not ways[0]
+    assert ways[-1]
+
+    several = [request(1, n) for n in range(2)]
+    for n, answer in enumerate(ask(engine, *several)):
+        assert_y(answer, rows(1, 4 * n + 4))
+    runtime.device.gate.clear()
+    slow = [request(1, n) for n in range(2)]
+    assert engine.execute(slow) is None  # after a while
+    runtime.device.gate.set()
+    for n, one in enumerate(slow):
+        assert_y(answer_of(one), rows(1, 4 * n + 4))
+    many = [request(1, n) for n in range(40)]
+    for n, answer in enumerate(ask(engine, *many)):
+        assert_y(answer, rows(1, 4 * n + 4))
+
+
+# --- awaited ----------------------------------------------------------------------------------------------
+
+
+def test_many_awaited_calls_are_in_flight_at_once(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """A hundred of one run wait together for the device; each gets its own result."""
+
+    async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        async def one(n: int) -> Any:
+            kept = (await call("a", {"x": inputs["x"] + n}, keep_on_device=n % 2 == 0))["y"]
+            return (await call("b", {"x": kept}))["y"]
+
+        results = await asyncio.gather(*(one(n) for n in range(100)))
+        for n, result in enumerate(results):
+            np.testing.assert_array_equal(result, 4 * (inputs["x"] + n) + 4)
+        return {"y": results[99]}
+
+    engine, plain = start_meta(runtime, run), start_engine()
+    runtime.device.gate.clear()
+    thread = send(plain, request())
+    assert runtime.device.gate.waiting.wait(20)
+    mine = send(engine, one := request(1, 3))
+    until(lambda: queued("a") == 100)
+    runtime.device.gate.set()
+    assert_y(answer_of(one), rows(1, 4 * 102 + 4))
+    for waiting in (thread, mine):
+        waiting.join()
+
+
+def test_an_awaited_run_with_a_deadline_is_on_time(runtime: Runtime, start_meta: StartMeta) -> None:
+    """A deadline that is far away changes nothing, through many runs on one connection."""
+
+    async def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        a, b = await asyncio.gather(call("a", inputs), call("b", inputs))
+        (c,) = await call.many([("a", {"x": a["y"]}, True)])
+        return {"y": (await call("b", {"x": c["y"]}))["y"] + b["y"]}
+
+    engine = start_meta(runtime, run)
+    for n in range(50):
+        (answer,) = ask(engine, request(2, n, timeout=15))
+        assert_y(answer, rows(2, 2 * (2 * (2 * n + 1) + 1) + 2 + 2 * n + 2))

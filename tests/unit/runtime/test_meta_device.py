@@ -1,0 +1,306 @@
+"""Results of meta models' calls that stay on the device: what becomes of them, and what may be done with them."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.stub.calls import CallError
+from rsrv.stub.engine import Engine
+from rsrv.stub.hooks import Hooks
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, until
+from tests.unit.runtime.metas import (
+    Pause,
+    answer_of,
+    ask,
+    assert_fails,
+    assert_y,
+    model_engine,
+    queued,
+    request,
+    rows,
+    send,
+    status_of,
+)
+
+
+def hold_device(runtime: Runtime, plain: Engine) -> Any:
+    """The device executes a plain request until its gate is opened; the thread that waits for it."""
+    runtime.device.gate.clear()
+    thread = send(plain, request())
+    assert runtime.device.gate.waiting.wait(20)
+    return thread
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_padded_rows_on_the_device_never_show(runtime: Runtime, start_meta: StartMeta, count: int) -> None:
+    """Three stages without a copy between them, at any number of rows; all outputs, or those named."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs, keep_on_device=True)["y"]
+        second = call("b", {"x": first}, keep_on_device=["y"])["y"]
+        for handle in (first, second):
+            assert handle.shape == inputs["x"].shape
+            assert handle.dtype == np.float32
+        return {"y": call("a", {"x": second}, keep_on_device=[])["y"]}
+
+    engine = start_meta(runtime, run)
+    x = np.arange(count * 3, dtype=np.float32).reshape(count, 3)
+    (answer,) = ask(engine, FakeRequest({"x": x}))
+    assert_y(answer, 2 * (2 * (2 * x + 1) + 2) + 1)
+    assert (runtime.device.in_place, runtime.device.merged) == (2, 0)
+
+
+def test_runs_whose_rows_share_an_output_keep_their_own(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """One execution served both, and each goes on with its own rows: together again, or alone."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        pause()
+        first = call("a", inputs, keep_on_device=True)["y"]
+        pause()
+        return {"y": call("b", {"x": first})["y"]}
+
+    engine, plain = start_meta(runtime, run), start_engine()
+    for together in (True, False):
+        requests = [request(1, 10), request(2, 20)]
+        assert engine.execute(requests) is None
+        pause.reached(2)
+        thread = hold_device(runtime, plain)
+        runtime.device.executed.clear()
+        pause.go(2)
+        until(lambda: queued("a") == 2)
+        runtime.device.gate.set()
+        thread.join()
+        pause.reached(2)
+        assert runtime.device.executed == [1, 4]
+        if together:
+            thread = hold_device(runtime, plain)
+            pause.go(2)
+            until(lambda: queued("b") == 2)
+            runtime.device.gate.set()
+            thread.join()
+        else:
+            pause.go()
+            pause.go()
+        assert_y(answer_of(requests[0]), rows(1, 44))
+        assert_y(answer_of(requests[1]), rows(2, 84))
+        if together:
+            assert runtime.device.executed[-1] == 4
+
+
+def test_rows_from_the_host_and_the_device_share_an_execution(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta, doublings: dict[str, Path]
+) -> None:
+    """Kept rows of two outputs, rows from a client and a plain request's, in one execution: each gets its own."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        x = inputs["x"]
+        kept = [call(name, {"x": x[:1]}, keep_on_device=True)["y"] for name in "ac"]
+        pause()
+        a, host, c = call.many([("b", {"x": one}) for one in (kept[0], x, kept[1])])
+        return {"y": host["y"] + 100 * a["y"] + 10_000 * c["y"]}
+
+    engine, other = start_meta(runtime, run, "abc"), start_engine()
+    plain = model_engine(runtime, doublings["b"])
+    one = request(2, 1)
+    assert engine.execute([one]) is None
+    pause.reached()
+    holding = hold_device(runtime, other)
+    runtime.device.executed.clear()
+    waits = send(plain, direct := request(1, 7))
+    pause.go()
+    until(lambda: queued("b") == 4)
+    runtime.device.gate.set()
+
+    # a makes 3 of 1, c 5; b makes 8 and 12 of those, and 4 of 1
+    assert_y(answer_of(one), rows(2, 4 + 100 * 8 + 10_000 * 12))
+    assert_y(answer_of(direct), rows(1, 16))
+    for thread in (holding, waits):
+        thread.join()
+    assert runtime.device.executed == [1, 8]  # 1 + 2 + 1 + 1 rows
+    assert runtime.device.merged == 1
+    plain.close()
+
+
+def test_several_calls_may_take_one_handle(runtime: Runtime, start_meta: StartMeta) -> None:
+    """At once and after each other; it is not used up."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs, keep_on_device=True)["y"]
+        b, c = call.many([("b", {"x": first}), ("c", {"x": first})])
+        again = call("b", {"x": first})
+        assert (again["y"] == b["y"]).all()
+        return {"y": b["y"] + c["y"]}
+
+    engine = start_meta(runtime, run, "abc")
+    for count in (1, 3, 8):
+        (answer,) = ask(engine, request(count, 5))
+        assert_y(answer, rows(count, 24 + 25))
+
+
+def test_a_handle_that_is_dropped_frees_the_device(runtime: Runtime, start_meta: StartMeta) -> None:
+    """With the next call at the latest, while the run goes on."""
+    pause = Pause()
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        for _ in range(50):
+            kept = call("a", inputs, keep_on_device=True)
+        pause()
+        del kept
+        y = call("b", inputs)["y"]
+        pause()
+        return {"y": y}
+
+    engine = start_meta(runtime, run)
+    thread = send(engine, request(3))
+    pause.reached()
+    # Of the last call and, until the next one tells the runtime, of the one before: outputs of size 4.
+    assert status_of()["kept_bytes"] <= 2 * 4 * 3 * 4
+    pause.go()
+    pause.reached()
+    assert status_of()["kept_bytes"] == 0
+    until(lambda: gc.collect() >= 0 and not runtime.device.kept)
+    pause.go()
+    thread.join()
+
+
+def test_a_handle_does_not_outlive_its_request(runtime: Runtime, start_meta: StartMeta) -> None:
+    """A run that stores it for the next one gets a clear error there."""
+    stored: list[Any] = []
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        if not stored:
+            stored.append(call("a", inputs, keep_on_device=True)["y"])
+        return {"y": call("b", {"x": stored[0]})["y"]}
+
+    engine = start_meta(runtime, run)
+    (answer,) = ask(engine, request())
+    assert_y(answer, rows(1, 8))
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INTERNAL, "stage 'b': input 'x' was kept on the device by another request")
+    stored.clear()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_with_kept_inputs_are_tried_again_when_memory_runs_out(
+    runtime: Runtime, start_meta: StartMeta, count: int
+) -> None:
+    """The first try of the second stage finds no memory on the device; the second one has all that it needs."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs, keep_on_device=True)["y"]
+        runtime.device.fail_next("launch")
+        second = call("b", {"x": first}, keep_on_device=True)["y"]
+        return {"y": call("a", {"x": second})["y"]}
+
+    engine = start_meta(runtime, run)
+    (answer,) = ask(engine, request(count, 5))
+    assert_y(answer, rows(count, 49))
+
+
+def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Half of runtime.weight_slack_fraction of the device: beyond that QUEUE_FULL, unless handles are dropped."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        kept: list[Any] = []
+        greedy = inputs["x"][0, 0] == 1
+        for _ in range(4):
+            kept.append(call("a", inputs, keep_on_device=True))
+            if not greedy:
+                kept.clear()
+        return {"y": call("b", inputs)["y"]}
+
+    engine = start_meta(runtime, run)
+    slack = 0.2  # by default
+    runtime.device.memory_limit = int(3 * 12 / (slack / 2))
+
+    (answer,) = ask(engine, request(value=1))
+    assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL] stage 'a': ")
+    (answer,) = ask(engine, request(value=2))
+    assert_y(answer, rows(1, 6))
+
+
+def test_what_a_call_that_failed_should_have_kept_is_not_there(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """It has no result, nothing is kept, and the run may go on."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        runtime.device.fail_next("launch", error=RuntimeError("secret"))
+        with pytest.raises(CallError):
+            call("a", inputs, keep_on_device=True)
+        assert status_of()["kept_bytes"] == 0
+        return {"y": call("b", inputs)["y"]}
+
+    (answer,) = ask(start_meta(runtime, run), request())
+    assert_y(answer, rows(1, 4))
+
+
+# --- what may not be kept ---------------------------------------------------------------------------------
+
+
+def plus(amount: float) -> Any:
+    return lambda arrays: {name: array + np.float32(amount) for name, array in arrays.items()}
+
+
+def test_hooks_of_stages_apply(runtime: Runtime, start_meta: StartMeta) -> None:
+    """Before the model and after it, of numpy and of results alike."""
+    engine = start_meta(
+        runtime,
+        lambda inputs, call: {"y": call("b", {"x": call("a", inputs)["y"]})["y"]},
+        hooks={"a": Hooks(preprocess=plus(10)), "b": Hooks(postprocess=plus(1000))},
+    )
+    for count in (1, 2, 8):
+        (answer,) = ask(engine, request(count, 5))
+        assert_y(answer, rows(count, 2 * (2 * 15 + 1) + 2 + 1000))
+
+
+@pytest.mark.parametrize(
+    ("keep", "x", "text"),
+    [
+        (True, None, "stage 'a': its postprocess hook needs the outputs"),
+        (["y"], None, "stage 'a': its postprocess hook needs the outputs"),
+        (False, "kept", "stage 'a': its preprocess hook needs input 'x'"),
+    ],
+)
+def test_hooks_need_their_tensors_on_the_host(
+    runtime: Runtime, start_meta: StartMeta, keep: Any, x: str | None, text: str
+) -> None:
+    """A stage with hooks keeps nothing on the device, and takes nothing from there: the run's fault."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("b", inputs, keep_on_device=True)["y"] if x else inputs["x"]
+        return call("a", {"x": first}, keep_on_device=keep)  # type: ignore[no-any-return]
+
+    engine = start_meta(runtime, run, hooks={"a": Hooks(plus(1), plus(1))})
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INTERNAL, text)
+
+
+def test_an_output_that_is_not_there_cannot_be_kept(runtime: Runtime, start_meta: StartMeta) -> None:
+    """The message names it."""
+    engine = start_meta(runtime, lambda inputs, call: call("a", inputs, keep_on_device=["z"]))
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INTERNAL, "stage 'a': keep_on_device names 'z'")
+
+
+@pytest.mark.parametrize("misuse", ["result", "numpy"])
+def test_a_handle_is_not_an_array(runtime: Runtime, start_meta: StartMeta, misuse: str) -> None:
+    """Returning it, or computing with it, fails the request and says so in the log."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        kept = call("a", inputs, keep_on_device=True)["y"]
+        return {"y": kept if misuse == "result" else np.add(kept, 1)}
+
+    engine = start_meta(runtime, run)
+    (answer,) = ask(engine, request())
+    assert_fails(answer, FakeError.INTERNAL, "run hook")

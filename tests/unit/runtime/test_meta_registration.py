@@ -1,0 +1,165 @@
+"""Meta models come and go with those that they call, in every order."""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.stub.lane import Lane, Rejected
+from rsrv.wire.calls import Call, Entrance, Spot, Where
+from rsrv.wire.frames import Kind, pack_json
+from rsrv.wire.socket import send
+from rsrv.wire.status import read_status
+from tests.fakes import FakeRequest
+from tests.unit.runtime.conftest import Runtime
+from tests.unit.runtime.metas import ask, meta_engine, rows, write_meta
+
+CHAIN = """
+    def run(inputs, call):
+        return {"y": call("b", {"x": call("a", inputs)["y"]})["y"]}
+"""
+
+
+@pytest.fixture
+def lanes(runtime: Runtime) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+        for gate in (runtime.device.gate, runtime.device.compiles, runtime.device.uploads):
+            gate.set()
+
+
+def register(runtime: Runtime, lanes: ExitStack, meta: Path, calls: Mapping[str, Any]) -> dict[str, Any]:
+    lane = Lane(runtime.open())
+    lanes.callback(lane.close)
+    body: dict[str, Any] = lane.register(
+        {
+            "model": meta.name,
+            "bundle": str(meta),
+            "calls": {k: v if v is None else str(v) for k, v in calls.items()},
+        }
+    )
+    return body
+
+
+def broken(path: Path, good: Path) -> Path:
+    """A bundle that can be read, and not built."""
+    shutil.copytree(good, path)
+    for module in path.glob("*.mlir"):
+        module.write_bytes(b"nonsense")
+    return path
+
+
+def models() -> dict[str, Any]:
+    found: dict[str, Any] = read_status(os.getpid())["models"]
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("bad", ["a", "b", "ab"])
+def test_a_meta_model_with_a_broken_callee_is_refused_and_others_keep_theirs(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack, bad: str
+) -> None:
+    """All that wait for it hear why; what they shared with another meta model stays, and the rest leaves."""
+    both = write_meta(tmp_path / "both", CHAIN, ["a", "b"])
+    other = write_meta(tmp_path / "other", CHAIN, ["b", "c"])
+    calls = {n: broken(tmp_path / n, doublings[n]) if n in bad else doublings[n] for n in "ab"}
+    with meta_engine(runtime, other, {n: doublings[n] for n in "bc"}):
+        reasons: list[str] = []
+
+        def try_it() -> None:
+            with pytest.raises(Rejected) as caught:
+                register(runtime, lanes, both, calls)
+            reasons.append(str(caught.value))
+
+        threads = [threading.Thread(target=try_it) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert len(reasons) == 3
+        assert all(f"model '{bad[0]}', which it calls" in reason for reason in reasons), reasons
+        wait_for(lambda: models().keys() == {"b", "c"})
+        assert read_status(os.getpid())["metas"].keys() == {"other"}
+    wait_for(lambda: not models())
+
+
+def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack
+) -> None:
+    """Another one that wants one of them gets it."""
+    meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
+    other = write_meta(tmp_path / "other", CHAIN, ["b"])
+    runtime.device.compiles.clear()
+    lane = Lane(runtime.open())
+    calls = {name: str(doublings[name]) for name in "ab"}
+    send(lane.sock, pack_json(Kind.REGISTER, {"model": "meta", "bundle": str(meta), "calls": calls}))
+    assert runtime.device.compiles.waiting.wait(10)
+    waiting = threading.Thread(target=register, args=[runtime, lanes, other, {"b": doublings["b"]}])
+    waiting.start()
+
+    lane.close()
+    wait_for(lambda: not read_status(os.getpid())["metas"])
+    runtime.device.compiles.set()
+
+    waiting.join(10)
+    wait_for(lambda: models().keys() == {"b"})
+    lanes.close()
+    wait_for(lambda: not models())
+
+
+def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, lanes: ExitStack
+) -> None:
+    """They leave when the execution that was under way is done; then they are built anew."""
+    meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
+    calls = {name: doublings[name] for name in "ab"}
+    runtime.device.seconds = 0.01  # on the device's thread
+    lane = Lane(runtime.open())
+    lane.register({"model": "meta", "bundle": str(meta), "calls": {n: str(p) for n, p in calls.items()}})
+    memory = lane.array((1, 3), np.dtype(np.float32))
+    place = lane.locate(memory)
+    assert place is not None
+    spot = Spot(Where.MEMORY, *place)
+    runtime.device.gate.clear()
+    lane.enter([Entrance(0, 7, 0, 0)])
+    lane.call([Call(1, 7, 0, 0, 1, [spot], [spot])], [])
+    assert runtime.device.gate.waiting.wait(10)
+    lane.close()
+    wait_for(lambda: not read_status(os.getpid())["metas"])
+
+    coming = threading.Thread(target=register, args=[runtime, lanes, meta, calls])
+    coming.start()
+    coming.join(0.2)
+    assert coming.is_alive()
+    runtime.device.gate.set()
+    coming.join(20)
+
+    assert not coming.is_alive()
+    with meta_engine(runtime, meta, calls) as engine:
+        (answer,) = ask(engine, FakeRequest({"x": rows(1, 5)}))
+        np.testing.assert_array_equal(answer.arrays["y"], rows(1, 24))
+
+
+@pytest.mark.parametrize(
+    "calls", [{"a": None, "b": None}, {"a": "", "b": "\0"}, {"a": "/nowhere"}, {"c": "/"}, {}]
+)
+def test_callees_that_make_no_sense_are_refused_with_a_reason(
+    runtime: Runtime, tmp_path: Path, lanes: ExitStack, calls: dict[str, Any]
+) -> None:
+    """The connection stays; who is to blame reads it in the server's log."""
+    meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
+    with pytest.raises(Rejected):
+        register(runtime, lanes, meta, calls)

@@ -1,0 +1,283 @@
+"""Meta models over models of other shapes: no batch axis, one in the middle, several tensors, variants, bf16, no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsrv.runtime.device import Array
+from rsrv.stub.endpoint import WireTensor
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.metas import ask, assert_fails, assert_y, request, rows
+
+
+def linear(inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
+    """Every output is twice the sum of all inputs, and its own weight."""
+    total = np.asarray(sum(inputs[1:], inputs[0]))
+    return [(2 * total + weight).astype(total.dtype) for weight in weights]
+
+
+def export_linear(
+    path: Path,
+    inputs: Mapping[str, tuple[int, ...]],
+    dtype: Any = jnp.float32,
+    outputs: int = 1,
+    **options: Any,
+) -> Path:
+    """A bundle that computes `linear`: outputs y, y1, ... with the weights 1, 2, ...; sizes 1 and 4 unless given."""
+    names = [f"y{i or ''}" for i in range(outputs)]
+    export_bundle(
+        lambda params, **xs: {name: (2 * sum(xs.values()) + params[name]).astype(dtype) for name in names},
+        {name: jnp.full(1, i, dtype) for i, name in enumerate(names, 1)},
+        {name: np.zeros(shape, dtype) for name, shape in inputs.items()},
+        out_dir=path,
+        **{"batch_sizes": [1, 4], **options},
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("linear")
+    return {
+        "one": export_linear(folder / "one", {"x": (1, 3)}),
+        "two": export_linear(folder / "two", {"x": (1, 3), "z": (1, 3)}, outputs=2),
+        "middle": export_linear(folder / "middle", {"x": (3, 1, 2)}, batch_axis=1),
+        "mixed": export_linear(folder / "mixed", {"x": (3, 1)}, batch_axis=1, axes={"y": "an"}),
+        "whole": export_linear(folder / "whole", {"x": (2, 3)}, batch_axis=None, batch_sizes=[]),
+        "half": export_linear(folder / "half", {"x": (1, 3)}, jnp.bfloat16),
+        "flat": export_linear(folder / "flat", {"x": (1,)}, jnp.int32),
+        "varied": export_linear(
+            folder / "varied", {"x": (1, 3)}, axes={"x": "na"}, input_shapes=[{"a": 3}, {"a": 5}]
+        ),
+    }
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(compute=linear)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_models_of_several_tensors(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
+) -> None:
+    """Some outputs stay on the device and some come back; inputs are here, there, or the same one twice."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        x = inputs["x"]
+        first = call("two", {"z": x, "x": x + 1}, keep_on_device=["y1"] if keep else False)
+        assert set(first) == {"y", "y1"}
+        np.testing.assert_array_equal(first["y"], 2 * (2 * x + 1) + 1)
+        second = call("two", {"x": first["y"], "z": first["y1"]}, keep_on_device=keep)
+        third = call("two", {"x": second["y1"], "z": second["y1"]})
+        np.testing.assert_array_equal(third["y1"], third["y"] + 1)
+        return {"y": third["y"]}
+
+    engine = start_meta(runtime, run, ["two"], bundles=models)
+    (answer,) = ask(engine, request(count, 2))
+    # 11 and 12; 47 and 48; 193
+    assert_y(answer, rows(count, 193))
+
+
+def test_inputs_of_different_numbers_of_rows_do_not_go_together(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
+) -> None:
+    """A handle of two rows beside three rows from the client."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        kept = call("one", {"x": inputs["x"][:2]}, keep_on_device=True)["y"]
+        return call("two", {"x": inputs["x"], "z": kept})  # type: ignore[no-any-return]
+
+    engine = start_meta(runtime, run, ["one", "two"], bundles=models)
+    (answer,) = ask(engine, request(3))
+    assert_fails(answer, FakeError.INVALID_ARG, "stage 'two': ")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3, 4])
+def test_a_batch_axis_in_the_middle(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], count: int, keep: bool
+) -> None:
+    """Rows are along axis 1, whether they are padded or not, stay on the device or not."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        x = np.arange(6 * count, dtype=np.float32).reshape(3, count, 2)
+        first = call("middle", {"x": x}, keep_on_device=keep)["y"]
+        assert first.shape == x.shape
+        a, b = call.many([("middle", {"x": first}), ("middle", {"x": x})])
+        np.testing.assert_array_equal(a["y"], 2 * (2 * x + 1) + 1)
+        np.testing.assert_array_equal(b["y"], 2 * x + 1)
+        # A view with its axes in another order is copied, not taken for what it is not.
+        turned = np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0)
+        np.testing.assert_array_equal(call("middle", {"x": turned})["y"], 2 * x + 1)
+        return {"y": inputs["x"]}
+
+    engine = start_meta(runtime, run, ["middle"], bundles=models)
+    (answer,) = ask(engine, request(2))
+    assert_y(answer, rows(2))
+
+
+def test_axes_that_differ_do_not_go_together_on_the_device(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
+) -> None:
+    """Three rows of three columns as rows in the other direction: refused there, and possible through the host."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        kept = call("one", inputs, keep_on_device=True)["y"]
+        if inputs["x"][0, 0] == 1:
+            return call("mixed", {"x": kept})  # type: ignore[no-any-return]
+        return {"y": call("mixed", {"x": call("one", inputs)["y"]})["y"].copy()}
+
+    engine = start_meta(runtime, run, ["mixed", "one"], bundles=models)
+    (answer,) = ask(engine, request(3, 1))
+    assert_fails(answer, FakeError.INVALID_ARG, "stage 'mixed': input 'x' is on the device")
+    (answer,) = ask(engine, request(3, 2))
+    assert_y(answer, rows(3, 11))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_models_without_a_batch_axis(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
+) -> None:
+    """A request is an execution; so are calls side by side. The meta model has none either."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("whole", inputs, keep_on_device=keep)["y"]
+        assert first.shape == (2, 3)
+        b, c = call.many([("whole", {"x": first}), ("whole", {"x": inputs["x"] * 10})])
+        return {"y": b["y"] * 1000 + c["y"]}
+
+    client = """
+client_inputs: [{name: x, dtype: f32, shape: rc, dims: {r: 2, c: 3}}]
+client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: 2, c: 3}}]
+"""
+    engine = start_meta(
+        runtime,
+        run,
+        ["whole"],
+        bundles=models,
+        client=client,
+        outputs=(WireTensor("y", "f32", (2, 3)),),
+        batched=False,
+    )
+    for value in (1, 5):
+        (answer,) = ask(engine, request(2, value))
+        assert_y(answer, rows(2, (4 * value + 3) * 1000 + 20 * value + 1))
+
+
+def test_a_meta_model_may_return_other_rows_if_it_has_no_batch_axis(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path]
+) -> None:
+    """As many boxes as there are: axes of size -1 in the manifest."""
+    client = """
+client_inputs: [{name: x, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
+client_outputs: [{name: y, dtype: f32, shape: rc, dims: {r: -1, c: 3}}]
+"""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        chosen = inputs["x"][inputs["x"][:, 0] > 2]
+        return {"y": call("one", {"x": chosen})["y"]}
+
+    engine = start_meta(runtime, run, ["one"], bundles=models, client=client, batched=False)
+    x = np.repeat(np.arange(6, dtype=np.float32), 3).reshape(6, 3)
+    (answer,) = ask(engine, FakeRequest({"x": x}))
+    assert_y(answer, 2 * x[3:] + 1)
+    (answer,) = ask(engine, FakeRequest({"x": x[:2]}))
+    assert_y(answer, x[:0])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_bf16_is_its_bits(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
+) -> None:
+    """numpy has no such type: u16 in user code, whose conversions are plain arithmetic."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        bits = (inputs["x"].view(np.uint32) >> 16).astype(np.uint16)
+        first = call("half", {"x": bits}, keep_on_device=keep)["y"]
+        assert first.dtype == np.uint16
+        second = call("half", {"x": first})["y"]
+        return {"y": (second.astype(np.uint32) << 16).view(np.float32)}
+
+    engine = start_meta(runtime, run, ["half"], bundles=models)
+    for count in (1, 3):
+        (answer,) = ask(engine, request(count, 1.5))
+        assert_y(answer, rows(count, 9))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_scalars_per_row(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
+) -> None:
+    """Tensors [n] are [n] in user code, in both directions."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        x = inputs["x"][:, 0].astype(np.int32)
+        first = call("flat", {"x": x}, keep_on_device=keep)["y"]
+        assert first.shape == x.shape
+        second = call("flat", {"x": first})["y"]
+        assert second.shape == x.shape
+        return {"y": np.repeat(second.astype(np.float32), 3).reshape(-1, 3)}
+
+    engine = start_meta(runtime, run, ["flat"], bundles=models)
+    for count in (1, 3):
+        (answer,) = ask(engine, request(count, 5))
+        assert_y(answer, rows(count, 23))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_variants_are_chosen_by_shape(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
+) -> None:
+    """3 or 5 columns; a handle is of the variant that made it; 4 columns are refused."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        x = inputs["x"]
+        wide = np.full((len(x), 5), x[0, 0], np.float32)
+        a, b = call.many([("varied", {"x": x}, keep), ("varied", {"x": wide}, keep)])
+        assert b["y"].shape == wide.shape
+        c, d = call.many([("varied", {"x": b["y"]}), ("varied", {"x": a["y"]})])
+        assert (c["y"] == d["y"][0, 0]).all()
+        if x[0, 0] == 7:
+            call("varied", {"x": wide[:, :4]})
+        return {"y": d["y"]}
+
+    engine = start_meta(runtime, run, ["varied"], bundles=models)
+    for count in (1, 3):
+        (answer,) = ask(engine, request(count, 5))
+        assert_y(answer, rows(count, 23))
+    (answer,) = ask(engine, request(1, 7))
+    assert_fails(answer, FakeError.INVALID_ARG, "stage 'varied': ")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_rows_need_no_device(
+    runtime: Runtime, start_meta: StartMeta, models: dict[str, Path], keep: bool
+) -> None:
+    """A request of no rows, and calls of none in one that has some: empty results, and kept ones too."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        empty = call("one", {"x": inputs["x"][:0]}, keep_on_device=keep)["y"]
+        assert empty.shape == (0, 3)
+        again = call("one", {"x": empty})["y"]
+        assert again.shape == (0, 3)
+        first = call("one", inputs, keep_on_device=keep)["y"]
+        return {"y": call("one", {"x": first})["y"]}
+
+    engine = start_meta(runtime, run, ["one"], bundles=models)
+    runtime.device.executed.clear()
+    (answer,) = ask(engine, request(0))
+    assert_y(answer, rows(0))
+    assert runtime.device.executed == []
+    (answer,) = ask(engine, request(3))
+    assert_y(answer, rows(3, 7))
+    assert runtime.device.executed == [4, 4]

@@ -1,0 +1,48 @@
+"""Tensors on the device as inputs of later calls: which fit where."""
+
+from typing import Any
+
+import pytest
+
+from rsrv.runtime.runs import Kept
+from rsrv.stub.direct import DeviceTensor, DirectRun
+from rsrv.stub.replies import Failure
+from rsrv.wire.frames import Status
+from rsrv.wire.layout import Tensor
+
+ROWS = Tensor("x", "u16", (-1, 3), 0)
+
+
+def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
+    lane: Any = None
+    run = DirectRun(lane, 7, 0, 0, "test")
+    return DeviceTensor(run, 0, made, rows).spot(run, wanted, call_rows)
+
+
+@pytest.mark.parametrize(
+    ("made", "rows", "why"),
+    [
+        (Tensor("y", "bf16", (-1, 3), 0), 2, "on the device as bf16, expected u16"),
+        (Tensor("y", "u16", (2, -1), 1), 3, "other axes for its rows"),
+        (Tensor("y", "u16", (2, 3), None), 1, "other axes for its rows"),
+    ],
+)
+def test_what_only_looks_alike_does_not_fit(made: Tensor, rows: int, why: str) -> None:
+    """The stub says so: the runtime would close the connection."""
+    assert made.shape(rows) == ROWS.shape(2)
+
+    with pytest.raises(Failure, match=why) as caught:
+        spot(made, rows, ROWS, 2)
+
+    assert caught.value.status is Status.INVALID
+    buffer: Any = None
+    assert not Kept(buffer, made, 0, rows, rows).fits(ROWS, 2)
+
+
+def test_a_tensor_without_rows_fits_whatever_rows_the_others_have() -> None:
+    """Who made it had other inputs, with other rows or none."""
+    table = Tensor("table", "f32", (4, 4), None)
+    buffer: Any = None
+
+    assert spot(table, 1, table, 8).at == 0
+    assert Kept(buffer, table, 0, 1, 1).fits(table, 8)

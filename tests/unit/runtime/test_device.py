@@ -27,6 +27,7 @@ from rsrv.runtime.device import (
 )
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
+from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import check_signatures
 from tests.unit.runtime.conftest import build_here
 
@@ -357,3 +358,25 @@ def test_a_device_without_room_to_put_tensors_together_says_so(monkeypatch: pyte
     monkeypatch.setattr(device, "_merge", merge)
     with pytest.raises(OutOfMemory, match="told to"):
         device.merge(np.zeros((4, 3), np.float32), 0, [Piece(buffers[0], 0, 2, 0)])
+
+
+def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:
+    """Its seconds are those of the execution, however long that is, and nothing of it is left for who reads it."""
+    export_bundle(
+        lambda params, x: {"y": jax.lax.fori_loop(0, 300, lambda _, y: jnp.tanh(y @ params["w"]), x)},
+        {"w": np.eye(256, dtype=np.float32)},
+        {"x": np.zeros((1, 256), np.float32)},
+        batch_sizes=[256],
+        out_dir=tmp_path / "long",
+    )
+    device = JaxDevice("cpu")
+    model = build_here(tmp_path / "long", device)
+    assert model.weights is not None
+    x = np.ones((256, 256), np.float32)
+
+    launched: Any = device.launch(model.executables[0, 256], model.weights, [x])
+    ready = [output.is_ready() for output in launched.outputs]
+    _, seconds = device.read(launched)
+
+    assert ready == [True]
+    assert seconds > 0.001

@@ -378,6 +378,8 @@ class JaxDevice:
                     raise self._no_room(error) from None
                 raise
             if not self.asynchronous:
+                for out in outputs:
+                    out.block_until_ready()
                 return Launched(_Execution(started, outputs, unread, ready=time.perf_counter()))
             execution = self._latest = _Execution(started, outputs, unread, self._latest)
             for index, out in enumerate(outputs):

@@ -2,7 +2,9 @@
 
 import asyncio  # noqa: F401  as in `model`
 import json
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rsrv.stub.bls import Bls, limit, read_pool_size
@@ -24,6 +26,7 @@ class TritonPythonModel:
         setup: Setup = set_up(args, pb_utils)
         folder = setup.bundle.parent / "calls"
         called = sorted(folder.iterdir()) if folder.is_dir() else []
+        repository = Path(args["model_repository"]).parent
         session = setup.session({path.name: str(path) for path in called})
         external = setup.config["parameters"].get("rsrv_external", {"string_value": "[]"})
         try:
@@ -37,7 +40,13 @@ class TritonPythonModel:
                 setup.outputs,
                 setup.batched,
                 session,
-                partial(_make_bls, pb_utils, tensors, limit(read_pool_size(setup.launcher.server_pid))),
+                partial(
+                    _make_bls,
+                    pb_utils,
+                    tensors,
+                    limit(read_pool_size(setup.launcher.server_pid)),
+                    [path.name for path in called if not (repository / path.name).is_dir()],
+                ),
             )
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             session.close()
@@ -54,7 +63,15 @@ class TritonPythonModel:
         self._engine.close()
 
 
-def _make_bls(pb_utils: Any, tensors: Tensors, most: int, settings: dict[str, Any]) -> Bls:
+def _make_bls(
+    pb_utils: Any, tensors: Tensors, most: int, carried_only: Sequence[str], settings: dict[str, Any]
+) -> Bls:
+    """`carried_only`: called models that Triton does not know. Raises ValueError."""
+    if carried_only and settings["transport"] == "bls":
+        raise ValueError(
+            f"meta.transport is bls, and the repository was made for direct: it has no model {carried_only[0]!r}; "
+            "run rsrv-gen with meta.transport: bls in the file of --config, or set it back to direct"
+        )
     return Bls(pb_utils, tensors, min(settings["bls_concurrency"], most), settings["bls_timeout_s"])
 
 

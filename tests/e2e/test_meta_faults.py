@@ -1,0 +1,320 @@
+"""Meta models on the real server when things go wrong: processes that die, models that leave, loads that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
+
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+#: Triton's own threads for an instance's answers and calls
+TWO_THREADS = ("--backend-config=python,thread-pool-size=2",)
+ONE_THREAD = ("--backend-config=python,thread-pool-size=1",)
+
+#: 6 x; a request with a negative x says when it has done its first stage, and waits there
+CHAIN = """
+import os
+import time
+from pathlib import Path
+
+
+def run(inputs, call):
+    x = inputs["x"]
+    first = call("double", {"x": x})["y"]
+    if x[0, 0] < 0:
+        here = Path(os.environ["RSRV_TEST_FOLDER"])
+        (here / f"inside{-int(x[0, 0])}").touch()
+        while not (here / "go").exists():
+            time.sleep(0.005)
+    return {"y": call("triple", {"x": first})["y"]}
+"""
+OUTSIDE = """
+def run(inputs, call):
+    return {"y": call("plain", {"x": call("double", inputs)["y"]})["y"]}
+"""
+PLAIN = """
+def execute(self, requests):
+    return [
+        pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy() + 11)]) for r in requests
+    ]
+"""
+
+
+def make_repository(folder: Path, transport: str = "direct", options: Sequence[str] = ()) -> Path:
+    """`chain` and `outside`, and what they call."""
+    bundles = folder / "bundles"
+    write_scale(bundles / "double", 2)
+    write_scale(bundles / "triple", 3, public=True)
+    write_meta(bundles / "chain", CHAIN, ["double", "triple"])
+    write_meta(bundles / "outside", OUTSIDE, ["double"], ["plain"])
+    config = folder / "settings.yaml"
+    config.write_text(f"meta: {{transport: {transport}}}")
+    gen = folder / "gen"
+    assert rsrv_gen.main([str(bundles), "-o", str(gen), "--config", str(config), *options]) == 0
+    plain_model(gen, "plain", PLAIN)
+    return gen
+
+
+class Stopped:
+    """Requests of `chain` that wait between their stages, in clients of their own."""
+
+    def __init__(self, server: RunningTriton, folder: Path) -> None:
+        self._server = server
+        self._folder = folder
+        self._pool = ThreadPoolExecutor(8)
+        self._count = 0
+
+    def send(self, count: int = 1, **options: Any) -> list[Future[Any]]:
+        """Further requests, which need not get inside."""
+
+        def one(x: float) -> Any:
+            with caller(self._server) as call:
+                return outcome(lambda: call("chain", rows(1, x), **options))
+
+        first, self._count = self._count + 1, self._count + count
+        return [self._pool.submit(one, float(-n)) for n in range(first, first + count)]
+
+    def inside(self, count: int) -> None:
+        """Wait until so many are between their stages."""
+        wait_until(lambda: len(list(self._folder.glob("inside*"))) == count, what=f"{count} runs inside")
+
+    def go(self) -> None:
+        (self._folder / "go").touch()
+
+    def close(self) -> None:
+        self.go()
+        self._pool.shutdown()
+        for file in self._folder.iterdir():
+            file.unlink()
+
+
+class House:
+    """A server, and where its runs and the tests meet."""
+
+    def __init__(self, running: RunningTriton, folder: Path) -> None:
+        self.server = running
+        self._folder = folder
+
+    @contextmanager
+    def stopped(self) -> Iterator[Stopped]:
+        made = Stopped(self.server, self._folder)
+        try:
+            yield made
+        finally:
+            made.close()
+
+    def meta(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = read_status(self.server.pid)["metas"]["chain"]
+        return found
+
+    def check(self, call: Caller) -> None:
+        assert (call("chain", rows(3, 5.0))["y"] == 30).all()
+        assert (call("outside", rows(3, 5.0))["y"] == 21).all()
+        assert (call("triple", rows(3, 5.0))["y"] == 15).all()
+
+
+@pytest.fixture(scope="module", params=["direct", "bls"])
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """Each transport on a server with the smallest pool of threads that calls through Triton may have."""
+    folder = tmp_path_factory.mktemp(request.param)
+    repository = make_repository(folder, request.param)
+    meeting = folder / "meeting"
+    meeting.mkdir()
+    with running_triton(
+        repository,
+        folder / "server.log",
+        extra_args=(*EXPLICIT, *TWO_THREADS),
+        env={"RSRV_TEST_FOLDER": str(meeting)},
+    ) as running:
+        yield House(running, meeting)
+
+
+def one_transport(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("house", [name], indirect=True)
+
+
+def six_times(future: Future[Any], number: int) -> None:
+    assert (future.result(30)["y"] == -6 * number).all()
+
+
+def test_forty_requests_at_once_are_all_answered(house: House) -> None:
+    """With two threads in Triton for each instance's calls and answers: of both meta models, and then again."""
+
+    def work(call: Caller, number: int) -> None:
+        for n in range(3):
+            x = float(number + n)
+            assert (call("chain", rows(1 + number % 16, x))["y"] == 6 * x).all()
+            assert (call("outside", rows(1 + number % 16, x))["y"] == 2 * x + 11).all()
+
+    at_once(house.server, 40, work)
+    assert house.meta()["running"] == house.meta()["waiting"] == 0
+
+
+def test_a_deadline_passes_before_the_gate(house: House) -> None:
+    """Two runs are inside; a third is told at its deadline, and those inside are not disturbed."""
+    with house.stopped() as stopped:
+        inside = stopped.send(2)
+        stopped.inside(2)
+        (late,) = stopped.send(1, timeout=100_000)
+        refused = late.result(5)
+        assert isinstance(refused, Refused)
+        refused.assert_is("UNAVAILABLE", "grpc")
+        assert refused.message.startswith("[rsrv:DEADLINE]")
+        assert house.meta()["running"] == 2
+        stopped.go()
+        for number, one in enumerate(inside, 1):
+            six_times(one, number)
+    with caller(house.server) as call:
+        house.check(call)
+
+
+def test_the_runtime_is_killed_in_the_middle_of_runs(house: House) -> None:
+    """Runs between stages and runs that wait end with RUNTIME_DOWN, and the next ones are served."""
+    old = int(read_status(house.server.pid)["pid"])
+    with house.stopped() as stopped:
+        requests = stopped.send(2)
+        stopped.inside(2)
+        waiting = stopped.send(3)
+        wait_until(lambda: house.meta()["waiting"] == 3)
+        os.kill(old, signal.SIGKILL)
+        for one in waiting:
+            refused = one.result(5)
+            assert isinstance(refused, Refused)
+            assert refused.message.startswith("[rsrv:RUNTIME_DOWN]"), refused
+        stopped.go()
+        for one in requests:
+            refused = one.result(5)
+            assert isinstance(refused, Refused)
+            refused.assert_is("UNAVAILABLE", "grpc")
+            assert refused.message.startswith("[rsrv:RUNTIME_DOWN]"), refused
+    wait_until(lambda: new_runtime(house.server, old), what="another runtime")
+    with caller(house.server) as call:
+        for model in ("chain", "outside", "triple"):
+            wait_until(lambda model=model: isinstance(outcome(lambda: call(model, rows(1))), dict))  # type: ignore[misc]
+        house.check(call)
+
+
+def new_runtime(server: RunningTriton, old: int) -> bool:
+    try:
+        return int(read_status(server.pid)["pid"]) != old
+    except (OSError, Closed):
+        return False
+
+
+@one_transport("direct")
+def test_a_public_callee_is_unloaded_beneath_a_meta_model(house: House) -> None:
+    """Clients do not reach it any more; the meta model has it still, for it was loaded with it."""
+    with house.stopped() as stopped, caller(house.server) as call:
+        (inside,) = stopped.send()
+        stopped.inside(1)
+        house.server.grpc.unload_model("triple")
+        wait_until(lambda: not house.server.grpc.is_model_ready("triple"))
+        assert isinstance(outcome(lambda: call("triple", rows(1))), Refused)
+        stopped.go()
+        six_times(inside, 1)
+        assert (call("chain", rows(2, 4.0))["y"] == 24).all()
+        house.server.grpc.load_model("triple")
+        house.check(call)
+
+
+@one_transport("bls")
+def test_a_public_callee_is_unloaded_while_a_run_calls_it_through_triton(house: House) -> None:
+    """The next stage is NOT_FOUND, by name, until it is loaded again; other meta models are served."""
+    with house.stopped() as stopped, caller(house.server) as call:
+        (inside,) = stopped.send()
+        stopped.inside(1)
+        house.server.grpc.unload_model("triple")
+        wait_until(lambda: not house.server.grpc.is_model_ready("triple"))
+        stopped.go()
+        for refused in (inside.result(10), refusal(lambda: call("chain", rows(1)))):
+            assert isinstance(refused, Refused)
+            refused.assert_is("NOT_FOUND", "grpc")
+            assert refused.message == "stage 'triple': model 'triple' is not loaded"
+        assert (call("outside", rows(1, 4.0))["y"] == 19).all()
+        house.server.grpc.load_model("triple")
+        house.check(call)
+
+
+def test_the_stub_of_a_callee_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Runs that call it through Triton fail with its name and what to do, others are served; so are all when it is done."""
+    server = start_triton(make_repository(tmp_path, "bls"), extra_args=EXPLICIT)
+    house = House(server, tmp_path)
+    with caller(server) as call:
+        (stub,) = server.stub_pids("double")
+        os.kill(stub, signal.SIGKILL)
+        refused = refusal(lambda: call("chain", rows(1)))
+        refused.assert_is("INTERNAL", "grpc")
+        assert refused.message.startswith("stage 'double': the process of model 'double' has ended")
+        assert (call("triple", rows(1, 5.0))["y"] == 15).all()
+        server.grpc.unload_model("double")
+        wait_until(lambda: not server.grpc.is_model_ready("double"))
+        server.grpc.load_model("double")
+        house.check(call)
+    assert house.meta()["running"] == 0
+    # After the death of a stub Triton waits as long as it may before it ends.
+    server.server.kill()
+
+
+# --- loads that fail ----------------------------------------------------------------------------------------------
+
+
+def break_module(gen: Path) -> None:
+    module = gen / "chain" / "1" / "calls" / "triple" / "model.b1.mlir"
+    module.unlink()
+    module.write_bytes(b"ML\xefR no module at all")
+
+
+def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:
+    """A callee that broke, a model.py without run, a transport that the repository is not made for: in the index."""
+    gen = make_repository(tmp_path, options=("--link", "copy"))
+    more = tmp_path / "more"
+    break_module(gen)
+    model_py = gen / "outside" / "1" / "bundle" / "model.py"
+    model_py.unlink()
+    model_py.write_text("def ran(inputs, call): ...\n")
+    write_scale(more / "single", 1)
+    write_meta(more / "other", "def run(inputs, call):\n    return call('single', inputs)\n", ["single"])
+    assert rsrv_gen.main([str(more), "-o", str(tmp_path / "second")]) == 0
+    (tmp_path / "second" / "other").rename(gen / "other")
+
+    server = start_triton(gen, exit_on_error=False, env={"RSRV_META__TRANSPORT": "bls"})
+    states = server.server.model_states()
+    for name, texts in {
+        "chain": ("triple", "model.b1.mlir"),
+        "outside": ("model.py", "run(inputs, call)"),
+        "other": ("single", "meta.transport", "rsrv-gen"),
+    }.items():
+        state, said = states[name]
+        assert state == "UNAVAILABLE", states
+        for text in texts:
+            assert text in said, said
+    with caller(server) as call:
+        assert (call("triple", rows(1, 5.0))["y"] == 15).all()
+        assert (call("plain", rows(1, 5.0))["y"] == 16).all()
+
+
+def test_one_thread_is_enough_for_direct_calls_only(start_triton: StartTriton, tmp_path: Path) -> None:
+    """With thread-pool-size=1 whoever calls through Triton says so when it is loaded; the other one serves."""
+    server = start_triton(make_repository(tmp_path), exit_on_error=False, extra_args=ONE_THREAD)
+    state, said = server.server.model_states()["outside"]
+    assert state == "UNAVAILABLE"
+    assert "thread-pool-size=2" in said, said
+
+    def work(call: Caller, number: int) -> None:
+        assert (call("chain", rows(1, float(number)))["y"] == np.full((1, COLUMNS), 6 * number)).all()
+
+    at_once(server, 16, work)

@@ -34,7 +34,8 @@ class Group:
     models: tuple[str, ...]
     #: what clients send and get: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
     client: dict[str, list[tuple[str, str, tuple[int, ...]]]]
-    #: of a meta model: what its runs came to
+    #: of a meta model: names of those, in any order, and what its runs came to
+    calls: tuple[str, ...] = ()
     counts: MetaCounts | None = None
 
 

@@ -244,7 +244,7 @@ class Loop:
             run = None
             self._pending[id] = part = Part(connection, request, rows, segment, inputs_at, outputs_at)
             if token:
-                run = part.run = self._runs.find(token, key)
+                run = part.run = self._runs.find(token, model.name)
                 if run is None:
                     self._done(id, Status.NOT_FOUND, _NO_RUN)
                     continue

@@ -216,12 +216,14 @@ class Registry:
                 self._builder.put(partial(self._build, key, name, bundle))
         groups = (other.group for other in self._transport.connections)
         known = next((group for group in groups if group is not None and group.key == wanted.key), None)
+        meta = wanted.bundle.manifest.kind == "meta"
         group = known or Group(
             wanted.key,
             wanted.name,
             tuple(wanted.models),
             wire_tensors(wanted.bundle),
-            MetaCounts() if wanted.bundle.manifest.kind == "meta" else None,
+            wanted.bundle.manifest.meta_calls,
+            MetaCounts() if meta else None,
         )
         self._transport.guard(connection, self._join, connection, group)
 

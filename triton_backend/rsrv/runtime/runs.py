@@ -118,9 +118,9 @@ class Runs:
         return self._by_id.get(id)
 
     def find(self, token: int, model: str) -> Run | None:
-        """The run that may call a model, by its token."""
+        """The run that may call a model of that name, in whatever version, by its token."""
         run = self._by_token.get(token)
-        return run if run is not None and run.admitted and model in run.group.models else None
+        return run if run is not None and run.admitted and model in run.group.calls else None
 
     def of(self, connection: Connection, token: int) -> Run | None:
         """A run of the connection's model; None: it is over. Raises ProtocolError if it is another's."""

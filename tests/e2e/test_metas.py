@@ -233,15 +233,17 @@ def test_many_clients_at_once_get_what_they_asked_for(server: RunningTriton) -> 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_minute_of_many_clients_loses_nothing(server: RunningTriton) -> None:
-    """64 clients for 60 s, after as many have warmed everything up: memory, descriptors and threads are as before."""
+    """64 clients, minute after minute, until a minute leaves memory, descriptors and threads as they were: each stub
+    opens a few connections and starts a few threads when it first needs them, which may be late."""
     mix(server, 64, 20)
-    assert_idle(server)
-    before = settled(lambda: total_held(server))
-
-    ended = mix(server, 64, 60)
-
-    assert_idle(server)
-    after = settled(lambda: total_held(server))
-    print(f"{dict(ended)}; before: {before}; after: {after}")
-    assert ended["answered"] > 1000, ended
-    assert_returned(before, after, share=0.03)
+    for last in (False, False, True):
+        assert_idle(server)
+        before = settled(lambda: total_held(server))
+        ended = mix(server, 64, 60)
+        assert_idle(server)
+        after = settled(lambda: total_held(server))
+        print(f"{dict(ended)}; before: {before}; after: {after}")
+        assert ended["answered"] > 1000, ended
+        if last or (after.descriptors, after.threads) == (before.descriptors, before.threads):
+            assert_returned(before, after)
+            return

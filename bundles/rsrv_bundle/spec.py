@@ -87,6 +87,11 @@ class Manifest:
         return self.outputs if self.client_outputs is None else self.client_outputs
 
     @property
+    def rows_first(self) -> bool:
+        """Whether every tensor of clients has its batch axis first: then Triton can gather requests."""
+        return all(spec.batch_axis == 0 for spec in (*self.wire_inputs, *self.wire_outputs))
+
+    @property
     def variable_axes(self) -> tuple[tuple[int, int], ...]:
         """(input index, axis) of every variable axis of the executable inputs: by input, then by axis."""
         return tuple((i, axis) for i, spec in enumerate(self.inputs) for axis in spec.variable_axes)

@@ -83,12 +83,6 @@ def wire_dims(spec: TensorSpec, *, batched: bool) -> list[int]:
     return list(dims) or [1]
 
 
-def triton_batches(bundle: Bundle) -> bool:
-    """Whether every tensor of clients has its batch axis first."""
-    manifest = bundle.manifest
-    return all(spec.batch_axis == 0 for spec in (*manifest.wire_inputs, *manifest.wire_outputs))
-
-
 def max_batch_size(bundle: Bundle, callees: Sequence[Bundle] = ()) -> int:
     """The rows that one execute() may take, or 0 when Triton can't batch this model.
 
@@ -101,7 +95,7 @@ def max_batch_size(bundle: Bundle, callees: Sequence[Bundle] = ()) -> int:
     compiled size: then one execute() hands the runtime everything that waits, and the runtime cuts it into
     executions. It is never below it, even beyond EXECUTE_ROWS, since a full batch must fit into one request.
     """
-    if not triton_batches(bundle):
+    if not bundle.manifest.rows_first:
         return 0
     sizes = [size for one in (bundle, *callees) for size in one.manifest.compiled_batch_sizes]
     largest = max(sizes, default=1)

@@ -232,9 +232,3 @@ def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ..
         side: [(spec.name, spec.dtype, _open(spec.dims, spec.batch_axis)) for spec in specs]
         for side, specs in sides.items()
     }
-
-
-def rows_first(bundle: Bundle) -> bool:
-    """Whether every tensor of clients has its batch axis first."""
-    manifest = bundle.manifest
-    return all(spec.batch_axis == 0 for spec in (*manifest.wire_inputs, *manifest.wire_outputs))

@@ -13,7 +13,7 @@ from rsrv.runtime.device import CacheCounts, Device, DeviceError, OutOfMemory
 from rsrv.runtime.equipment import Equipment
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
-from rsrv.runtime.models import Model, Wanted, build, identify, rows_first, warm_up, wire_tensors
+from rsrv.runtime.models import Model, Wanted, build, identify, warm_up, wire_tensors
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.tiers import Tiers
@@ -108,8 +108,12 @@ class Registry:
 
     def metas(self) -> list[Group]:
         """All meta models that somebody serves."""
+        return [group for group in self._groups().values() if group.counts is not None]
+
+    def _groups(self) -> dict[str, Group]:
+        """What connections are for, by key."""
         groups = (connection.group for connection in self._transport.connections)
-        return list({group: None for group in groups if group is not None and group.counts is not None})
+        return {group.key: group for group in groups if group is not None}
 
     @property
     def kept_limit(self) -> int | None:
@@ -133,8 +137,7 @@ class Registry:
         connection.registering = True
         if "key" in wanted:
             key = str(wanted["key"])
-            groups = (other.group for other in self._transport.connections)
-            group = next((group for group in groups if group is not None and group.key == key), None)
+            group = self._groups().get(key)
             if group is None or not self.ready(group):
                 connection.send(_rejected(f"{key} is not loaded"))
             else:
@@ -214,10 +217,8 @@ class Registry:
                 self._entries[key] = _Entry(name)
                 self.builds += 1
                 self._builder.put(partial(self._build, key, name, bundle))
-        groups = (other.group for other in self._transport.connections)
-        known = next((group for group in groups if group is not None and group.key == wanted.key), None)
         meta = wanted.bundle.manifest.kind == "meta"
-        group = known or Group(
+        group = self._groups().get(wanted.key) or Group(
             wanted.key,
             wanted.name,
             tuple(wanted.models),
@@ -363,7 +364,7 @@ class Registry:
                 "name": model.name,
                 "interface": model.interface.to_json(),
                 "client": wire_tensors(model.bundle),
-                "batched": rows_first(model.bundle),
+                "batched": model.bundle.manifest.rows_first,
                 "cost_ns": int(min(model.program.costs.values()) * 1e9),
             }
             for model in models

@@ -98,7 +98,7 @@ class TritonPythonModel:
             sent["f32"] = np.asfortranarray(sent["f32"])
             sent["i64"] = np.repeat(sent["i64"], 2, axis=1)[:, ::2]
             # Some are kept while others come and go: what was answered must not change any more.
-            answers = [self._bls.call(model, sent, dtypes={"bf16": "bf16"}) for _ in range(4)]
+            answers = [self._bls.start(model, sent, dtypes={"bf16": "bf16"}).result() for _ in range(4)]
             wrong += [
                 f"{token} {list(shape)}"
                 for answer in answers

@@ -143,8 +143,8 @@ def test_a_call_gives_the_outputs_that_were_asked_for(triton: FakeTriton, make: 
     """In that order; all that there are if none were named."""
     triton.models["two"] = lambda call: {"y": X, "z": -X}
 
-    asked = make().call("two", {"x": X}, outputs=["z", "y"])
-    every = make().call("two", {"x": X})
+    asked = make().start("two", {"x": X}, outputs=["z", "y"]).result()
+    every = make().start("two", {"x": X}).result()
 
     assert list(asked) == ["z", "y"]
     assert list(every) == ["y", "z"]
@@ -160,8 +160,8 @@ def test_a_call_says_what_it_has_to(triton: FakeTriton, make: Callable[..., Bls]
         return {"y": X}
 
     triton.models["note"] = note
-    make().call("note", {"x": X}, outputs=["y"], deadline_ns=in_ns(10), run=2**64 - 1)
-    make().call("note", {"x": X})
+    make().start("note", {"x": X}, outputs=["y"], deadline_ns=in_ns(10), run=2**64 - 1).result()
+    make().start("note", {"x": X}).result()
 
     assert seen[0]["parameters"] == {"rsrv_run": "18446744073709551615"}
     assert 0 < seen[0]["timeout"] <= 10_000_000
@@ -268,7 +268,7 @@ def test_a_call_ends_at_its_deadline(held: Held, make: Callable[..., Bls]) -> No
 
     assert error.status is Status.DEADLINE
     assert "'held'" in error.text
-    np.testing.assert_array_equal(bls.call("echo", {"x": X})["x"], X)
+    np.testing.assert_array_equal(bls.start("echo", {"x": X}).result()["x"], X)
     assert failure(call) is error
 
 
@@ -322,7 +322,7 @@ def test_when_no_call_is_ever_answered_further_ones_fail_at_once(
     held.answer.set()
     while bls._under_way:
         threading.Event().wait(0.001)
-    np.testing.assert_array_equal(bls.call("echo", {"x": X})["x"], X)
+    np.testing.assert_array_equal(bls.start("echo", {"x": X}).result()["x"], X)
 
 
 def test_a_late_call_is_no_reason_to_refuse_others(held: Held, make: Callable[..., Bls]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rsrv.stub.replies import Failure, untag
 from rsrv.stub.tensors import Array, Tensors
+from rsrv.stub.terms import RUN
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -159,26 +160,6 @@ class Bls:
         self._asleep_ns = 0
         self._closed = False
 
-    def call(
-        self,
-        model: str,
-        inputs: Mapping[str, Array],
-        *,
-        outputs: Sequence[str] = (),
-        dtypes: Mapping[str, str] | None = None,
-        deadline_ns: int = 0,
-        run: int = 0,
-    ) -> Arrays:
-        """The answer of `model`: the `outputs` in their order, or all that it gives if none are named.
-
-        `dtypes` names those of inputs that numpy has no type for (bf16, as its bits). Shapes go and come as Triton
-        has them: a scalar per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` the token
-        of the caller's run, 0 for none. Raises Failure.
-        """
-        return self.start(
-            model, inputs, outputs=outputs, dtypes=dtypes, deadline_ns=deadline_ns, run=run
-        ).result()
-
     def start(
         self,
         model: str,
@@ -189,9 +170,12 @@ class Bls:
         deadline_ns: int = 0,
         run: int = 0,
     ) -> Future[Arrays]:
-        """As `call`, without waiting. The future ends when the call's time is over at the latest.
+        """The answer of `model`: the `outputs` in their order, or all that it gives if none are named.
 
-        Cancelling it helps only while the call waits for its turn.
+        `dtypes` names those of inputs that numpy has no type for (bf16, as its bits). Shapes go and come as Triton
+        has them: a scalar per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` the token
+        of the caller's run, 0 for none. The future ends when the call's time is over at the latest, with Failure if
+        there is no answer. Cancelling it helps only while the call waits for its turn.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
@@ -340,7 +324,7 @@ class Bls:
     def _request(self, call: _Call) -> Any:
         options: dict[str, Any] = {}
         if call.run:
-            options["parameters"] = {"rsrv_run": str(call.run)}  # as text: integers there are signed
+            options["parameters"] = {RUN: str(call.run)}  # as text: integers there are signed
         if call.deadline_ns:
             options["timeout"] = max(1, (call.deadline_ns - time.monotonic_ns()) // 1000)
         return self._pb.InferenceRequest(

@@ -148,6 +148,14 @@ class RuntimeSection(_Section):
         description="Who shares it. '0600': runtimes of the same user; '0660': of the same group, whose members are "
         "trusted with each other's weights.",
     )
+    watchdog_s: float | None = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="An execution that has not ended after this time, or after a hundred times what it is expected to "
+        "take, if that is longer, hangs: the runtime ends, and the next one does not load that model. null: executions "
+        "may take as long as they like.",
+    )
 
 
 class StubSection(_Section):
@@ -160,6 +168,19 @@ class StubSection(_Section):
         "ones are answered by other threads, which lets more requests reach the queue meanwhile. 0: never wait.",
     )
     sender_threads: int = Field(4, ge=1, le=32, description="Threads that answer later, and run slow hooks.")
+    hook_timeout_s: float | None = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="A hook that has not returned after this time hangs: all requests of its model that wait get an "
+        "error, and the stub's process ends, to be loaded anew. null: hooks may take as long as they like.",
+    )
+    memory_limit_bytes: int | None = Field(
+        None,
+        ge=2**26,
+        description="Private memory that a stub's process may have, hooks and their libraries included; a hook that "
+        "wants more fails. null: half of what the machine or the container has.",
+    )
 
 
 #: how a meta model's calls of rsrv's models travel
@@ -187,6 +208,76 @@ class MetaSection(_Section):
         ge=1,
         description="Sub-calls through Triton that one meta model has under way at most; fewer if Triton's "
         "thread-pool-size allows less.",
+    )
+
+
+class LifecycleSection(_Section):
+    """How the set of models changes."""
+
+    mode: Literal["dynamic", "static", "explicit"] = Field(
+        "dynamic",
+        description="Who changes which models are served. dynamic: whoever changes the bundles, which are watched; "
+        "static: nobody; explicit: an external control plane, through Triton's repository API, and it alone moves "
+        "weights to the device and away (a request for a model that is not there is refused, NOT_RESIDENT).",
+    )
+    bundles: list[Path] = Field(
+        default_factory=list,
+        description="Where the bundles are that the repository was made of: what rsrv-gen was given. These are watched.",
+    )
+    link: Literal["hard", "copy", "symlink"] = Field(
+        "hard", description="How the bundles' files come into the repository: rsrv-gen's --link."
+    )
+    look_s: float = Field(
+        1.0,
+        ge=0.05,
+        le=3600,
+        allow_inf_nan=False,
+        description="Pause between two looks at bundles that have changed. A change counts when two looks agree, so "
+        "that half-copied bundles are not taken.",
+    )
+    poll_s: float = Field(
+        5.0,
+        ge=0.05,
+        le=3600,
+        allow_inf_nan=False,
+        description="Pause between looks at bundles while nothing says that they have changed: file systems that "
+        "say nothing (network and bind mounts) are noticed that way.",
+    )
+
+
+class ControlSection(_Section):
+    """The service that shows and steers a running server, rsrv.control.v1 over gRPC."""
+
+    enabled: bool = Field(
+        True,
+        description="Whether there is a control process. Without it nobody watches bundles, either, and models whose "
+        "stub died stay dead.",
+    )
+    listen: str | None = Field(
+        None,
+        description="host:port to listen on as well, beside the Unix socket in the runtime's private directory. It "
+        "needs tls_certificate and tls_key, or token_file.",
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with the certificate chain for `listen`."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with its private key.")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities whose client certificates are let in; null: none are asked for.",
+    )
+    token_file: Path | None = Field(
+        None,
+        description="File with a secret that clients of `listen` must send, as `authorization: Bearer SECRET`.",
+    )
+    triton: str | None = Field(
+        None,
+        description="host:port of Triton's gRPC front end, whose repository API loads and unloads models. null: as "
+        "tritonserver's command line says.",
+    )
+    profile_dir: Path = Field(
+        Path("~/.cache/rsrv/profiles"),
+        description="Where profiles of the runtime are written, each in its own folder.",
     )
 
 
@@ -232,6 +323,8 @@ class Settings(BaseSettings):
     runtime: RuntimeSection = RuntimeSection()
     stub: StubSection = StubSection()
     meta: MetaSection = MetaSection()
+    lifecycle: LifecycleSection = LifecycleSection()
+    control: ControlSection = ControlSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
     @classmethod

@@ -11,7 +11,7 @@ from rsrv.wire.frames import Status
 log = logging.getLogger("rsrv.stub")
 
 #: what Triton has no code of its own for: a tag in front of the message tells
-_TAGGED = (Status.QUEUE_FULL, Status.DEADLINE, Status.RUNTIME_DOWN, Status.NOT_RESIDENT)
+_TAGGED = (Status.QUEUE_FULL, Status.DEADLINE, Status.RUNTIME_DOWN, Status.NOT_RESIDENT, Status.PAUSED)
 _TAG = re.compile(
     r"\[rsrv:(" + "|".join(status.name for status in Status if status is not Status.OK) + r")\] "
 )

@@ -59,6 +59,7 @@ class Status(IntEnum):
     RUNTIME_DOWN = 6
     NOT_RESIDENT = 7
     INTERNAL = 8
+    PAUSED = 9
 
 
 class ProtocolError(Exception):

@@ -8,6 +8,7 @@ import resource
 import select
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
+    # A warning is a line of the log, whatever the environment wants warnings to be.
+    warnings.simplefilter("default")
+    logging.captureWarnings(True)
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)

@@ -330,6 +330,7 @@ class Loop:
             "connections": len(self._transport.connections),
             "compiled": counts.compiled,
             "from_cache": counts.from_cache,
+            "shared": counts.shared,
             "memory": memory_status(snapshot, self._registry.tiers, self._registry.device),
             "models": {
                 model.name: model_status(snapshot.models[model.key], model.residency)

@@ -106,7 +106,7 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
     executables = {}
     wanted = usable(signatures, of_model.max_batch_size)
     for done, key in enumerate(wanted, 1):
-        executables[key] = device.compile(module_file(bundle, key).read_bytes(), signatures[key])
+        executables[key] = device.compile(_read_module(bundle, key), signatures[key])
         log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
     compiled = time.perf_counter() - started
     nbytes = sum(weight.nbytes for weight in bundle.weights)
@@ -145,6 +145,14 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
         of_model.residency,
         weights,
     )
+
+
+def _read_module(bundle: Bundle, key: tuple[int, int]) -> bytes:
+    file = module_file(bundle, key)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{file.name}: cannot be read: {error.strerror}") from error
 
 
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:

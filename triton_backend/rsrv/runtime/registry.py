@@ -123,7 +123,7 @@ class Registry:
 
     @property
     def cache_counts(self) -> CacheCounts:
-        return getattr(self.device, "cache_counts", CacheCounts(0, 0))
+        return getattr(self.device, "cache_counts", CacheCounts())
 
     # --- connections come and go --------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.policy import scheduler_settings
         from rsrv.runtime.scheduler.scheduler import Scheduler
         from rsrv.settings import load_settings
+        from rsrv_bundle.inspection import Inspector
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
         settings = load_settings(text, str(options.settings))
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             preallocate=settings.runtime.preallocate,
             weight_memory=settings.runtime.weight_memory,
         ),
+        inspector=Inspector(),
     )
 
     def follow_the_server() -> None:

@@ -50,6 +50,7 @@ from rsrv.wire.frames import (
 )
 from rsrv.wire.layout import ALIGNMENT
 from rsrv.wire.memory import Board
+from rsrv_bundle.inspection import Inspector
 
 #: a connection's own request ids stay below this, so that (connection, id) makes one number
 _ID_BITS = 40
@@ -69,6 +70,7 @@ class Loop:
         scheduler: Scheduler,
         make_device: Callable[[], Device],
         clock: Callable[[], float] = time.monotonic,
+        inspector: Inspector | None = None,
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
@@ -92,6 +94,7 @@ class Loop:
             self._executor.forget,
             make_device,
             lambda: self._decide_by(self._settings),
+            inspector,
         )
         #: requests that are not answered yet, those of runs of meta models to be let in among them, by global id
         self._pending: dict[int, AnyPart | Run] = {}

@@ -22,6 +22,8 @@ from rsrv.runtime.workers import Inbox, Worker
 from rsrv.settings import Settings, SettingsError, with_residency
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import signature_of
 
 log = logging.getLogger("rsrv.registry")
 
@@ -45,6 +47,7 @@ class Registry:
 
     `make_device` runs on the build thread: importing jax takes seconds in which stubs may already connect.
     `rebudget` is called when what weights may take has changed: there is a device, or there are other models.
+    `inspector` looks into modules before they are compiled; without one they are looked into here.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Registry:
         forget: Callable[[str], None],
         make_device: Callable[[], Device],
         rebudget: Callable[[], None],
+        inspector: Inspector | None = None,
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
@@ -65,6 +69,7 @@ class Registry:
         self._feed = feed
         self._forget = forget
         self._rebudget = rebudget
+        self._inspector = inspector
         self._builder = Worker("build")
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
@@ -77,6 +82,8 @@ class Registry:
         self.device: Device | None = None
         self.tiers: Tiers | None = None
         self._equipment = Equipment(make_device, settings, inbox, self._equipped)
+        if inspector is not None:
+            self._builder.put(inspector.start)
         self._builder.put(self._equipment.begin)
 
     def _equipped(self, device: Device, tiers: Tiers) -> None:
@@ -247,7 +254,7 @@ class Registry:
         result: Model | str
         try:
             device, tiers = self._equipment.get()
-            result = build(bundle, device, tiers.host, self._settings, name)
+            result = build(bundle, device, tiers.host, self._settings, name, self._inspector or signature_of)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
@@ -321,6 +328,8 @@ class Registry:
         if not self.builds and self.tiers is not None:
             # Whoever wants what other runtimes left in shared memory has taken it.
             self._builder.put(self.tiers.host.sweep)
+            if self._inspector is not None:
+                self._builder.put(self._inspector.close)
             self._rebudget()
 
     def give_up(self, key: str, error: str) -> None:

@@ -11,7 +11,7 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench bench-weights bench-gpu scheduler-page eviction-page lint format clean \
+.PHONY: help demo serve test test-unit test-long fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint format clean \
 	bundles
 
 help: ## list the targets
@@ -46,6 +46,9 @@ test-unit: $(VENV) ## the tests that need no server
 
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
+
+fuzz: $(VENV) ## 10,000 mutated bundles, connections and runtimes that misbehave (docs/security.md; FUZZ="--first 10000")
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench $(BENCH)

@@ -125,7 +125,7 @@ def test_both_sides_see_the_same_bytes(arena: Arena) -> None:
     arena.segment(place)[place.offset : place.offset + 256] = np.arange(256, dtype=np.uint8)
     (_, fd) = arena.fresh[0]
 
-    mapped = map_segment(fd)
+    mapped = map_segment(fd, 1 << 30)
 
     assert mapped[place.offset : place.offset + 256].tolist() == list(range(256))
 
@@ -136,7 +136,7 @@ def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
     os.ftruncate(fd, 4096)
     try:
         with pytest.raises(SharedMemoryError, match="sealed"):
-            map_segment(fd)
+            map_segment(fd, 1 << 30)
     finally:
         os.close(fd)
 
@@ -146,7 +146,7 @@ def test_something_that_is_no_memory_is_refused() -> None:
     read, write = os.pipe()
     try:
         with pytest.raises(SharedMemoryError):
-            map_segment(read)
+            map_segment(read, 1 << 30)
     finally:
         os.close(read)
         os.close(write)

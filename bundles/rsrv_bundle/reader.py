@@ -114,7 +114,8 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
 def _list_files(directory: Path, problems: Problems) -> dict[str, Path]:
     """Relative POSIX name -> path of every regular file, without Python's caches.
 
-    Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever.
+    Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever. Raises
+    BundleError if there are too many.
     """
     root = directory.resolve()
     files: dict[str, Path] = {}
@@ -132,7 +133,7 @@ def _list_files(directory: Path, problems: Problems) -> dict[str, Path]:
         entries += len(paths)
         if entries > _MAX_ENTRIES:
             problems.add(directory.name, "", f"holds more than {_MAX_ENTRIES} files and directories")
-            break
+            raise BundleError(problems.lines)
         for path in sorted(paths):
             relative = path.relative_to(directory).as_posix()
             rule, mode = _wrong_file(path, relative, root)

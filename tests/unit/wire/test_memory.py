@@ -109,7 +109,7 @@ def test_a_document_of_any_size_survives() -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff"])
+@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_a_document_without_sense_is_the_peers_fault(text: bytes) -> None:
     """It is refused, not passed on."""
     fd = create_sealed(len(text), "test")
@@ -137,6 +137,37 @@ def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
     try:
         with pytest.raises(SharedMemoryError, match="sealed"):
             map_segment(fd, 1 << 30)
+    finally:
+        os.close(fd)
+
+
+def test_a_segment_beyond_the_limit_is_refused() -> None:
+    """Its pages cost its owner nothing, and the runtime's address space is all models'."""
+    fd = create_sealed(1 << 30, "large")
+    try:
+        with pytest.raises(SharedMemoryError, match="is more than 4096"):
+            map_segment(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def test_a_board_is_one_page() -> None:
+    """Its number is read without a look at the size."""
+    for size in (1, 4100, 1 << 20):
+        fd = create_sealed(size, "board")
+        try:
+            with pytest.raises(SharedMemoryError):
+                read_board(fd)
+        finally:
+            os.close(fd)
+
+
+def test_a_document_beyond_the_limit_is_refused_unread() -> None:
+    """However many bytes its owner says that there are."""
+    fd = create_sealed(1 << 40, "document")
+    try:
+        with pytest.raises(SharedMemoryError, match="exceeds 67108864"):
+            read_document(fd)
     finally:
         os.close(fd)
 

@@ -20,6 +20,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -48,6 +49,15 @@ def free_ports(count: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
+def no_client_shared_memory() -> list[str]:
+    """Flags by which no client can register shared memory: that takes a header that nobody knows.
+
+    Releases of Triton that have it do this with --allow-client-shm=false.
+    """
+    only = f"shared-memory:rsrv-shared-memory={secrets.token_hex(16)}"
+    return [f"--http-restricted-api={only}", f"--grpc-restricted-protocol={only}"]
+
+
 class TritonServer:
     """One tritonserver process on a model repository, on loopback addresses only.
 
@@ -68,11 +78,13 @@ class TritonServer:
         log_path: Path | None = None,
         exit_on_error: bool = True,
         exit_timeout_s: int = 10,
+        client_shared_memory: bool = False,
     ) -> None:
         """`extra_args` come last, so they win. `log_path` None leaves the server's output where ours goes.
 
         With `exit_on_error` one model that fails to load ends the server, as it does by default in Triton;
-        without it the others are served.
+        without it the others are served. Clients may have the server map shared memory of theirs only with
+        `client_shared_memory`.
         """
         self.model_repository = model_repository
         self.installation = installation or Installation()
@@ -86,6 +98,7 @@ class TritonServer:
         self.log_path = log_path
         self.exit_on_error = exit_on_error
         self.exit_timeout_s = exit_timeout_s
+        self.client_shared_memory = client_shared_memory
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -132,6 +145,7 @@ class TritonServer:
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
+            *(() if self.client_shared_memory else no_client_shared_memory()),
             *self.extra_args,
         ]
 
@@ -287,6 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in (serve, run):
         each.add_argument("--model-repository", type=Path, required=True)
         each.add_argument("--log-file", type=Path, help="the server's output; default: ours")
+        each.add_argument(
+            "--client-shared-memory", action="store_true", help="let clients register shared memory of theirs"
+        )
     serve.add_argument("--http-port", type=int, default=8000)
     serve.add_argument("--grpc-port", type=int, default=8001)
     serve.add_argument("--metrics-port", type=int, default=8002)
@@ -324,6 +341,7 @@ def _serve(installation: Installation, options: argparse.Namespace, flags: Seque
         metrics_port=options.metrics_port,
         log_path=options.log_file,
         extra_args=flags,
+        client_shared_memory=options.client_shared_memory,
     )
     with server, _stops_on_signal():
         try:
@@ -337,7 +355,11 @@ def _run_beside(
     installation: Installation, options: argparse.Namespace, flags: Sequence[str], command: Sequence[str]
 ) -> int:
     server = TritonServer(
-        options.model_repository, installation=installation, log_path=options.log_file, extra_args=flags
+        options.model_repository,
+        installation=installation,
+        log_path=options.log_file,
+        extra_args=flags,
+        client_shared_memory=options.client_shared_memory,
     )
     with _stops_on_signal(), server:
         try:

@@ -129,7 +129,7 @@ class Deaths:
 
     def _write(self, deaths: dict[str, list[Death]]) -> None:
         assert self._path is not None
-        new = self._path.with_suffix(".new")
+        new = self._path.with_name(f"{self._path.name}.new")
         try:
             new.write_text(json.dumps({k: [death._asdict() for death in some] for k, some in deaths.items()}))
             os.replace(new, self._path)

@@ -67,7 +67,7 @@ class Engine:
         self._slab: Slab | None = None
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
-        self._link = link = session.establish()
+        self._link = link = session.begin()
         self._later: Later[Job] = Later(
             session, Lane.submit, self._respond, link.settings["stub"]["sender_threads"]
         )

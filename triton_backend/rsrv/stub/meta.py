@@ -126,7 +126,7 @@ class MetaEngine:
         self._session = session
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
-        link = session.establish()
+        link = session.begin()
         settings = link.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None

@@ -83,7 +83,7 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    for name in (SOCKET, LOCK, BLACKBOX, DEATHS):
+    for name in (SOCKET, LOCK, BLACKBOX, DEATHS, f"{DEATHS}.new"):
         (directory / name).unlink(missing_ok=True)
     try:
         directory.rmdir()

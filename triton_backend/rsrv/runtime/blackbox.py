@@ -82,10 +82,11 @@ def verdict(deaths: Iterable[Death]) -> str | None:
     if not hung and len(deaths) < _TOO_MANY:
         return None
     last = (hung or deaths)[-1]
+    did = {"hung": "it hung", "crashed": "it crashed", "killed": "it was killed"}[last.how]
     times = "once" if len(deaths) == 1 else f"{len(deaths)} times"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last.at))
     return (
-        f"the model has ended the runtime {times}: at {when} it {last.how} while {Phase[last.phase].text}. It is not "
+        f"the model has ended the runtime {times}: at {when} {did} while {Phase[last.phase].text}. It is not "
         f"tried again until its bundle changes, the server starts anew, or {paths.DEATHS} in the runtime's private "
         "directory is removed"
     )

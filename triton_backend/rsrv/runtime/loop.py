@@ -226,7 +226,9 @@ class Loop:
             raise ProtocolError("SUBMIT before REGISTERED")
         key, variants = model.key, model.interface.variants
         for submission in submissions:
-            request, deadline_ns, rows, index, priority, segment_id, inputs_at, outputs_at, token = submission
+            request, deadline_ns, rows, index, priority, segment_id, inputs_at, outputs_at, token, tag = (
+                submission
+            )
             if index >= len(variants):
                 raise ProtocolError(f"SUBMIT for variant {index} of {len(variants)}")
             segment = connection.segments.get(segment_id)
@@ -242,7 +244,9 @@ class Loop:
             id = self._new_id(connection, request)
             deadline = deadline_ns / 1e9 if deadline_ns else None
             run = None
-            self._pending[id] = part = Part(connection, request, rows, segment, inputs_at, outputs_at)
+            self._pending[id] = part = Part(
+                connection, request, rows, segment, inputs_at, outputs_at, tag=tag
+            )
             if token:
                 run = part.run = self._runs.find(token, model.name)
                 if run is None:

@@ -61,6 +61,7 @@ class Run:
     #: seconds on the loop's clock
     deadline: float | None
     priority: int
+    tag: int
     admitted: bool = False
     #: sub-calls that wait until it is let in
     held: list[ev.Request] = field(default_factory=list)
@@ -135,11 +136,11 @@ class Runs:
         """A run wants to be let in, which the caller asks the scheduler. Raises ProtocolError."""
         if group.counts is None:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
-        request, token, deadline_ns, priority = entrance
+        request, token, deadline_ns, priority, tag = entrance
         if not token or token in self._by_token:
             raise ProtocolError("ENTER of a run that is there already, or without a token")
         deadline = deadline_ns / 1e9 if deadline_ns else None
-        run = Run(next(self._ids), token, group, connection, request, asking, deadline, priority)
+        run = Run(next(self._ids), token, group, connection, request, asking, deadline, priority, tag)
         self._by_token[token] = self._by_id[run.id] = run
         return run
 

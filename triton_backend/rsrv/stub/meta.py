@@ -33,7 +33,7 @@ from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
-from rsrv.wire.frames import Completion, Status
+from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -73,7 +73,8 @@ class Visit:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> Entrance:
-        return Entrance(self.id, self.token, self.deadline_ns, self.priority)
+        tag = request_tag(self.request.request_id())
+        return Entrance(self.id, self.token, self.deadline_ns, self.priority, tag)
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK

@@ -48,3 +48,36 @@ class RuntimeView(Protocol):
 
     async def wait_change(self, seen: int | None = None) -> None:
         """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""
+
+
+class LifecycleError(Exception):
+    """A model could not be reloaded; `code` is the name of a gRPC status."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Failure(Protocol):
+    """What the lifecycle could not do for a model, and tries again."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def since(self) -> float:
+        """Unix time, seconds, of the first try."""
+
+    @property
+    def tries(self) -> int: ...
+
+
+class Reloading(Protocol):
+    """The lifecycle, as the service sees it."""
+
+    @property
+    def failures(self) -> Mapping[str, Failure]:
+        """By name of the model."""
+
+    async def reload(self, name: str) -> None:
+        """Serve what the bundle holds now. Raises LifecycleError; then what was served before is served still."""

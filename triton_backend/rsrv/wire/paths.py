@@ -7,6 +7,10 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
+#: of the control process: where it listens, its claim, and what operators set
+CONTROL_SOCKET = "control.sock"
+CONTROL_LOCK = "control.lock"
+OVERRIDES = "overrides.json"
 
 
 class RuntimeDirectoryError(Exception):
@@ -80,7 +84,7 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    for name in (SOCKET, LOCK):
+    for name in (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES):
         (directory / name).unlink(missing_ok=True)
     try:
         directory.rmdir()

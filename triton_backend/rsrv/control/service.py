@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from rsrv.control import messages
+from rsrv.control.enums import member, member_name
 from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
@@ -114,7 +115,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 pid=self._server_pid,
                 control_pid=os.getpid(),
                 version=importlib.metadata.version("rsrv"),
-                mode=messages.member(pb.Mode, self._settings.lifecycle.mode),
+                mode=member(pb.Mode, self._settings.lifecycle.mode),
                 repository=str(self._repository),
             ),
             runtime=pb.Runtime(
@@ -186,7 +187,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def SetResidency(self, request: pb.SetResidencyRequest) -> pb.SetResidencyResponse:
         model = _model(request.model)
         try:
-            residency = messages.member_name(pb.Residency, request.residency)
+            residency = member_name(pb.Residency, request.residency)
         except ValueError as error:
             raise _Wrong(f"residency {error}") from None
         if request.wait and residency != "device":
@@ -244,7 +245,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @_steers
     async def Pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
         try:
-            mode = messages.member_name(pb.Pause, request.mode)
+            mode = member_name(pb.Pause, request.mode)
         except ValueError as error:
             raise _Wrong(f"mode {error}") from None
         await self._link.command({"command": "pause", "model": _target(request.target), "mode": mode})

@@ -57,7 +57,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         bool(cells) and all(row[column][:1].isdigit() or row[column] in ("", "-") for row in cells)
         for column in range(len(head))
     ]
-    if sys.stdout.isatty():
+    if is_terminal():
         from rich import box
         from rich.console import Console
         from rich.table import Table
@@ -77,6 +77,10 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
             for cell, width, right in zip(row, widths, numeric, strict=True)
         )
         print("  ".join(padded).rstrip())
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 #: of words that should catch the eye

@@ -60,7 +60,6 @@ class Overrides:
             case {"command": "residency", "model": str(model), "residency": str(residency)}:
                 self._residency[model] = residency
             case {"command": "policy", "model": str(model), **policy}:
-                del policy["command"]
                 self._policy[model] = {**self.policy(model), **policy}
             case {"command": "pause", "model": model, "mode": str(mode)}:
                 self._pause(model, mode)

@@ -176,7 +176,7 @@ def _print_entry(revision: int, key: str, entry: pb.Entry | None) -> None:
     said = [
         _word(pb.State, version.state),
         _word(pb.Weights, version.weights),
-        f"residency {_word(pb.Residency, entry.residency)}",
+        _word(pb.Residency, entry.residency) and f"residency {_word(pb.Residency, entry.residency)}",
         f"{len(version.stubs)} stubs",
         _word(pb.Pause, version.paused) and f"paused ({_word(pb.Pause, version.paused)})",
         " ".join(version.error.split()),

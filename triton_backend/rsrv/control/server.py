@@ -56,6 +56,9 @@ async def listen(settings: ControlSection, service: ControlService, health: Heal
     """A started server on `settings.listen`, and its port. Raises ListenError."""
     address = settings.listen
     assert address is not None
+    port = address.rpartition(":")[2]
+    if not (port.isdigit() and int(port) < 65536):
+        raise ListenError(f"control.listen: {address!r} is not host:port")  # gRPC would take another port
     credentials, token = _credentials(settings), _token(settings)
     if credentials is None and token is None:
         raise ListenError(
@@ -64,17 +67,21 @@ async def listen(settings: ControlSection, service: ControlService, health: Heal
         )
     server = _server(service, health, [] if token is None else [_TokenCheck(token)])
     try:
-        port = (
+        bound = (
             server.add_insecure_port(address)
             if credentials is None
             else server.add_secure_port(address, credentials)
         )
-    except RuntimeError as error:
-        raise ListenError(f"control.listen: cannot listen on {address}: {error}") from None
+    except RuntimeError:
+        # gRPC says why only in a log of its own.
+        raise ListenError(
+            f"control.listen: cannot listen on {address}: it is taken, or not of this machine, or the certificate and "
+            "key cannot be used"
+        ) from None
     await server.start()
     secured = [*(["TLS"] if credentials else []), *(["a token"] if token else [])]
     log.info("control listens on %s, with %s", address, " and ".join(secured))
-    return server, port
+    return server, bound
 
 
 def _server(service: ControlService, health: Health, interceptors: list[Any]) -> Any:

@@ -14,7 +14,7 @@ import grpc
 
 from rsrv.control import messages
 from rsrv.control.enums import member, member_name
-from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription
+from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.control.view import LifecycleError, Reloading
@@ -50,7 +50,8 @@ def _answers(
         except _Wrong as error:
             status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
         except (Refused, LifecycleError) as error:
-            status, text = getattr(grpc.StatusCode, error.code, grpc.StatusCode.INTERNAL), str(error)
+            codes = grpc.StatusCode.__members__
+            status, text = codes.get(error.code, grpc.StatusCode.INTERNAL), str(error)
         except Exception:
             log.exception("%s failed", method.__name__)
             status, text = grpc.StatusCode.INTERNAL, "internal error; the server's log says more"
@@ -205,9 +206,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _have_loaded(self, command: dict[str, Any], model: str, wait: bool) -> None:
         subscription = self._link.subscribe()
         try:
+            before = await subscription.next()
             await self._link.command(command)
             if wait:
-                await _until_resident(subscription, model)
+                await _until_resident(before, subscription, model)
         finally:
             subscription.close()
 
@@ -319,15 +321,15 @@ def _complain(text: str) -> NoReturn:
     raise _Wrong(text)
 
 
-async def _until_resident(subscription: Subscription, model: str) -> None:
-    """Return when the weights of a model, or of what a meta model calls, are on the device.
+async def _until_resident(update: Update, subscription: Subscription, model: str) -> None:
+    """Return when the weights of a model, or of what a meta model calls, are on the device. `update`: the first one.
 
     Raises RuntimeDown, and Refused when they were on their way and are not any more.
     """
     entries: dict[str, Any] = {}
     on_their_way: set[str] = set()
     while True:
-        match await subscription.next():
+        match update:
             case None:
                 raise RuntimeDown
             case Snapshot(entries=found):
@@ -352,3 +354,4 @@ async def _until_resident(subscription: Subscription, model: str) -> None:
                 "others. The story says which",
             )
         on_their_way |= {key for key, where in weights.items() if where == "loading"}
+        update = await subscription.next()

@@ -504,5 +504,10 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
             return Status.INVALID, "the request has more rows than the model's largest batch"
         case ev.Reason.UNKNOWN_VARIANT:
             return Status.INVALID, "no module is compiled for this input shape"
+        case ev.Reason.PAUSED:
+            return Status.PAUSED, "the model is paused; try again when an operator lets it go on"
+        case ev.Reason.NOT_RESIDENT:
+            text = "its weights are not on the device; the control plane must bring them there first"
+            return Status.NOT_RESIDENT, text
         case _:
             return Status.NOT_FOUND, "the model is not loaded"

@@ -6,7 +6,7 @@ Counters rise from the moment a model was added (or the scheduler was made); not
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rsrv.runtime.scheduler.events import Outcome, Reason
+from rsrv.runtime.scheduler.events import Outcome, Pause, Reason
 from rsrv.runtime.scheduler.weights import Residency
 
 
@@ -64,6 +64,8 @@ class ModelSnapshot:
     pinned: bool
     #: removed, but its last executions or its load still run.
     draining: bool
+    #: how it is paused; None: it is not.
+    paused: Pause | None
     #: requests that wait, and their rows.
     queued: int
     queued_rows: int

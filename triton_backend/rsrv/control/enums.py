@@ -1,5 +1,6 @@
 """Members of the service's enums by the names that the protocol and rsrv.yaml have for them."""
 
+from functools import cache
 from typing import Any
 
 
@@ -8,19 +9,19 @@ def member(enum: Any, name: str | None) -> Any:
 
     None, and what this version does not know, is UNSPECIFIED.
     """
-    prefix = _prefix(enum)
-    return dict(enum.items()).get(f"{prefix}{(name or '').upper()}", 0)
+    return 0 if name is None else _members(enum).get(name, 0)
 
 
 def member_name(enum: Any, value: int) -> str:
     """The other way round. Raises ValueError for UNSPECIFIED and for what is not in it, naming what is."""
-    prefix = _prefix(enum)
-    names = {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
-    if value not in names:
-        raise ValueError(f"must be one of {', '.join(names.values())}")
-    return str(names[value])
+    for name, number in _members(enum).items():
+        if number == value:
+            return name
+    raise ValueError(f"must be one of {', '.join(_members(enum))}")
 
 
-def _prefix(enum: Any) -> str:
-    """Members of an enum begin with its name."""
-    return str(enum.Name(0)).removesuffix("UNSPECIFIED")
+@cache
+def _members(enum: Any) -> dict[str, int]:
+    """Names in the protobuf begin with the enum's own: RESIDENCY_DEVICE."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}

@@ -1,6 +1,7 @@
 """The runtime's JSON as the service's messages, and settings the other way round. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -11,6 +12,11 @@ from rsrv.control.view import Entry
 from rsrv.settings import Settings
 
 Json = Mapping[str, Any]
+#: versions of one model, in the order in which they came, by key
+Versions = Mapping[str, Entry]
+
+#: fields that have the same name in both, but not the same form
+_TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 
 
 def version(key: str, entry: Entry) -> pb.Version:
@@ -26,9 +32,15 @@ def version(key: str, entry: Entry) -> pb.Version:
     )
 
 
-def versions(entries: Mapping[str, Entry], name: str) -> list[pb.Version]:
-    """Of one model, in the order in which they came."""
-    return [version(key, entry) for key, entry in entries.items() if entry["name"] == name]
+def by_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    found: dict[str, dict[str, Entry]] = {}
+    for key, entry in entries.items():
+        found.setdefault(entry["name"], {})[key] = entry
+    return found
+
+
+def version_list(versions: Versions) -> list[pb.Version]:
+    return [version(key, entry) for key, entry in versions.items()]
 
 
 def entry_message(key: str, entry: Entry) -> pb.Entry:
@@ -40,17 +52,15 @@ def entry_message(key: str, entry: Entry) -> pb.Entry:
     )
 
 
-def model_status(
-    name: str, status: Json, entries: Mapping[str, Entry], policy: pb.Policy | None
-) -> pb.ModelStatus:
+def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy) -> pb.ModelStatus:
     """`status`: what the runtime says of this model; empty while it is not built, or could not be."""
-    found = [entry for entry in entries.values() if entry["name"] == name]
+    found = list(versions.values())
     # What is served, or else what is about to be.
     ready = [entry for entry in found if entry["state"] == "ready"] or found
     costs = status.get("costs", {})
     return pb.ModelStatus(
         name=name,
-        versions=versions(entries, name),
+        versions=version_list(versions),
         residency=member(pb.Residency, ready[-1]["residency"] if ready else status.get("residency")),
         weights=member(pb.Weights, ready[-1]["weights"] if ready else status.get("weights")),
         paused=member(pb.Pause, ready[-1]["paused"] if ready else None),
@@ -59,18 +69,18 @@ def model_status(
             for which in sorted({*costs, *status.get("sizes", {})}, key=_variant_and_size)
         ],
         policy=policy,
-        **_same(pb.ModelStatus, status, {"residency", "weights"}),
+        **_same(pb.ModelStatus, status, _TRANSLATED),
     )
 
 
-def meta_status(name: str, status: Json, entries: Mapping[str, Entry]) -> pb.MetaStatus:
+def meta_status(name: str, status: Json, versions: Versions) -> pb.MetaStatus:
     """`status`: what the runtime says of this meta model; empty while nobody serves it."""
-    found = [entry for entry in entries.values() if entry["name"] == name]
+    found = list(versions.values())
     return pb.MetaStatus(
         name=name,
-        versions=versions(entries, name),
+        versions=version_list(versions),
         paused=member(pb.Pause, found[-1]["paused"] if found else None),
-        **_same(pb.MetaStatus, status, set()),
+        **_same(pb.MetaStatus, status),
     )
 
 
@@ -87,11 +97,11 @@ def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
 
 
 def host_memory(status: Json) -> pb.HostMemory:
-    return pb.HostMemory(**_same(pb.HostMemory, status, set()))
+    return pb.HostMemory(**_same(pb.HostMemory, status))
 
 
 def device_memory(status: Json) -> pb.DeviceMemory:
-    return pb.DeviceMemory(**_same(pb.DeviceMemory, status, set()))
+    return pb.DeviceMemory(**_same(pb.DeviceMemory, status))
 
 
 def scheduler(section: Json) -> pb.Scheduler:
@@ -99,7 +109,7 @@ def scheduler(section: Json) -> pb.Scheduler:
     return pb.Scheduler(
         discipline=member(pb.Discipline, section.get("discipline")),
         eviction=member(pb.Eviction, section.get("eviction")),
-        **_same(pb.Scheduler, section, {"discipline", "eviction"}),
+        **_same(pb.Scheduler, section, _TRANSLATED),
     )
 
 
@@ -123,16 +133,25 @@ def given(message: Message) -> dict[str, Any]:
 
 
 def load(said: Json) -> pb.GetLoadResponse:
+    # Asked for many times a second: spelled out, for speed.
     return pb.GetLoadResponse(
+        backlog_s=said["backlog_s"],
+        free_bytes=said["free_bytes"],
+        budget_bytes=said["budget_bytes"],
         models=[
             pb.ModelLoad(
                 name=name,
-                weights=member(pb.Weights, model.get("weights")),
-                **_same(pb.ModelLoad, model, {"name", "weights"}),
+                queued=model["queued"],
+                executing=model["executing"],
+                weights=member(pb.Weights, model["weights"]),
+                bytes=model["bytes"],
+                cost_s=model["cost_s"],
+                misses=model["misses"],
+                device_seconds=model["device_seconds"],
+                rows=model["rows"],
             )
             for name, model in said["models"].items()
         ],
-        **_same(pb.GetLoadResponse, said, {"models"}),
     )
 
 
@@ -144,10 +163,16 @@ def snapshot(instance: str, revision: int, entries: Mapping[str, Entry]) -> pb.S
     )
 
 
-def _same(message: Any, status: Json, but: Iterable[str]) -> dict[str, Any]:
+def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict[str, Any]:
     """What has the same name and meaning in both; null is absent."""
-    names = {field.name for field in message.DESCRIPTOR.fields} - set(but)
+    names = _names(message, but)
     return {key: value for key, value in status.items() if key in names and value is not None}
+
+
+@cache
+def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
+    """Of fields. Kept, because asking a descriptor takes longer than making a message."""
+    return frozenset(field.name for field in message.DESCRIPTOR.fields) - but
 
 
 def _executable(which: str, count: int, cost: float | None) -> pb.Executable:

@@ -101,9 +101,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         link = self._link
         status = await link.status()
         section = await link.configure({})
-        entries = link.entries
-        models = {**{e["name"]: {} for e in entries.values() if e["kind"] == "model"}, **status["models"]}
-        metas = {**{e["name"]: {} for e in entries.values() if e["kind"] == "meta"}, **status["metas"]}
+        versions = messages.by_name(link.entries)
+        # What is not built yet, or could not be, has no status.
+        kinds = {e["name"]: e["kind"] for e in link.entries.values()}
+        models = {**{name: {} for name, kind in kinds.items() if kind == "model"}, **status["models"]}
+        metas = {**{name: {} for name, kind in kinds.items() if kind == "meta"}, **status["metas"]}
         failures = {} if self._lifecycle is None else self._lifecycle.failures
         if request.model and request.model not in {*models, *metas, *failures}:
             raise Refused("NOT_FOUND", f"there is no model {request.model!r}")
@@ -135,12 +137,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 messages.model_status(
                     name,
                     models[name],
-                    entries,
+                    versions.get(name, {}),
                     messages.policy(self._settings, name, link.overrides.policy(name)),
                 )
                 for name in wanted(models)
             ],
-            metas=[messages.meta_status(name, metas[name], entries) for name in wanted(metas)],
+            metas=[messages.meta_status(name, metas[name], versions.get(name, {})) for name in wanted(metas)],
             failures=[
                 pb.Failure(
                     name=name,
@@ -273,7 +275,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if self._lifecycle is None:
             raise Refused("FAILED_PRECONDITION", "nobody reloads models of this server")
         await self._lifecycle.reload(model)
-        return pb.ReloadWeightsResponse(versions=messages.versions(self._link.entries, model))
+        versions = messages.by_name(self._link.entries).get(model, {})
+        return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
 
     @_steers
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:

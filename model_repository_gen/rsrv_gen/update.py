@@ -117,6 +117,8 @@ class Update:
     failed: dict[str, str] = field(default_factory=dict)
     #: Models that were left as they are because a bundle that they are made of is not ready to be read.
     later: set[str] = field(default_factory=set)
+    #: Places below which no bundles were found, with the reason.
+    unusable: list[str] = field(default_factory=list)
 
 
 def update(
@@ -139,7 +141,8 @@ def update(
     `Update.failed`. `later_than` as in `RepositoryWriter.put`.
     """
     sources = read_sources(roots)
-    done = Update(broken={name: "; ".join(lines) for name, lines in sources.broken.items()})
+    broken = {name: "; ".join(lines) for name, lines in sources.broken.items()}
+    done = Update(broken=broken, unusable=sources.unusable)
     only = None if names is None else _touched(names, sources, repository)
     planned = steps(repository, sources, link=link, transport=transport, stays=stays, only=only)
     for step in planned:

@@ -14,13 +14,15 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.health import Health
+from rsrv.control.lifecycle import LifecycleError
 from rsrv.control.overrides import Overrides
 from rsrv.control.readiness import Readiness
+from rsrv.control.rounds import Failure
 from rsrv.control.runtime import RuntimeLink
 from rsrv.control.server import listen_locally
 from rsrv.control.service import ControlService
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.control.view import Entry, Failure, LifecycleError, RuntimeView
+from rsrv.control.view import Entry, RuntimeView
 from rsrv.settings import load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import Board, create_document
@@ -211,7 +213,6 @@ class FakeRuntime:
                     Kind.STATE,
                     {
                         "instance": self.instance,
-                        "pid": self.pid,
                         "revision": self.revision,
                         "entries": self.entries,
                     },
@@ -294,15 +295,6 @@ class FakeLifecycle:
         if name in self.refusals:
             raise self.refusals[name]
         self.reloaded.append(name)
-
-
-@dataclass
-class Failed:
-    """What a lifecycle could not do."""
-
-    text: str
-    since: float
-    tries: int
 
 
 @dataclass

@@ -19,11 +19,12 @@ from google.protobuf import json_format
 from rsrv.control import cli, find
 from rsrv.control.output import amount, duration, to_json
 from rsrv.control.pages import print_update
+from rsrv.control.rounds import Failure
 from rsrv.control.server import listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time
-from tests.unit.control.peers import Failed, Served, entry, looped, served, until
+from tests.unit.control.peers import Served, entry, looped, served, until
 
 
 @dataclass
@@ -97,7 +98,7 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
     @looped
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.lifecycle.failures["c"] = Failed("manifest.yaml:\n  no such key", since=1.0, tries=3)
+            rsrv.server.lifecycle.failures["c"] = Failure("manifest.yaml:\n  no such key", since=1.0, tries=3)
             rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
             await until(rsrv.server.link, lambda: "m@1" in rsrv.server.link.entries)
 
@@ -427,6 +428,10 @@ def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     @looped
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
+            # As the runtime does it.
+            rsrv.server.runtime.answers = lambda said: (
+                ("directory" in said and os.mkdir(said["directory"])) or {}
+            )
             said = await rsrv("profile", "--seconds", "0.01")
 
             first, second = rsrv.server.runtime.commands

@@ -166,6 +166,22 @@ async def test_an_old_version_serves_while_the_new_one_loads(tmp_path: Path) -> 
 
 
 @looped
+async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Path) -> None:
+    """It has no stub and no place in the repository of its own; the stub of its only meta model dies."""
+    async with served(tmp_path, models=["m"]) as server:
+        server.runtime.change("inner@1", entry("inner", stubs=[]))
+        server.runtime.change(
+            "m@1", entry("m", kind="meta", weights=None, residency=None, models=["inner@1"])
+        )
+        await settled(server, 7)
+        assert [await check(server, service) for service in ("", "m", "inner")] == [SERVING] * 3
+
+        server.runtime.change("m@1", None)
+        await settled(server, 8)
+        assert [await check(server, service) for service in ("", "m", "inner")] == [NOT_SERVING] * 3
+
+
+@looped
 async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> None:
     """The external control plane has unloaded a model that the repository has."""
     async with served(tmp_path, models=["a"], decides=False) as server:

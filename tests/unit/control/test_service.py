@@ -9,9 +9,10 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
+from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.rounds import Failure
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.control.view import LifecycleError
-from tests.unit.control.peers import Failed, entry, looped, model_status, served, until
+from tests.unit.control.peers import entry, looped, model_status, served, until
 
 A = pb.Target(model="a")
 ALL = pb.Target(all=True)
@@ -40,7 +41,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             "device_seconds": 0.5,
             "kept_bytes": 64,
         }
-        server.lifecycle.failures["c"] = Failed("manifest.yaml: not YAML", since=1000.0, tries=2)
+        server.lifecycle.failures["c"] = Failure("manifest.yaml: not YAML", since=1000.0, tries=2)
         await until(server.link, lambda: "m@1" in server.link.entries)
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
@@ -335,21 +336,27 @@ async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> No
         assert server.runtime.commands == [{"command": "profile", "directory": started.directory}]
         assert Path(started.directory).parent == tmp_path / "profiles"
         assert (tmp_path / "profiles").stat().st_mode & 0o777 == 0o700
+        Path(started.directory).mkdir()  # as the runtime does
 
         stopped = await server.control.StopProfile(pb.StopProfileRequest())
         assert stopped.directory == started.directory
 
 
 @looped
-async def test_a_profile_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
-    """One runs already."""
+async def test_a_profile_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """One runs already; and then the folder for profiles cannot be made."""
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {"error": "one runs already", "code": "FAILED_PRECONDITION"}
+        assert await refusal(server.control.StartProfile(pb.StartProfileRequest())) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "one runs already",
+        )
 
-        code, _ = await refusal(server.control.StartProfile(pb.StartProfileRequest()))
-
+        (tmp_path / "profiles").rmdir()
+        (tmp_path / "profiles").write_text("in the way")
+        code, text = await refusal(server.control.StartProfile(pb.StartProfileRequest()))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert not list((tmp_path / "profiles").iterdir())
+        assert "control.profile_dir" in text
 
 
 @looped

@@ -68,11 +68,13 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     """Until the server ends, of which `server` is a pidfd. Raises whatever ends it before."""
     # After the claim: who is not needed loads nothing.
     from rsrv.control.health import Health
+    from rsrv.control.lifecycle import Lifecycle
     from rsrv.control.overrides import Overrides
     from rsrv.control.readiness import Readiness
     from rsrv.control.runtime import RuntimeLink
     from rsrv.control.server import ListenError, listen, listen_locally
     from rsrv.control.service import ControlService
+    from rsrv.control.triton import Triton
     from rsrv.settings import load_settings
 
     text = options.settings.read_text() if options.settings.exists() else ""
@@ -83,7 +85,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
     link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
     health = Health(link, Readiness(link, repository, decides=settings.lifecycle.mode != "explicit"))
-    service = ControlService(link, settings, repository, options.server_pid, None)
+    lifecycle = Lifecycle(settings, repository, link, Triton.of(options.server_pid, settings.control.triton))
+    service = ControlService(link, settings, repository, options.server_pid, lifecycle)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
@@ -96,7 +99,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.server_pid,
         options.directory,
     )
-    tasks = [asyncio.create_task(work) for work in (gone.wait(), link.run(), health.run())]
+    tasks = [asyncio.create_task(work) for work in (gone.wait(), link.run(), health.run(), lifecycle.run())]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -25,14 +25,17 @@ class Readiness:
         )
 
     def ready(self) -> set[str]:
-        """Names of the models and meta models that have a ready version and a live stub."""
+        """Names of the models and meta models that have a ready version and a live stub, be it a meta model's that
+        calls them.
+        """
         if not self._view.up:
             return set()
-        return {
-            entry["name"]
-            for entry in self._view.entries.values()
-            if entry["state"] == "ready" and entry["stubs"]
+        entries = self._view.entries
+        served = {
+            key: entry for key, entry in entries.items() if entry["state"] == "ready" and entry["stubs"]
         }
+        called = {key for entry in served.values() for key in entry["models"] if key in entries}
+        return {entries[key]["name"] for key in (*served, *called) if entries[key]["state"] == "ready"}
 
     def knows(self, name: str) -> bool:
         """Whether there is such a model, ready or not."""

@@ -239,7 +239,7 @@ class RuntimeLink:
                 self._entries = dict(state["entries"])
                 new = state["instance"] != self.instance
                 self.instance, self.revision = str(state["instance"]), revision
-                log.info("runtime %s, instance %s", state.get("pid"), self.instance)
+                log.info("connected to the runtime, instance %s", self.instance)
                 self._come_up()
                 if new:
                     self._tell_all()

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -14,10 +13,11 @@ import grpc
 
 from rsrv.control import messages
 from rsrv.control.enums import member, member_name
+from rsrv.control.lifecycle import LifecycleError
 from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.control.view import LifecycleError, Reloading
+from rsrv.control.view import Reloading
 from rsrv.settings import CHANGEABLE, Settings
 
 log = logging.getLogger("rsrv.control")
@@ -76,15 +76,13 @@ def _steers(
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """`lifecycle` None: nobody reloads models here."""
-
     def __init__(
         self,
         link: RuntimeLink,
         settings: Settings,
         repository: Path,
         server_pid: int,
-        lifecycle: Reloading | None,
+        lifecycle: Reloading,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._link = link
@@ -106,7 +104,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         kinds = {e["name"]: e["kind"] for e in link.entries.values()}
         models = {**{name: {} for name, kind in kinds.items() if kind == "model"}, **status["models"]}
         metas = {**{name: {} for name, kind in kinds.items() if kind == "meta"}, **status["metas"]}
-        failures = {} if self._lifecycle is None else self._lifecycle.failures
+        failures = self._lifecycle.failures
         if request.model and request.model not in {*models, *metas, *failures}:
             raise Refused("NOT_FOUND", f"there is no model {request.model!r}")
 
@@ -272,8 +270,6 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @_steers
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
-        if self._lifecycle is None:
-            raise Refused("FAILED_PRECONDITION", "nobody reloads models of this server")
         await self._lifecycle.reload(model)
         versions = messages.by_name(self._link.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
@@ -286,17 +282,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         directory = parent / f"{moment}-{self._server_pid}"
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            directory.mkdir(mode=0o700)
         except OSError as error:
             raise Refused(
                 "FAILED_PRECONDITION", f"no profile can be written: {error}; see control.profile_dir"
             ) from None
-        try:
-            await self._link.slow_command({"command": "profile", "directory": str(directory)})
-        except Refused:
-            with suppress(OSError):
-                directory.rmdir()
-            raise
+        await self._link.slow_command({"command": "profile", "directory": str(directory)})
         return pb.StartProfileResponse(directory=str(directory))
 
     @_steers

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypedDict
 
+from rsrv.control.rounds import Failure
+
 
 class Entry(TypedDict):
     """One version of a model, or of a meta model, as the runtime's STATE frames have it (docs/protocol.md)."""
@@ -12,7 +14,7 @@ class Entry(TypedDict):
     digest: str
     state: Literal["loading", "ready", "leaving", "failed"]
     error: str | None
-    residency: Literal["unpinned", "system", "device"]
+    residency: Literal["unpinned", "system", "device"] | None
     weights: Literal["absent", "loading", "resident"] | None
     #: pids of the connected stubs that registered it, or are about to
     stubs: list[int]
@@ -50,34 +52,12 @@ class RuntimeView(Protocol):
         """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""
 
 
-class LifecycleError(Exception):
-    """A model could not be reloaded; `code` is the name of a gRPC status."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-class Failure(Protocol):
-    """What the lifecycle could not do for a model, and tries again."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def since(self) -> float:
-        """Unix time, seconds, of the first try."""
-
-    @property
-    def tries(self) -> int: ...
-
-
 class Reloading(Protocol):
     """The lifecycle, as the service sees it."""
 
     @property
     def failures(self) -> Mapping[str, Failure]:
-        """By name of the model."""
+        """Models that are not as their bundles say, by name."""
 
     async def reload(self, name: str) -> None:
         """Serve what the bundle holds now. Raises LifecycleError; then what was served before is served still."""

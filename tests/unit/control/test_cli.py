@@ -428,10 +428,13 @@ def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     @looped
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
-            # As the runtime does it.
-            rsrv.server.runtime.answers = lambda said: (
-                ("directory" in said and os.mkdir(said["directory"])) or {}
-            )
+
+            def answer(command: dict[str, Any]) -> dict[str, Any]:
+                if "directory" in command:  # the runtime makes it
+                    Path(command["directory"]).mkdir()
+                return {}
+
+            rsrv.server.runtime.answers = answer
             said = await rsrv("profile", "--seconds", "0.01")
 
             first, second = rsrv.server.runtime.commands

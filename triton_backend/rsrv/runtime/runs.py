@@ -63,6 +63,8 @@ class Run:
     priority: int
     tag: int
     admitted: bool = False
+    #: whether it is to end with its next call, because somebody aborted it
+    aborted: bool = False
     #: sub-calls that wait until it is let in
     held: list[ev.Request] = field(default_factory=list)
     #: by the numbers that its stub chose
@@ -151,11 +153,11 @@ class Runs:
         else:
             run.held.append(request)
 
-    def leave(self, run: Run, status: Status) -> None:
-        """A run is over."""
+    def leave(self, run: Run, status: Status, text: str = "the request was cancelled") -> None:
+        """A run is over. `text` is for one that waits to be let in."""
         self._forget(run, status)
         if not run.admitted:
-            self._turn_away(run, Status.CANCELLED, "the request was cancelled")
+            self._turn_away(run, Status.CANCELLED, text)
         run.kept.clear()
         self._feed(ev.RunEnded(run.id))
 

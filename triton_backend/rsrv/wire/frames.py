@@ -107,12 +107,10 @@ MAX_ENTRIES = 1024
 
 def request_tag(id: str) -> int:
     """What stands for a client's request id in frames; 0 for none."""
+    if not id:
+        return 0
     # An id that is no proper text is somebody's all the same.
-    return (
-        int.from_bytes(blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
-        if id
-        else 0
-    )
+    return int.from_bytes(blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def pack_submissions(submissions: Sequence[Submission]) -> bytes:

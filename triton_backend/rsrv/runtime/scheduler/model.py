@@ -8,7 +8,7 @@ from rsrv.runtime.scheduler.coalesce import Batch, plan_batch
 from rsrv.runtime.scheduler.costs import VariantCosts
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Execute, Pause, PolicyChanged, Program, Request
-from rsrv.runtime.scheduler.snapshot import Counts, ModelSnapshot
+from rsrv.runtime.scheduler.snapshot import Counts, ModelLoad, ModelSnapshot
 from rsrv.runtime.scheduler.story import Story
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Lane, Place
 from rsrv.runtime.scheduler.weights import Holding, Residency
@@ -228,6 +228,19 @@ class ModelState:
         """Count an execution that ended for good."""
         self.executing -= len(execute.requests)
         self.executions -= 1
+
+    def load(self) -> ModelLoad:
+        """The part of its statistics that is asked for often. Costs O(variants)."""
+        tables = [lane.costs for lane in self.lanes.values()]
+        return ModelLoad(
+            self.queued,
+            self.executing,
+            self.holding.bytes,
+            min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
+            self.misses,
+            self.device_seconds,
+            self.useful_rows,
+        )
 
     def snapshot(self) -> ModelSnapshot:
         """Its statistics now."""

@@ -64,7 +64,7 @@ from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.shedding import SLACK, hopeless
-from rsrv.runtime.scheduler.snapshot import Counts, Snapshot
+from rsrv.runtime.scheduler.snapshot import Counts, Load, Snapshot
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Lane
 from rsrv.runtime.scheduler.weights import Residency
 
@@ -505,6 +505,11 @@ class Scheduler:
         """The latest events and instructions of a loaded or draining model, oldest first; [] for others."""
         state = self._models.get(model) or self._draining.get(model)
         return [] if state is None else state.story.lines()
+
+    def load(self) -> Load:
+        """What `snapshot` says of loaded models, as far as it is asked for often. Costs O(models)."""
+        models = {name: state.load() for name, state in self._models.items()}
+        return Load(models, self._memory.weights.bytes, self._memory.weights.budget)
 
     def snapshot(self) -> Snapshot:
         """Statistics of all loaded and draining models."""

@@ -288,6 +288,7 @@ class FakeLifecycle:
 
     def __init__(self) -> None:
         self.failures: dict[str, Failure] = {}
+        self.loading: set[str] = set()
         self.reloaded: list[str] = []
         self.refusals: dict[str, LifecycleError] = {}
 
@@ -331,7 +332,7 @@ async def served(
         runtime.models[name] = model_status()
     lifecycle = FakeLifecycle()
     async with linked(tmp_path, silence=silence) as link:
-        health = Health(link, Readiness(link, repository, decides=decides))
+        health = Health(link, Readiness(link, repository, lambda: lifecycle.loading, decides=decides))
         service = ControlService(
             link,
             load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),

@@ -69,6 +69,36 @@ async def test_a_dead_stub_is_seen_and_its_return_too(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -> None:
+    """Its new stub is ready before Triton sends requests there."""
+    async with served(tmp_path, models=["a"]) as server:
+        model = watch(server, "a")
+        assert (await model.read()).status == SERVING
+        server.runtime.change("a@1", None)
+        assert (await model.read()).status == NOT_SERVING
+
+        server.lifecycle.loading.add("a")
+        server.runtime.change("a@1", entry("a", stubs=[101]))
+        await settled(server, 7)
+        assert (await check(server), await check(server, "a")) == (NOT_SERVING, NOT_SERVING)
+
+        server.lifecycle.loading.clear()
+        assert (await model.read()).status == SERVING
+
+
+@looped
+async def test_a_model_serves_while_it_is_loaded_anew(tmp_path: Path) -> None:
+    """Triton loads its next version: the one before it is there."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.lifecycle.loading.add("a")
+        server.runtime.change("a@2", entry("a", stubs=[101]))
+        server.runtime.change("a@1", None)
+        await settled(server, 7)
+
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
+
+
+@looped
 async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
     """It dies; the next one has its models one after the other."""
     async with served(tmp_path, models=["a", "b"]) as server:

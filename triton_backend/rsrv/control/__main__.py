@@ -84,8 +84,11 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     asyncio.get_running_loop().add_reader(server, gone.set)
 
     link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
-    health = Health(link, Readiness(link, repository, decides=settings.lifecycle.mode != "explicit"))
     lifecycle = Lifecycle(settings, repository, link, Triton.of(options.server_pid, settings.control.triton))
+    readiness = Readiness(
+        link, repository, lambda: lifecycle.loading, decides=settings.lifecycle.mode != "explicit"
+    )
+    health = Health(link, readiness)
     service = ControlService(link, settings, repository, options.server_pid, lifecycle)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:

@@ -13,8 +13,9 @@ from rsrv.control.view import RuntimeView
 
 _Response = health_pb2.HealthCheckResponse
 
-#: seconds between two looks for what no change of the view announces: a model that failed is removed from the repository
-_LOOK = 1.0
+#: seconds between two looks for what no change of the view announces: Triton has loaded a model, or one that failed is
+#: removed from the repository
+_LOOK = 0.25
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -237,6 +237,7 @@ class RuntimeLink:
             revision = int(state["revision"])
             if "entries" in state:
                 self._entries = dict(state["entries"])
+                self._since = self._loop.time()
                 new = state["instance"] != self.instance
                 self.instance, self.revision = str(state["instance"]), revision
                 log.info("connected to the runtime, instance %s", self.instance)
@@ -260,7 +261,7 @@ class RuntimeLink:
             self._publish(Change(self.instance, revision, key, entry))
 
     def _come_up(self) -> None:
-        self._up, self._since = True, self._loop.time()
+        self._up = True
         self._down = self._loop.create_future()
         self._note()
         self._publish(None)

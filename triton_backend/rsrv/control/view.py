@@ -32,7 +32,7 @@ class RuntimeView(Protocol):
 
     @property
     def since(self) -> float:
-        """The event loop's time when it came up last."""
+        """The event loop's time when this runtime was found. One that was silent for a while is the same."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:

@@ -115,8 +115,10 @@ class Loop:
         """Wait until something happens, and do all that follows from it."""
         wakeup = self._scheduler.next_wakeup()
         timeout = None if wakeup is None else min(max(0.0, wakeup - self._clock()), _LONGEST_WAIT)
+        # Connections that ended late in the last round may have left something to do.
+        due = self._executor.is_due or self._requests.has_answers
         self.underway.round.end()
-        self._transport.poll(0.0 if self._executor.has_ended or self._requests.has_answers else timeout)
+        self._transport.poll(0.0 if due else timeout)
         self.underway.round.begin(Phase.LOOPING, "")
         self._flush_arrivals()
         # After the arrivals: what came while this one executed may share the next execution.

@@ -79,10 +79,10 @@ class Registry:
         """The model by that name, or all that a meta model by that name calls. Raises LookupError: there is none."""
         if self.catalog.serves(name):
             return [name]
-        called = [one for group in self.metas() if group.name == name for one in group.calls]
+        called = [group.calls for group in self.metas() if group.name == name]
         if not called:
             raise LookupError(f"there is no model {name!r:.200}")
-        return called
+        return [one for calls in called for one in calls]
 
     def metas(self) -> list[Group]:
         """All meta models that somebody serves."""

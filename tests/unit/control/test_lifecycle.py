@@ -95,6 +95,24 @@ def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
     assert world.triton.texts() == {"a": "v2", "c": "v1", "d": "v2", "e": "v1"}
 
 
+def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
+    """Also to a control process that comes later; a model that failed when the server started is tried again."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "failed": "v1"}})
+    for name in ("a", "b", "failed"):
+        del world.triton.served[name]
+    world.triton.dismissed = {"a", "b"}
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(20)
+            assert world.triton.texts() == {"failed": "v1"}
+            place(tmp_path / "r" / "a", "v2")
+            await asyncio.sleep(20)
+
+    run(main())
+    assert world.triton.texts() == {"a": "v2", "failed": "v1"}
+
+
 def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
     """prod -> old and staging -> prod in one look: what they share stays in the runtime."""
 

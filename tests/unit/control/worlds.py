@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rsrv.control.triton import Mode, TritonError
+from rsrv.control.triton import Mode, State, TritonError
 from rsrv.control.view import Entry
 from rsrv.settings import load_settings
 from rsrv_gen.cli import main as rsrv_gen
@@ -29,14 +29,18 @@ class FakeTriton:
         self.seconds = 1.0
         #: Model -> the text of its modules, and the time of the newest file that was seen.
         self.served: dict[str, tuple[str, int]] = {}
+        #: Models that somebody unloaded by hand.
+        self.dismissed: set[str] = set()
         #: Models whose stub is dead.
         self.dead: set[str] = set()
         self.view = FakeView(self)
         #: What was asked for, in order: "load NAME", "loaded NAME", "unload NAME".
         self.log: list[str] = []
 
-    async def ready(self) -> Mapping[str, bool]:
-        return dict.fromkeys(self.served, True)
+    async def states(self) -> Mapping[str, State]:
+        states = dict[str, State].fromkeys(self.dismissed, "dismissed")
+        states.update(dict[str, State].fromkeys(self.served, "ready"))
+        return states
 
     async def load(self, name: str) -> None:
         self.log.append(f"load {name}")

@@ -38,8 +38,10 @@ class FakeTriton:
         self.log: list[str] = []
 
     async def states(self) -> Mapping[str, State]:
-        states = dict[str, State].fromkeys(self.dismissed, "dismissed")
-        states.update(dict[str, State].fromkeys(self.served, "ready"))
+        dismissed: State = "dismissed"
+        ready: State = "ready"
+        states = dict.fromkeys(self.dismissed, dismissed)
+        states |= dict.fromkeys(self.served, ready)
         return states
 
     async def load(self, name: str) -> None:

@@ -41,7 +41,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     server = subprocess.Popen(["sleep", "infinity"])
     try:
-        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml")
+        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml", tmp_path)
     finally:
         server.kill()
         server.wait()

@@ -64,7 +64,7 @@ class Engine:
         self._internal = internal
         self._session = session
         self._guard = HookGuard()
-        self._farewell = Farewell(session, responses)
+        self._farewell = Farewell(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
         #: answers when the next one comes

@@ -9,10 +9,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
+from rsrv.stub.machine import lift_limit
 from rsrv.stub.replies import Responses
-from rsrv.stub.session import Session
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -33,23 +34,24 @@ class Faulthandler:
     """A thread of C's, which writes all stacks to the server's log first. It takes no lock of the interpreter's."""
 
     def put_off(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        with suppress(RuntimeError):  # a hook has taken the memory for the thread
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def cancel(self) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
 class Farewell:
-    """`leave` ends the process."""
+    """`stop` keeps further requests away, `leave` ends the process."""
 
     def __init__(
         self,
-        session: Session,
+        stop: Callable[[], object],
         responses: Responses,
         leave: Callable[[int], object] = os._exit,
         backstop: Backstop | None = None,
     ) -> None:
-        self._session = session
+        self._stop = stop
         self._responses = responses
         self._leave = leave
         self._backstop = backstop or Faulthandler()
@@ -59,10 +61,11 @@ class Farewell:
         """Answer all that wait with INTERNAL and this text, and end. Of several threads the first one does it."""
         if not self._said.acquire(blocking=False):
             return
+        lift_limit()  # it may be for want of memory
         self._backstop.put_off(_LAST_WORDS)
         try:
             # What comes from now on is told to come again.
-            self._session.stop()
+            self._stop()
             while not self._responses.settled:
                 for reply in self._responses.owed():
                     reply.send_failure(Status.INTERNAL, text)

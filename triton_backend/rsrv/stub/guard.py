@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from rsrv.stub.farewell import Backstop, Faulthandler
-from rsrv.stub.machine import give_back, limit_private_bytes, private_bytes, total_memory
+from rsrv.stub.machine import can_have, limit_private_bytes, total_memory
 
 log = logging.getLogger("rsrv.stub")
 
@@ -35,7 +35,7 @@ LOOKS = 10
 _SHORTEST = 0.01
 #: timeouts after which a process ends that nobody looks after
 _BACKSTOP = 2.0
-#: share of the memory that hooks may have which is free again when one has failed for want of it
+#: share of the memory that hooks may have which must be there again when one has failed for want of it
 _FREE = 1 / 8
 
 
@@ -80,8 +80,8 @@ class HookGuard:
         self._closed = threading.Event()
         #: whether this is not the stub, but a copy of it that a hook made
         self._forked = False
-        #: RLIMIT_DATA, and how much of that hooks may have; 0: no limit
-        self._limit = self._allowance = 0
+        #: bytes that hooks may have; 0: no limit
+        self._allowance = 0
         self._timeout = 0.0
         self._backstop = backstop or Faulthandler()
         self._lock = threading.Lock()
@@ -102,12 +102,8 @@ class HookGuard:
     def out_of_memory(self, error: BaseException) -> None:
         """A hook has got no memory: let go of what it had, and end the process if that does not help."""
         traceback.clear_frames(error.__traceback__)
-        if self._limit:
-            give_back()
-            if private_bytes() > self._limit - _FREE * self._allowance:
-                self._end(
-                    "the model's hooks keep all memory that they may have; the model is being restarted"
-                )
+        if self._allowance and not can_have(int(_FREE * self._allowance)):
+            self._end("the model's hooks keep all memory that they may have; the model is being restarted")
 
     # --- what hooks may do --------------------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class HookGuard:
         is called in each copy of it."""
         self._end = end
         self._allowance = settings["memory_limit_bytes"] or total_memory() // 2
-        self._limit = limit_private_bytes(self._allowance)
+        limit_private_bytes(self._allowance)
 
         def forked() -> None:
             self._forked = True

@@ -6,6 +6,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 _libc = ctypes.CDLL(None)
 
 
@@ -30,23 +32,30 @@ def private_bytes(root: Path = Path("/")) -> int:
     return _fields(root / "proc" / "self" / "status")["VmData:"] * 1024
 
 
-def limit_private_bytes(more: int) -> int:
-    """Have this process take at most that many bytes more than it has; returns how many that makes.
-
-    Shared memory and files do not count.
-    """
+def limit_private_bytes(more: int) -> None:
+    """Have this process take at most that many bytes more than it has. Shared memory and files do not count."""
     limit = private_bytes() + more
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    return limit
 
 
-def give_back() -> None:
-    """Let the system have what this process has freed."""
+def lift_limit() -> None:
+    """Take back what `limit_private_bytes` did."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def can_have(nbytes: int) -> bool:
+    """Whether this process gets that much memory in one piece: from the system, or of what it has freed."""
     gc.collect()
     _libc.malloc_trim(0)
+    try:
+        np.empty(nbytes, np.uint8)
+    except MemoryError:
+        return False
+    return True
 
 
 def _meminfo(root: Path, name: str) -> int:

@@ -126,7 +126,7 @@ class MetaEngine:
         self._batched = batched
         self._session = session
         self._guard = HookGuard()
-        self._farewell = Farewell(session, responses)
+        self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
         link = session.start()

@@ -21,7 +21,7 @@ from tests.e2e.metas import rows, write_meta, write_scale
 
 #: seconds
 TIMEOUT = 1.5
-LIMIT = 64 << 20
+LIMIT = 128 << 20
 SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
 
 #: what each model's preprocess does with a request whose first number is negative
@@ -39,7 +39,7 @@ DEEDS = {
     "wanders": "os.chdir('/')",
     "forks": "os.fork()",
     "begets": "subprocess.Popen(['sleep', '60']); multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()",
-    "starts": "[threading.Thread(target=time.sleep, args=[60], daemon=True).start() for _ in range(20)]",
+    "starts": "[threading.Thread(target=time.sleep, args=[60], daemon=True).start() for _ in range(10)]",
 }
 HOOKS = """
 import ctypes, multiprocessing, os, subprocess, sys, threading, time

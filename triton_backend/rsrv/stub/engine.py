@@ -105,7 +105,8 @@ class Engine:
     def guard_hooks(self) -> None:
         """See to it that hooks hurt nobody but this model, by what is done to the whole process."""
         if self._hooks.preprocess or self._hooks.postprocess:
-            self._guard.start(self._link.settings["stub"], self._farewell, self._session.abandon)
+            settings = self._link.settings["stub"]
+            self._guard.start(settings, settings["sender_threads"], self._farewell, self._session.abandon)
 
     def close(self) -> None:
         self._guard.close()

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from rsrv.stub.farewell import Backstop, Faulthandler
-from rsrv.stub.machine import can_have, limit_private_bytes, total_memory
+from rsrv.stub.machine import can_have, limit_private_bytes, stack_bytes, total_memory
 
 log = logging.getLogger("rsrv.stub")
 
@@ -37,6 +37,9 @@ _SHORTEST = 0.01
 _BACKSTOP = 2.0
 #: share of the memory that hooks may have which must be there again when one has failed for want of it
 _FREE = 1 / 8
+
+#: threads that may start at any time: the one here, the backstop's, one that looks for a runtime
+_MORE_THREADS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -108,13 +111,20 @@ class HookGuard:
     # --- what hooks may do --------------------------------------------------------------------------------
 
     def start(
-        self, settings: Mapping[str, Any], end: Callable[[str], object], in_fork: Callable[[], None]
+        self,
+        settings: Mapping[str, Any],
+        threads: int,
+        end: Callable[[str], object],
+        in_fork: Callable[[], None],
     ) -> None:
-        """Of this process, for as long as it lives. `settings` is the section `stub`; `end` ends the process; `in_fork`
-        is called in each copy of it."""
+        """Of this process, for as long as it lives.
+
+        `settings` is the section `stub`; `threads` so many that are not hooks' may still start; `end` ends the
+        process; `in_fork` is called in each copy of it.
+        """
         self._end = end
         self._allowance = settings["memory_limit_bytes"] or total_memory() // 2
-        limit_private_bytes(self._allowance)
+        limit_private_bytes(self._allowance + (threads + _MORE_THREADS) * stack_bytes())
 
         def forked() -> None:
             self._forked = True

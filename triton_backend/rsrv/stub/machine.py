@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 _libc = ctypes.CDLL(None)
+#: bytes of a thread's stack where the system sets no limit
+_STACK = 2 << 20
 
 
 def total_memory(root: Path = Path("/")) -> int:
@@ -39,6 +41,12 @@ def limit_private_bytes(more: int) -> None:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def stack_bytes() -> int:
+    """What each further thread takes of private memory, most of which it never touches."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return _STACK if soft == resource.RLIM_INFINITY else soft
 
 
 def lift_limit() -> None:

@@ -130,7 +130,6 @@ class MetaEngine:
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
         link = session.start()
-        self._process_settings = link.settings["stub"]
         settings = link.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None
@@ -145,7 +144,9 @@ class MetaEngine:
         self._lanes: list[Lane] = []
         self._link: Link | None = None
         self._stages: dict[str, Stage] = {}
-        threads = link.settings["stub"]["sender_threads"] + (self._concurrency if self._gated else 0)
+        self._stub_settings = link.settings["stub"]
+        threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
+        self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
         self._later: Later[Visit] = Later(
             session, responses, Lane.enter, self._respond, threads, self._farewell
         )
@@ -167,7 +168,7 @@ class MetaEngine:
 
     def guard_hooks(self) -> None:
         """As `Engine`'s."""
-        self._guard.start(self._process_settings, self._farewell, self._session.abandon)
+        self._guard.start(self._stub_settings, self._threads, self._farewell, self._session.abandon)
 
     def close(self) -> None:
         self._guard.close()

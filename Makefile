@@ -34,9 +34,9 @@ bundles: $(VENV) ## build the example bundles into build/bundles
 demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
 	$(BIN)/python tools/demo.py
 
-serve: $(VENV) $(TRITON) bundles ## serve the example bundles on ports 8000, 8001 and 8002 until Ctrl-C
+serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000, 8001 and 8002 until Ctrl-C
 	$(BIN)/rsrv-gen build/bundles -o gen
-	$(BIN)/python tools/local_triton.py serve --model-repository=gen
+	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
 
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones
 	$(PYTEST) -m "not long"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from rsrv.control.triton import State, Triton
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
@@ -41,7 +43,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bundles below two roots, and the repository of them."""
     folder = tmp_path_factory.mktemp("life")
-    for name in ("steady", "prod", "killed"):
+    for name in ("steady", "prod", "killed", "idle"):
         place(versions["one"], folder / "bundles" / name)
     place(versions["one"], folder / "mount" / "mounted")
     (folder / "settings.yaml").write_text(SETTINGS)
@@ -220,6 +222,19 @@ def test_a_model_is_loaded_anew_when_asked(call: Caller, server: RunningTriton, 
     wait_until(lambda: before not in server.stub_pids("steady"))
     with pytest.raises(Exception, match="nobody"):
         life.reload("nobody")
+
+
+def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living) -> None:
+    """Triton says that it was, and nothing loads it."""
+    server.grpc.unload_model("idle")
+
+    async def states() -> Mapping[str, State]:
+        async with Triton.of(server.pid) as triton:
+            return await triton.states()
+
+    wait_until(lambda: asyncio.run(states())["idle"] == "dismissed")
+    life.reload("steady")
+    assert asyncio.run(states())["idle"] == "dismissed"
 
 
 def test_a_killed_stub_comes_back(call: Caller, server: RunningTriton, life: Living) -> None:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from rsrv.control.looks import Looks, Seen
 from rsrv.control.mending import AGREE, Mending
 from rsrv.control.rounds import Failure, Rounds
-from rsrv.control.triton import HOW_TO_START, Triton, TritonError
+from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.view import RuntimeView
 from rsrv.control.watching import sign, watch
 from rsrv.settings import Settings
@@ -149,7 +149,7 @@ class Lifecycle:
         silent_since: float | None = self._now()
         while not self._triton.trouble:
             try:
-                await self._triton.ready()
+                await self._triton.states()
                 return
             except TritonError as error:
                 if silent_since is not None and self._now() - silent_since > _LONG_START:
@@ -183,9 +183,8 @@ class Lifecycle:
         while True:
             self._stir.clear()
             if first and self._looks.agreed:
-                # Whatever changed while nobody looked. Triton knows what it has loaded already.
                 self._rounds.due(self._now())
-                await self._bring(None)
+                await self._begin()
                 first = False
             if not first:
                 if due := self._rounds.due(self._now()):
@@ -194,6 +193,16 @@ class Lifecycle:
             at = self._rounds.next_time()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stir.wait(), None if at is None else max(0.0, at - self._now()))
+
+    async def _begin(self) -> None:
+        """Takes what changed while nobody looked. What Triton has loaded already, it does not load again."""
+        states: Mapping[str, State] = {}
+        with contextlib.suppress(TritonError):
+            states = await self._triton.states()
+        # Whoever unloaded a model by hand meant it, until its bundle changes.
+        for name in [name for name, state in states.items() if state == "dismissed"]:
+            self._served[name] = await asyncio.to_thread(version_of, self._repository / name)
+        await self._bring(None)
 
     async def _let_go(self) -> None:
         async with self._writing:
@@ -225,8 +234,9 @@ class Lifecycle:
             ready: set[str] = set()
             if without - idle and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
-                    served = await self._triton.ready()
-                    ready = {name for name in without if served.get(name)} - set(self._rounds.busy)
+                    states = await self._triton.states()
+                    ready = {name for name in without if states.get(name) == "ready"}
+                    ready -= set(self._rounds.busy)
                     idle = without - ready
             up_since = self._view.since if self._view.up else None
             if dead := self._mending.look(ready, alive, up_since, self._now()):

@@ -124,6 +124,8 @@ class Rounds:
 
     def next_time(self) -> float | None:
         """When something is due for no other reason than the time."""
-        waited_for = frozenset[str]().union(*self._leaving.values())
+        may_go = self._leaving.keys() - self._busy.keys() - self._wanted
+        waited_for = frozenset[str]().union(*(self._leaving[name] for name in may_go))
         times = [since + PATIENCE for name, since in self._busy.items() if name in waited_for]
-        return min((*times, *self._retry.values()), default=None)
+        times += [at for name, at in self._retry.items() if name not in self._busy]
+        return min(times, default=None)

@@ -14,6 +14,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 #: tritonserver's --model-control-mode
 Mode = Literal["none", "poll", "explicit"]
 
+#: How a model is. `dismissed`: somebody has unloaded it. `other`: it comes, goes, or could not be loaded.
+State = Literal["ready", "dismissed", "other"]
+
 HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-model=*"
 
 #: Seconds for what Triton answers at once.
@@ -104,6 +107,12 @@ def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
     return headers
 
 
+def _state(state: str, reason: str) -> State:
+    if state == "READY":
+        return "ready"
+    return "dismissed" if (state, reason) == ("UNAVAILABLE", "unloaded") else "other"
+
+
 class Triton:
     """The repository API of one tritonserver. Used on one event loop."""
 
@@ -124,12 +133,12 @@ class Triton:
         """Of the tritonserver with this process id."""
         return cls(door(read_command_line(pid), address))
 
-    async def ready(self) -> Mapping[str, bool]:
-        """The models that it has been told to serve: whether it calls them ready. Raises TritonError."""
+    async def states(self) -> Mapping[str, State]:
+        """Of the models that it has been told to serve at any time. Raises TritonError."""
         reply = await self._call(
             self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(), timeout=_SOON
         )
-        return {model.name: model.state == "READY" for model in reply.models if model.state}
+        return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
     async def load(self, name: str) -> None:
         """Returns when the model as it now is in the repository is served. Raises TritonError.

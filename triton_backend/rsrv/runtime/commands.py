@@ -250,8 +250,9 @@ class Commands:
             self._feed(ev.PolicyChanged(key, program.weight, program.max_delay, program.max_queue_depth))
 
     def _prefetch(self, model: str) -> None:
-        keys = self._catalog.built(self._names(model))
-        if not keys:
+        names = self._names(model)
+        keys = self._catalog.built(names)
+        if names and not keys:
             raise Refused("FAILED_PRECONDITION", f"model {model!r:.200} is not built yet; try again later")
         for key in keys:
             self._feed(ev.Prefetch(key))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, assert_never
 
+from rsrv.runtime.blackbox import BlackBox
 from rsrv.runtime.commands import Commands
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Device
@@ -24,6 +25,7 @@ from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import status
 from rsrv.runtime.transport import Transport
+from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings
@@ -55,6 +57,7 @@ class Loop:
         scheduler: Scheduler,
         make_device: Callable[[], Device],
         clock: Callable[[], float] = time.monotonic,
+        blackbox: BlackBox | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -64,10 +67,12 @@ class Loop:
         self.stubs: dict[int, int] = {}
         self._serving = True
         self._board = Board()
+        blackbox = blackbox or BlackBox()
+        self.underway = Underway(blackbox.memory)
         self._inbox = Inbox()
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
-        self._executor = Executor(self._inbox, self._executed, clock)
+        self._executor = Executor(self._inbox, self._executed, self.underway, clock)
         self._watching = Watching(self._transport)
         self._registry = Registry(
             settings,
@@ -78,6 +83,8 @@ class Loop:
             self._feed,
             self._executor.forget,
             make_device,
+            self.underway,
+            blackbox.deaths,
         )
         self._catalog, self._placement = self._registry.catalog, self._registry.placement
         self._requests = Requests(self._registry, self._transport, self._feed)
@@ -92,6 +99,11 @@ class Loop:
             clock,
         )
 
+    @property
+    def launcher(self) -> int | None:
+        """From any thread: the device's."""
+        return None if self._placement.device is None else self._placement.device.launcher
+
     # --- the loop -----------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -103,7 +115,11 @@ class Loop:
         """Wait until something happens, and do all that follows from it."""
         wakeup = self._scheduler.next_wakeup()
         timeout = None if wakeup is None else min(max(0.0, wakeup - self._clock()), _LONGEST_WAIT)
-        self._transport.poll(0.0 if self._executor.has_ended or self._requests.has_answers else timeout)
+        # Connections that ended late in the last round may have left something to do.
+        due = self._executor.is_due or self._requests.has_answers
+        self.underway.round.end()
+        self._transport.poll(0.0 if due else timeout)
+        self.underway.round.begin(Phase.LOOPING, "")
         self._flush_arrivals()
         # After the arrivals: what came while this one executed may share the next execution.
         told = self._executor.tell()

@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def cache_counts(self) -> CacheCounts:
-        return getattr(self.device, "cache_counts", CacheCounts(0, 0))
+        return getattr(self.device, "cache_counts", CacheCounts())
 
     @property
     def _tiers(self) -> Tiers:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rsrv.runtime.blackbox import Deaths
 from rsrv.runtime.catalog import Catalog, Listed
 from rsrv.runtime.connection import Connection, Group, MetaCounts
 from rsrv.runtime.device import Device, DeviceError, OutOfMemory
@@ -19,6 +20,7 @@ from rsrv.runtime.policy import Policy
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.transport import Transport
+from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox, Worker
 from rsrv.settings import Settings
@@ -47,18 +49,22 @@ class Registry:
         feed: Callable[[ev.Event], None],
         forget: Callable[[str], None],
         make_device: Callable[[], Device],
+        underway: Underway,
+        deaths: Deaths,
     ) -> None:
         self._scheduler = scheduler
         self._inbox = inbox
         self._transport = transport
         self._feed = feed
         self._forget = forget
+        self._underway = underway
+        self._deaths = deaths
         self._builder = Worker("build")
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
         self.catalog = Catalog(Policy(settings), watching)
         self.placement = Placement(self.catalog, scheduler, self._builder, feed, self.let_go)
-        self._equipment = Equipment(make_device, settings, inbox, self.placement.equip)
+        self._equipment = Equipment(make_device, settings, inbox, self.placement.equip, underway.weights)
         self._builder.put(self._equipment.begin)
 
     def find(self, connection: Connection) -> Model | None:
@@ -73,10 +79,10 @@ class Registry:
         """The model by that name, or all that a meta model by that name calls. Raises LookupError: there is none."""
         if self.catalog.serves(name):
             return [name]
-        called = [one for group in self.metas() if group.name == name for one in group.calls]
+        called = [group.calls for group in self.metas() if group.name == name]
         if not called:
             raise LookupError(f"there is no model {name!r:.200}")
-        return called
+        return [one for calls in called for one in calls]
 
     def metas(self) -> list[Group]:
         """All meta models that somebody serves."""
@@ -111,14 +117,19 @@ class Registry:
 
         def read() -> None:
             result: Wanted | str
+            client = ""
             try:
                 result = identify(name, path, calls)
+                for one in result.models:
+                    if verdict := self._deaths.verdict(one):
+                        result = client = f"{one}: {verdict}"
+                        break
             except BundleError as error:
                 result = str(error)
             except Exception as error:
                 log.exception("%s: cannot read the bundle", name)
                 result = f"{type(error).__name__}: {error}"
-            self._inbox.post(lambda: self._identified(connection, result))
+            self._inbox.post(lambda: self._identified(connection, result, client))
 
         self._builder.put(read)
 
@@ -169,11 +180,11 @@ class Registry:
 
         self.placement.when_moved(close)
 
-    def _identified(self, connection: Connection, result: Wanted | str) -> None:
+    def _identified(self, connection: Connection, result: Wanted | str, client: str = "") -> None:
         if connection.closed:
             return
         if isinstance(result, str):
-            self._transport.guard(connection, connection.send, _rejected(result))
+            self._transport.guard(connection, connection.send, _rejected(result, client))
             return
         wanted = result
         for key in wanted.models:
@@ -228,7 +239,8 @@ class Registry:
         result: Model | str
         try:
             device, tiers = self._equipment.get()
-            result = build(bundle, device, tiers.host, self.catalog.policy.settings, name)
+            with self._underway.build.doing(Phase.BUILDING, key):
+                result = build(bundle, device, tiers.host, self.catalog.policy.settings, name)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
@@ -268,7 +280,8 @@ class Registry:
         def run() -> None:
             costs, error = None, ""
             try:
-                costs = warm_up(model, device)
+                costs = warm_up(model, device, self._underway.warm_up)
+                self._deaths.survived(key)
             except Exception as caught:
                 if isinstance(caught, OutOfMemory) and not again:
                     log.warning("%s: no memory on the device to warm it up: %s", model.name, caught)
@@ -359,5 +372,6 @@ class Registry:
         )
 
 
-def _rejected(reason: str) -> bytes:
-    return pack_json(Kind.REJECTED, {"reason": reason[:_MAX_REASON]})
+def _rejected(reason: str, client: str = "") -> bytes:
+    """`client`: what clients may be told, should they ask for the model all the same."""
+    return pack_json(Kind.REJECTED, {"reason": reason[:_MAX_REASON], "client": client[:_MAX_REASON]})

@@ -23,6 +23,7 @@ def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dic
         "pid": os.getpid(),
         "compiled": counts.compiled,
         "from_cache": counts.from_cache,
+        "shared": counts.shared,
         "memory": _memory(snapshot, placement.tiers, placement.device),
         "models": {
             listed.name: _model(key, listed, snapshot.models[key], catalog.policy.residency(listed.name))

@@ -38,9 +38,8 @@ class FakeTriton:
         self.log: list[str] = []
 
     async def states(self) -> Mapping[str, State]:
-        states = dict[str, State].fromkeys(self.dismissed, "dismissed")
-        states.update(dict[str, State].fromkeys(self.served, "ready"))
-        return states
+        states: dict[str, State] = dict.fromkeys(self.dismissed, "dismissed")
+        return {**states, **dict.fromkeys(self.served, "ready")}
 
     async def load(self, name: str) -> None:
         self.log.append(f"load {name}")

@@ -116,21 +116,13 @@ class Lifecycle:
         if not names and not (self._lifecycle.bundles and self._looks.settled(name)):
             raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made")
         names = names or {name}
-        # Somebody who has just put a bundle there is ahead of the looks.
-        patience = self._now() + self._lifecycle.poll_s + 3 * self._lifecycle.look_s
-        wanted = names
-        while True:
-            while under_way := [self._tasks[name] for name in names if name in self._tasks]:
-                await asyncio.wait(under_way)
-            done = await self._bring(wanted, anew=True)
-            wanted = wanted & set(done.later)
-            if not wanted:
-                break
-            if self._now() > patience:
-                raise LifecycleError(
-                    "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
-                )
-            await asyncio.sleep(self._lifecycle.look_s)
+        while under_way := [self._tasks[name] for name in names if name in self._tasks]:
+            await asyncio.wait(under_way)
+        done = await self._bring(names, anew=True)
+        if not names.isdisjoint(done.later):
+            raise LifecycleError(
+                "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
+            )
         if under_way := [self._tasks[name] for name in names if name in self._tasks]:
             await asyncio.wait(under_way)
         for one in names & self.failures.keys():

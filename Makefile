@@ -11,7 +11,7 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench bench-weights bench-gpu scheduler-page eviction-page lint format clean \
+.PHONY: help demo serve test test-unit test-long bench bench-weights bench-gpu scheduler-page eviction-page lint format clean proto \
 	bundles
 
 help: ## list the targets
@@ -61,6 +61,9 @@ scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md ane
 
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py
+
+proto: $(VENV) ## generate the stubs of the control service anew
+	$(BIN)/python tools/make_proto.py
 
 lint: $(VENV) ## style and types
 	$(BIN)/ruff check

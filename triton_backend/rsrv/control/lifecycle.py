@@ -84,6 +84,11 @@ class Lifecycle:
         """Models that are not as their bundles say, and why. An older version of them may be serving."""
         return self._rounds.failures
 
+    @property
+    def loading(self) -> Collection[str]:
+        """Models that Triton is loading, or unloading."""
+        return self._rounds.busy
+
     async def run(self) -> None:
         """Never returns."""
         await self._reach()

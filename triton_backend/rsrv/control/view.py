@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypedDict
 
+from rsrv.control.rounds import Failure
+
 
 class Entry(TypedDict):
     """One version of a model, or of a meta model, as the runtime's STATE frames have it (docs/protocol.md)."""
@@ -12,7 +14,7 @@ class Entry(TypedDict):
     digest: str
     state: Literal["loading", "ready", "leaving", "failed"]
     error: str | None
-    residency: Literal["unpinned", "system", "device"]
+    residency: Literal["unpinned", "system", "device"] | None
     weights: Literal["absent", "loading", "resident"] | None
     #: pids of the connected stubs that registered it, or are about to
     stubs: list[int]
@@ -30,7 +32,7 @@ class RuntimeView(Protocol):
 
     @property
     def since(self) -> float:
-        """The event loop's time when it came up last."""
+        """The event loop's time when this runtime was found. One that was silent for a while is the same."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -48,3 +50,14 @@ class RuntimeView(Protocol):
 
     async def wait_change(self, seen: int | None = None) -> None:
         """Return at once if `changes` is not `seen` any more, else after the next change (None: as it is now)."""
+
+
+class Reloading(Protocol):
+    """The lifecycle, as the service sees it."""
+
+    @property
+    def failures(self) -> Mapping[str, Failure]:
+        """Models that are not as their bundles say, by name."""
+
+    async def reload(self, name: str) -> None:
+        """Serve what the bundle holds now. Raises LifecycleError; then what was served before is served still."""

@@ -6,7 +6,7 @@ Of requests:
     2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
     3. a lane is in the order of service, and its rows are the sum of its requests' rows;
     4. no queued request is due, and the deadline of each is known;
-    5. no queue is deeper than its model allows.
+    5. nothing waits for a model that rejects, and what waits for one that is held takes no part in anything.
 
 Of executions:
     6. each is on resident weights, its useful rows within its size;
@@ -34,7 +34,7 @@ from math import inf, isclose
 from typing import TYPE_CHECKING, Any
 
 from rsrv.runtime.scheduler.errors import InvariantError
-from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY
+from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Pause
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry
@@ -74,7 +74,8 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
     residency = state.holding.residency
     waiting = sum(len(lane) for lane in state.lanes.values())
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
-    _require(state.queued <= state.program.max_queue_depth, "the queue is deeper than allowed (5)", state)
+    _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
+    _require(not state.held or state.place is None, "it is held, and takes part (5)", state)
     for lane in state.lanes.values():
         entries = lane.entries
         _require(
@@ -98,7 +99,7 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
         busy = state.busy or residency is Residency.LOADING
         _require(busy, "a removed model stays for nothing (10)", state)
     else:
-        cold = waiting > 0 and residency is Residency.ABSENT
+        cold = state.place is not None and residency is Residency.ABSENT
         known = state.name in scheduler._loads.cold
         _require(known == cold, "work that waits for weights is not known to the loads (9)", state)
         wanted = state.name in scheduler._loads.wanted

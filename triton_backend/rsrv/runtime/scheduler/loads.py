@@ -39,16 +39,16 @@ class Loads:
     __slots__ = (
         "_changed",
         "_factor",
+        "_hope_again",
+        "_hope_at",
         "_later",
-        "_missed",
-        "_missed_again",
-        "_missed_at",
         "_models",
         "_policy",
         "_retry_at",
         "_stuck",
         "_yields",
         "cold",
+        "hoped",
         "wanted",
         "weights",
     )
@@ -66,11 +66,12 @@ class Loads:
         self._yields = False
         #: models with work whose weights are absent, by the discipline's rank.
         self.cold: Ranking[str] = Ranking()
-        #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
-        self._missed: dict[str, None] = {}
+        #: models that should come though nobody waits for them: they were prefetched, or their absence cost somebody
+        #: the deadline. Oldest first.
+        self.hoped: dict[str, None] = {}
         #: whether it is worth while to look for room for them, and when time alone may have made some.
-        self._missed_again = False
-        self._missed_at = inf
+        self._hope_again = False
+        self._hope_at = inf
         #: models that come back after a compaction if nobody else needs the link, into room that is free.
         self._later: list[str] = []
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
@@ -92,18 +93,30 @@ class Loads:
         self.wanted[model.name] = None
         self.retry()
 
-    def forget(self, name: str) -> None:
-        """A model is gone, or its weights need not come for their own sake any more."""
+    def hope(self, model: ModelState) -> None:
+        """Load a model's absent weights when nobody who waits needs the link, if nobody with work has to give way."""
+        self.hoped[model.name] = None
+        self._hope_again = True
+
+    def unwant(self, name: str) -> None:
+        """A model's weights need not come before others any more."""
         if name in self.wanted:
             del self.wanted[name]
             self.retry()
+
+    def forget(self, name: str) -> None:
+        """A model is gone, or its weights need not come for their own sake any more."""
+        self.unwant(name)
+        self.hoped.pop(name, None)
+        if name in self._later:
+            self._later.remove(name)
 
     def changed(self, model: ModelState) -> None:
         """A model was touched that may have become one to give way."""
         if self._stuck is not None:
             self._changed[model] = None
         if model.place is None:
-            self._missed_again = True
+            self._hope_again = True
 
     def retry(self) -> None:
         """There may be room now."""
@@ -123,8 +136,7 @@ class Loads:
         Else a model whose deadlines are all shorter than its load would never be served.
         """
         if model.holding.residency is Residency.ABSENT:
-            self._missed[model.name] = None
-            self._missed_again = True
+            self.hope(model)
 
     def come_back(self, evicted: Iterable[ModelState]) -> None:
         """These were evicted for no lack of room."""
@@ -141,7 +153,7 @@ class Loads:
         name = self.first()
         if name is None:
             self._stuck = None
-            return self._plan_missed(now) or self._plan_later()
+            return self._plan_hoped(now) or self._plan_later()
         planned = self._plan_first(name, discipline, now)
         if planned is None and self._yields and self.wanted:
             # Whoever's turn it is finds no room now: the link need not wait for that.
@@ -211,7 +223,7 @@ class Loads:
         if self.weights.abandoning or model.place is not None:
             return False
         holding = model.holding
-        needed = holding.pinned or holding.starved or holding.abandoned or model.warm_up
+        needed = holding.pinned or holding.asked or holding.starved or holding.abandoned or model.warm_up
         return not needed and self.first() is not None
 
     def next_try(self) -> float | None:
@@ -221,8 +233,8 @@ class Loads:
         at = inf
         if self._stuck is not None:
             at = self._retry_at
-        elif self._missed and self.first() is None:
-            at = self._missed_at
+        elif self.hoped and self.first() is None:
+            at = self._hope_at
         return None if at == inf else at
 
     def overdue(self, discipline: Discipline, now: float) -> list[ModelState]:
@@ -267,18 +279,18 @@ class Loads:
             until = self._held_until(model)
         return -inf if self._urgent(cold, until, discipline) else until
 
-    def _plan_missed(self, now: float) -> Plan | None:
-        """As `plan`, for a model that nobody waits for; nobody with work gives way for it."""
-        if not (self._missed and (self._missed_again or self._missed_at <= now)):
+    def _plan_hoped(self, now: float) -> Plan | None:
+        """As `plan`, for one that should come though nobody waits for it; nobody with work gives way for it."""
+        if not (self.hoped and (self._hope_again or self._hope_at <= now)):
             return None
-        self._missed_again = False
-        self._missed_at = inf
-        self._missed = {
+        self._hope_again = False
+        self._hope_at = inf
+        self.hoped = {
             name: None
-            for name in self._missed
+            for name in self.hoped
             if name in self._models and self._models[name].holding.residency is Residency.ABSENT
         }
-        if not self._missed:
+        if not self.hoped:
             return None
         idle: list[Resident] = []
         for one in self._models.values():
@@ -288,8 +300,8 @@ class Loads:
                 if until <= now:
                     idle.append(_resident(one))
                 else:
-                    self._missed_at = min(self._missed_at, until)
-        for name in self._missed:
+                    self._hope_at = min(self._hope_at, until)
+        for name in self.hoped:
             model = self._models[name]
             pieces, missing = model.holding.pieces, self.weights.missing(model.holding)
             victims = make_room(missing, idle, pieces, now, self._policy)

@@ -4,7 +4,7 @@ Nothing else changes what is on the device. Models are the scheduler's; whatever
 `Queues.touched`, so that the scheduler settles it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rsrv.runtime.scheduler.compaction import Compaction
 from rsrv.runtime.scheduler.events import (
@@ -31,6 +31,7 @@ class Memory:
         "_models",
         "_queues",
         "compaction",
+        "leaving",
         "loads",
         "warming",
         "weights",
@@ -52,6 +53,8 @@ class Memory:
         self._interval = settings.compaction_interval
         #: models that are being warmed up.
         self.warming = 0
+        #: models whose weights are to go as soon as they may (a dictionary for its order).
+        self.leaving: dict[ModelState, None] = {}
 
     @property
     def idle(self) -> bool:
@@ -64,6 +67,7 @@ class Memory:
         """An added model's weights are there already, or are to come if they must."""
         if resident:
             self.weights.adopt(model.holding, now)
+            model.holding.asked = model.holding.pinned or not model.warm_up
             # If it is pinned, what it shares with others takes no room of theirs any more.
             self.loads.retry()
             self._warm(model, out)
@@ -73,6 +77,7 @@ class Memory:
     def release(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
         """Let a removed model go, once nothing uses its weights or loads them; whether it is gone."""
         self.loads.forget(model.name)
+        self.leaving.pop(model, None)
         if model.busy or model.holding.residency is Residency.LOADING:
             return False
         if model.holding.residency is Residency.RESIDENT:
@@ -88,12 +93,51 @@ class Memory:
         if pinned != model.holding.pinned:
             self.weights.pin(model.holding, pinned)
             model.story.add(now, "pinned" if pinned else "unpinned", "")
+            model.holding.asked = pinned
+        if pinned:
+            self.leaving.pop(model, None)
         if pinned and model.holding.residency is Residency.ABSENT:
             self.loads.want(model)
         elif not pinned and not model.warm_up:
-            self.loads.forget(model.name)
+            self.loads.unwant(model.name)
         self._queues.touched[model] = None
         self.loads.retry()
+
+    def prefetch(self, model: ModelState, now: float) -> None:
+        """Bring a model's weights to the device, if they are not there or will not stay."""
+        holding = model.holding
+        model.story.add(now, "prefetch", "")
+        holding.asked = True
+        self.leaving.pop(model, None)
+        gone = holding.residency is Residency.LOADING and self.weights.abandoning
+        if holding.residency is Residency.ABSENT or gone:
+            self.loads.hope(model)
+        self._queues.touched[model] = None
+
+    def leave(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
+        """Free weights as soon as they may go; pinned ones stay."""
+        for model in models:
+            holding = model.holding
+            if holding.pinned:
+                continue
+            model.story.add(now, "to be evicted", "")
+            holding.asked = False
+            if not model.warm_up:
+                self.loads.forget(model.name)
+            needed = model.warm_up or model.place is not None
+            if holding.residency is Residency.LOADING and not needed and not self.weights.abandoning:
+                self._abandon(model, now, out)
+            # A load that somebody waits for goes on; whoever warms up does so first.
+            if holding.residency is Residency.RESIDENT or (
+                holding.residency is Residency.LOADING and (model.warm_up or not needed)
+            ):
+                self.leaving[model] = None
+            self._queues.touched[model] = None
+
+    def hold(self, model: ModelState) -> None:
+        """Nobody waits for a model's weights any more, whoever waits: they need not be tried again."""
+        if not (model.holding.pinned or model.holding.asked or model.warm_up):
+            self.loads.unwant(model.name)
 
     def warmed_up(self, model: ModelState) -> None:
         """A model's warm-up is over, well or not."""
@@ -127,12 +171,19 @@ class Memory:
         self._queues.touched[model] = None
         match event:
             case WeightsLoaded():
+                self.loads.forget(model.name)
+                if model.place is not None:
+                    # It was to be evicted while nobody waited.
+                    self.leaving.pop(model, None)
                 self.weights.loaded(model.holding, event.seconds, now)
                 self.compaction.count(self.weights.loads, self._interval)
                 model.story.add(now, "weights loaded", event)
                 if not model.draining:
                     self._warm(model, out)
             case LoadAbandoned():
+                self.leaving.pop(model, None)
+                if model.holding.pinned and not model.draining:
+                    self.loads.want(model)
                 self.weights.failed(model.holding, abandoned=True)
                 model.story.add(now, "load abandoned", "")
                 self.loads.retry()
@@ -144,16 +195,22 @@ class Memory:
     def _failed(self, model: ModelState, event: LoadFailed, out: list[Instruction]) -> None:
         holding = model.holding
         self.weights.failed(holding)
+        self.leaving.pop(model, None)
         self.loads.retry()
         if model.draining:
             return
         if event.out_of_memory and not holding.starved:
+            if model.place is None and not (holding.pinned or holding.asked or model.warm_up):
+                # Those who wait for it while it is held cause its next load when the model goes on.
+                return
             holding.starved = True
             self.compaction.ask(reload=False)
             self.loads.want(model)
             return
         holding.starved = False
-        if holding.pinned or model.warm_up:
+        self.loads.forget(model.name)
+        if holding.pinned or holding.asked or model.warm_up:
+            holding.asked = False
             out.append(GiveUp(model.name, event.error))
             model.warm_up = False
         self._queues.fail(model, event.error, out)
@@ -172,9 +229,7 @@ class Memory:
         if loading is not None:
             model = self._models.get(loading.model) or self._draining[loading.model]
             if not self.weights.abandoning and (model.draining or self.loads.in_vain(model)):
-                abandon = self.weights.abandon(loading)
-                model.story.add(now, "abandon load", abandon)
-                out.append(abandon)
+                self._abandon(model, now, out)
             return
         planned = self.loads.plan(self._queues.discipline, now)
         if planned is None:
@@ -189,6 +244,17 @@ class Memory:
         model.story.add(now, "load weights", load)
         out.append(load)
         self._queues.touched[model] = None
+
+    def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        abandon = self.weights.abandon(model.holding)
+        model.story.add(now, "abandon load", abandon)
+        out.append(abandon)
+
+    def let_go(self, now: float, out: list[Instruction]) -> None:
+        """Evict those that are to go and may: nothing executes on them, and nothing is committed to do so."""
+        for model in [model for model in self.leaving if evictable(model)]:
+            self.evict(model, now, out)
+            self.loads.retry()
 
     def trim(self, now: float, out: list[Instruction]) -> None:
         """Evict what is beyond the budget, as far as it is free: the budget fell, or models were pinned."""
@@ -224,5 +290,7 @@ class Memory:
         evict = self.weights.evict(model.holding, heir)
         model.story.add(now, "evict weights", evict)
         model.holding.evictions += 1
+        model.holding.asked = False
+        self.leaving.pop(model, None)
         out.append(evict)
         self._queues.touched[model] = None

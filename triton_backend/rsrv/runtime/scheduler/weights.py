@@ -35,6 +35,7 @@ class Holding:
 
     __slots__ = (
         "abandoned",
+        "asked",
         "epoch",
         "evictions",
         "gap",
@@ -59,6 +60,8 @@ class Holding:
         self.pieces: list[Piece] = []
         #: whether it stays on the device, whoever else needs room.
         self.pinned = program.pinned
+        #: whether somebody asked for it to come, or to stay, other than by a request. Ends when it leaves.
+        self.asked = program.pinned
         self.residency = Residency.ABSENT
         #: of the current or latest load; 0 before the first.
         self.epoch = 0

@@ -53,7 +53,7 @@ def _complain(text: str, status: int) -> int:
 def _explain(error: Any, address: str) -> str:
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text:
-        return f"cannot connect to {address}: is the server there, and is it TLS on one side only? ({text})"
+        return f"cannot connect to {address}: is the server there, and do both sides or neither speak TLS?"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time; --timeout says how long to wait"
     return text or code.name

@@ -87,6 +87,11 @@ def is_terminal() -> bool:
 _STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}
 
 
+def one_line(text: str) -> str:
+    """Of text from elsewhere: without line ends, and without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
 def amount(nbytes: int) -> str:
     """Bytes."""
     value = float(nbytes)

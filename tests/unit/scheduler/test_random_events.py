@@ -113,9 +113,17 @@ class RandomEvents(RuleBasedStateMachine):
         ahead=st.sampled_from([0.0, 2.0]),
         interval=st.sampled_from([0, 0, 3]),
         metas=st.integers(1, 3),
+        on_demand=st.sampled_from([True, True, False]),
     )
     def start(
-        self, depth: int, discipline: str, budget: int | None, ahead: float, interval: int, metas: int
+        self,
+        depth: int,
+        discipline: str,
+        budget: int | None,
+        ahead: float,
+        interval: int,
+        metas: int,
+        on_demand: bool,
     ) -> None:
         self.driver = Driver(
             SchedulerSettings(
@@ -125,6 +133,7 @@ class RandomEvents(RuleBasedStateMachine):
                 launch_ahead_ms=ahead,
                 compaction_interval=interval,
                 meta_concurrency=metas,
+                on_demand=on_demand,
             )
         )
         self.programs: dict[str, Program] = {}
@@ -135,9 +144,10 @@ class RandomEvents(RuleBasedStateMachine):
         budget=st.none() | st.integers(0, 8),
         eviction=st.sampled_from(sorted(POLICIES)),
         metas=st.integers(1, 3),
+        on_demand=st.booleans(),
     )
     def change_the_settings(
-        self, discipline: str, depth: int, budget: int | None, eviction: str, metas: int
+        self, discipline: str, depth: int, budget: int | None, eviction: str, metas: int, on_demand: bool
     ) -> None:
         settings = replace(
             self.driver.settings,
@@ -146,6 +156,7 @@ class RandomEvents(RuleBasedStateMachine):
             weight_budget_bytes=budget,
             eviction=eviction,
             meta_concurrency=metas,
+            on_demand=on_demand,
         )
         self.driver.send(SettingsChanged(settings))
 
@@ -395,6 +406,7 @@ def test_a_million_random_events() -> None:
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
             eviction=sorted(POLICIES)[seed % 2],
             meta_concurrency=1 + seed % 4,
+            on_demand=seed % 5 > 0,
         )
         driver = Driver(settings, validate_every=20)
         chance = Random(seed)
@@ -456,6 +468,8 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
             driver.warm_up_ends(model)
         case "model" if chance.random() < 0.05:
             driver.send(Compact())
+        case "model" if chance.random() < 0.02:
+            driver.change(on_demand=chance.random() < 0.7)
         case "model" if model in models and not models[model].draining and chance.random() < 0.3:
             operate: list[Event] = [
                 Pinned(model, chance.random() < 0.3),

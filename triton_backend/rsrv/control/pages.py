@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rsrv.control.output import amount, duration, one_line, print_table
+from rsrv.control.output import amount, duration, one_line, print_table, printable
 from rsrv.control.v1 import control_pb2 as pb
 
 
@@ -142,7 +142,7 @@ def story_page(answer: pb.GetStoryResponse) -> None:
         if len(answer.stories) > 1:
             print(f"{story.key}:")
         for line in story.lines:
-            print(one_line(line))
+            print(printable(line))
 
 
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:

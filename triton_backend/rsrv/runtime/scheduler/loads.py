@@ -26,6 +26,7 @@ from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.eviction import POLICIES, Resident, freed_by_all, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
+from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.runtime.scheduler.weights import Residency, Weights
 
@@ -41,7 +42,6 @@ class Loads:
         "_factor",
         "_hope_again",
         "_hope_at",
-        "_later",
         "_models",
         "_policy",
         "_retry_at",
@@ -49,17 +49,21 @@ class Loads:
         "_yields",
         "cold",
         "hoped",
+        "later",
+        "on_demand",
         "wanted",
         "weights",
     )
 
     def __init__(
-        self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float, eviction: str
+        self, models: Mapping[str, ModelState], weights: Weights, settings: SchedulerSettings
     ) -> None:
         self._models = models
         self.weights = weights
-        self._factor = residency_factor
-        self._policy = POLICIES[eviction]
+        self._factor = settings.residency_factor
+        self._policy = POLICIES[settings.eviction]
+        #: whether weights come for requests, and give way to others.
+        self.on_demand = settings.on_demand
         #: absent models that are to come first, whoever waits for them: pinned, to be warmed up, or tried again.
         self.wanted: dict[str, None] = {}
         #: whether the latest load was for a warm-up, so that those with work have their turn.
@@ -73,7 +77,7 @@ class Loads:
         self._hope_again = False
         self._hope_at = inf
         #: models that come back after a compaction if nobody else needs the link, into room that is free.
-        self._later: list[str] = []
+        self.later: list[str] = []
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
         #: not done again before `_retry_at`, unless one of `_changed` may give way now.
         self._stuck: str | None = None
@@ -108,8 +112,8 @@ class Loads:
         """A model is gone, or its weights need not come for their own sake any more."""
         self.unwant(name)
         self.hoped.pop(name, None)
-        if name in self._later:
-            self._later.remove(name)
+        if name in self.later:
+            self.later.remove(name)
 
     def changed(self, model: ModelState) -> None:
         """A model was touched that may have become one to give way."""
@@ -121,12 +125,14 @@ class Loads:
     def retry(self) -> None:
         """There may be room now."""
         self._stuck = None
+        self._hope_again = True
         self._changed.clear()
 
-    def obey(self, residency_factor: float, eviction: str) -> None:
+    def obey(self, settings: SchedulerSettings) -> None:
         """The settings have changed, or the discipline: all ranks will be told again."""
-        self._factor = residency_factor
-        self._policy = POLICIES[eviction]
+        self._factor = settings.residency_factor
+        self._policy = POLICIES[settings.eviction]
+        self.on_demand = settings.on_demand
         self.cold.clear()
         self.retry()
 
@@ -139,10 +145,9 @@ class Loads:
             self.hope(model)
 
     def come_back(self, evicted: Iterable[ModelState]) -> None:
-        """These were evicted for no lack of room."""
-        latest = sorted(evicted, key=lambda model: model.holding.used, reverse=True)
-        names = [model.name for model in latest]
-        self._later = [*names, *(name for name in self._later if name not in names)]
+        """These were evicted for no lack of room; the most urgent first."""
+        names = [model.name for model in evicted]
+        self.later = [*names, *(name for name in self.later if name not in names)]
 
     # --- decisions -------------------------------------------------------------------------------------------
 
@@ -215,6 +220,14 @@ class Loads:
             return False
         return self._would_give_way(model, self._models[self._stuck], discipline) <= now
 
+    def without_room(self) -> ModelState | None:
+        """Who is next in line, if it does not fit beside what is there and nobody gives way for it."""
+        if self.on_demand or self.wanted:
+            return None
+        first = self.cold.first()
+        in_line = (self._models[name] for name in (self.hoped if first is None else (first,)))
+        return next((model for model in in_line if self.weights.missing(model.holding) > 0), None)
+
     def in_vain(self, model: ModelState) -> bool:
         """Whether the load under way is of no use to anybody, and holds up somebody.
 
@@ -271,6 +284,8 @@ class Loads:
         if cold.name in self.wanted:
             # A model that is added can wait until those that came for their work have done some.
             return self._held_until(model) if cold.warm_up and model.place is not None else -inf
+        if not self.on_demand:
+            return inf
         if model.place is None:
             until = min(self._held_until(model), self._unused(model))
         elif discipline.rank(model) <= self.cold.rank(cold.name):
@@ -294,7 +309,7 @@ class Loads:
             return None
         idle: list[Resident] = []
         for one in self._models.values():
-            if evictable(one) and one.place is None:
+            if self.on_demand and evictable(one) and one.place is None:
                 # Who came because its requests were shed, too, shall be there for the next ones.
                 until = max(self._held_until(one), self._unused(one))
                 if until <= now:
@@ -311,8 +326,8 @@ class Loads:
 
     def _plan_later(self) -> Plan | None:
         """As `plan`, for a model that was compacted away; whoever finds no free room does not come back."""
-        while self._later:
-            model = self._models.get(self._later.pop(0))
+        while self.later:
+            model = self._models.get(self.later.pop(0))
             if model is None or model.holding.residency is not Residency.ABSENT:
                 continue
             if self.weights.missing(model.holding) <= 0:

@@ -215,6 +215,7 @@ class ModelState:
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""
         requests = len(execute.requests)
+        self.holding.fresh = False
         self.queued -= requests
         self.executing += requests
         self.executions += 1

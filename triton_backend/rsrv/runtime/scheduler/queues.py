@@ -77,15 +77,16 @@ class Queues:
                 raise CallerError(f"request {request.id} has priority {request.priority}; 1 is the highest")
 
     def arrive(
-        self, requests: Sequence[Request], now: float, out: list[Instruction]
+        self, requests: Sequence[Request], now: float, out: list[Instruction], *, on_demand: bool
     ) -> dict[ModelState, list[int]]:
         """Queue or end each request, by the first of these that is true:
 
         (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline passed,
-        (5) model paused, (6) queue full; else it waits.
+        (5) model paused, (6) its weights neither there nor to come, and they do not `on_demand`, (7) queue full;
+        else it waits.
 
         Returns:
-            Those of (6), by model: they have to be ended by `refuse_full`, when it is known when to retry.
+            Those of (7), by model: they have to be ended by `refuse_full`, when it is known when to retry.
         """
         # Requests that are due give up their places first.
         self.expire(now, out)
@@ -118,7 +119,10 @@ class Queues:
             if model.paused is not None and model.closed_to(request):  # (5)
                 _refuse(model, (request.id,), Reason.PAUSED, None, now, out)
                 continue
-            if model.queued >= model.program.max_queue_depth:  # (6)
+            if not on_demand and not model.holding.asked:  # (6)
+                _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
+                continue
+            if model.queued >= model.program.max_queue_depth:  # (7)
                 full.setdefault(model, []).append(request.id)
                 continue
             run = request.run

@@ -65,7 +65,7 @@ from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.shedding import SLACK, hopeless
 from rsrv.runtime.scheduler.snapshot import Counts, Load, Snapshot
-from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Lane
+from rsrv.runtime.scheduler.waiting import Lane
 from rsrv.runtime.scheduler.weights import Residency
 
 _ANSWERED = Outcome.ANSWERED
@@ -133,7 +133,7 @@ class Scheduler:
             case WarmUpEnded():
                 self._warmed_up(event, now, out)
             case Pinned():
-                self._memory.pin(self._models[event.model], event.pinned, now)
+                self._memory.pin(self._models[event.model], event.pinned, now, out)
             case Prefetch():
                 self._memory.prefetch(self._models[event.model], now)
             case Evict():
@@ -148,7 +148,7 @@ class Scheduler:
             case ModelRemoved():
                 self._remove(event.model, now, out)
             case SettingsChanged():
-                self._change(event.settings, now)
+                self._change(event.settings, now, out)
             case _:
                 assert_never(event)
         self._queues.expire(now, out)
@@ -170,7 +170,7 @@ class Scheduler:
     # --- requests and executions --------------------------------------------------------------------------
 
     def _arrive(self, event: RequestsArrived, now: float, out: list[Instruction]) -> None:
-        full = self._queues.arrive(event.requests, now, out)
+        full = self._queues.arrive(event.requests, now, out, on_demand=self.settings.on_demand)
         if full:
             # One round of the device: what runs, then one batch of each model with work.
             self._settle(now)
@@ -303,11 +303,11 @@ class Scheduler:
             relax=settings.cost_relax,
         )
 
-    def _change(self, settings: SchedulerSettings, now: float) -> None:
+    def _change(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._memory.obey(settings)
+        self._memory.obey(settings, now, out)
         for model in self._models.values():
             for lane in model.lanes.values():
                 lane.costs.obey(settings)
@@ -396,8 +396,7 @@ class Scheduler:
             case Residency.RESIDENT:
                 if model.warming:
                     discipline.wait(model, claims=False)
-                elif model in self._memory.leaving and model.place[0] != COMMITTED_LEVEL:
-                    # Else it would always execute, and never go.
+                elif self._memory.stops(model):
                     discipline.wait(model, claims=True)
                 elif model.ripe <= now:
                     discipline.update(model)

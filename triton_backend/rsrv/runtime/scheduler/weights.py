@@ -38,6 +38,7 @@ class Holding:
         "asked",
         "epoch",
         "evictions",
+        "fresh",
         "gap",
         "load_seconds",
         "loads",
@@ -77,6 +78,8 @@ class Holding:
         self.load_seconds = program.load_seconds
         #: how long the latest load took; before the first: as long as one of all its bytes.
         self.took = program.load_seconds
+        #: whether it came for requests that wait, and nothing has executed on it since.
+        self.fresh = False
         #: when the current residency, or the load under way, began; and how long the latter was expected to take.
         self.since = 0.0
         self.takes = 0.0

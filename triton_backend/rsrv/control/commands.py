@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rsrv.control import find, pages
 from rsrv.control.enums import member
-from rsrv.control.output import print_json
+from rsrv.control.output import one_line, print_json
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _complain(text: str, status: int) -> int:
-    print(f"rsrv: {' '.join(text.split())}", file=sys.stderr)
+    print(f"rsrv: {one_line(text)}", file=sys.stderr)
     return status
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc

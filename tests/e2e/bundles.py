@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -292,16 +292,16 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 
 def ensure() -> Path:
     """The folder of the test bundles, built if need be. Safe to call from two processes at once."""
-    return ensure_made(OUTPUT, MAKERS, Path(__file__))
+    return ensure_made(OUTPUT, MAKERS, ())
 
 
-def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], source: Path) -> Path:
-    """`output` with a bundle of each maker, made anew when `source`, which holds them, the format or jax changed."""
+def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sources: Sequence[Path]) -> Path:
+    """`output` with a bundle of each maker, made anew when `sources`, this folder's makers, the format or jax changed."""
     output.parent.mkdir(exist_ok=True)
     stamp = output.with_suffix(".stamp")
     with output.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        digest = _digest(source)
+        digest = _digest(sources)
         if not (stamp.is_file() and stamp.read_text() == digest):
             stamp.unlink(missing_ok=True)
             shutil.rmtree(output, ignore_errors=True)
@@ -312,9 +312,9 @@ def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sour
     return output
 
 
-def _digest(source: Path) -> str:
+def _digest(sources: Sequence[Path]) -> str:
     total = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
     format_ = sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))
-    for file in (source, Path(__file__).with_name("answers.py"), *format_):
+    for file in (Path(__file__), Path(__file__).with_name("answers.py"), *sources, *format_):
         total.update(file.read_bytes())
     return total.hexdigest()

@@ -46,7 +46,7 @@ import os
 import time
 
 MOODS = {MOODS!r}
-FIRST = {float(mood(MOODS[0])["x"][0, 0])}
+FIRST = {float(mood(MOODS[0]).inputs["x"][0, 0])}
 
 
 def act(mood):
@@ -100,12 +100,12 @@ def _heavy(out_dir: Path) -> None:
 
 
 def _bulky(out_dir: Path) -> None:
-    """f32 [1, BULKY] -> every BULKY_STEP-th element."""
+    """f32 [n, BULKY] -> every BULKY_STEP-th element."""
     export_bundle(
         lambda params, x: {"y": x[:, ::BULKY_STEP]},
         {},
         {"x": jax.ShapeDtypeStruct((1, BULKY), np.float32)},
-        batch_sizes=(1,),
+        batch_sizes=(1, 16),
         out_dir=out_dir,
     )
 

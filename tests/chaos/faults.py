@@ -16,10 +16,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
+import numpy as np
+
 from tests.chaos.figures import Expected
 from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, fill
 from tests.chaos.load import Client, Load, clients
-from tests.chaos.questions import breaking, endless, mood
+from tests.chaos.questions import breaking, bulky, endless, mood
 from tests.e2e.harness import ROOT, is_alive, wait_until
 
 #: what Triton 24.10 does with requests that a stub had when it died (facts S6)
@@ -58,6 +60,10 @@ class Fault:
 
     def check(self, house: House) -> Iterable[str]:
         """What is not as it must be, afterwards."""
+        return ()
+
+    def notes(self) -> Iterable[str]:
+        """What is worth telling, afterwards."""
         return ()
 
     def tidy(self, house: House) -> None:
@@ -130,6 +136,9 @@ class KillCompiling(_RuntimeDies):
     def check(self, house: House) -> Iterable[str]:
         yield from super().check(house)
         yield from self._loading.check(house)
+
+    def notes(self) -> Iterable[str]:
+        yield f"the load: {self._loading.error or 'succeeded'}"
 
     def tidy(self, house: House) -> None:
         self._loading.tidy(house)
@@ -205,14 +214,8 @@ class HookHoards(_MoodyHook):
 
 def _revive(model: str, house: House) -> None:
     """What an operator would do when the control process has not: load it again."""
-    if not house.alive:
-        return
-    load_error = ""
-    stubs = house.server.stub_pids(model)
-    if not stubs or model not in house.status()["models"]:
-        house.unload_model(model)
-        load_error = house.load_model(model)
-    assert not load_error, load_error
+    if house.alive and (not house.server.stub_pids(model) or not house.model(model)):
+        house.reload(model)
 
 
 # --- what the machine lacks ---------------------------------------------------------------------------------------
@@ -223,17 +226,38 @@ class FullSharedMemory(Fault):
     load = (*clients("bulky", grpc=1, http=1, pause=0.2), *WORK)
     expected = Expected({"bulky"})
 
+    def __init__(self) -> None:
+        #: what was said about loading another model meanwhile
+        self._said = ""
+
     def prepare(self, house: House) -> None:
         house.shm  # noqa: B018 - whether it can be filled at all
+        # Triton's memory for a model grows with the largest request, and never shrinks.
+        house.reload("bulky")
 
     def strike(self, house: House, load: Load) -> float:
         struck = time.monotonic()
         self._give_back = fill(house.shm)
-        time.sleep(3)
+        until = time.monotonic() + 3
+        for number in range(3):
+            house.strike(load, "bulky", bulky(np.random.default_rng(number), 16))
+        house.add("compiling")
+        self._said = house.load_model("compiling")
+        time.sleep(max(0.0, until - time.monotonic()))
         return struck
 
     def relieve(self, house: House, load: Load) -> None:
         self._give_back()
+
+    def check(self, house: House) -> Iterable[str]:
+        if self._said and (again := house.load_model("compiling")):
+            yield f"a model cannot be loaded afterwards: {again}"
+
+    def notes(self) -> Iterable[str]:
+        yield f"a model that was to be loaded meanwhile: {self._said or 'loaded'}"
+
+    def tidy(self, house: House) -> None:
+        house.remove("compiling")
 
 
 class FullDisk(Fault):
@@ -313,6 +337,9 @@ class BundleVanishes(Fault):
     def check(self, house: House) -> Iterable[str]:
         yield from self._loading.check(house)
 
+    def notes(self) -> Iterable[str]:
+        yield f"the load: {self._loading.error or 'succeeded'}"
+
     def tidy(self, house: House) -> None:
         self._loading.tidy(house)
 
@@ -348,7 +375,7 @@ class ExecutionHangs(_RuntimeDies):
 
 
 class ClockJumps(Fault):
-    name = "the wall clock jumps a day ahead, two days back"
+    name = "the runtime's clock jumps a day ahead, two days back"
     expected = Expected(())
     needs_clock = True
 

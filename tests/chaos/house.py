@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,7 +25,7 @@ from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
-from tests.chaos.questions import Arrays, Question
+from tests.chaos.questions import Question
 from tests.e2e.harness import RunningTriton, running_triton, wait_until
 
 #: of the models there are, those that are served from the start
@@ -98,7 +99,7 @@ class House:
     """A server on the chaos bundles, which may be killed and started again."""
 
     def __init__(self, folder: Path, *, settable_clock: bool = False) -> None:
-        """`settable_clock`: the server and all that it starts read a wall clock that `set_clock` sets."""
+        """`settable_clock`: the runtime, and what it starts, read a wall clock that `set_clock` sets."""
         self._folder = folder
         self.bundles = folder / "bundles"
         self.gen = folder / "gen"
@@ -110,17 +111,23 @@ class House:
             "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(self._disk),
         }
         if settable_clock:
-            self._env |= {
-                "LD_PRELOAD": str(clock_library()),
-                "DONT_FAKE_MONOTONIC": "1",
-                "FAKETIME_TIMESTAMP_FILE": str(self._clock),
-                # Seconds after which processes look at the file again.
-                "FAKETIME_CACHE_DURATION": "1",
-            }
+            self._env["RSRV_RUNTIME_PYTHON"] = str(self._clocked_python())
         self._stack = ExitStack()
         self._running: RunningTriton | None = None
         self._starts = 0
         self._prepare()
+
+    def _clocked_python(self) -> Path:
+        """An interpreter whose wall clock `set_clock` sets. Raises NotPossible."""
+        script = self._folder / "python"
+        script.write_text(
+            f"#!/bin/sh\nexport LD_PRELOAD={clock_library()} DONT_FAKE_MONOTONIC=1\n"
+            # A second after a change of the file its readers have noticed.
+            f"export FAKETIME_TIMESTAMP_FILE={self._clock} FAKETIME_CACHE_DURATION=1\n"
+            f'exec {sys.executable} "$@"\n'
+        )
+        script.chmod(0o700)
+        return script
 
     def _prepare(self) -> None:
         self._disk.mkdir(mode=0o700)
@@ -241,13 +248,13 @@ class House:
             raise NotPossible(f"{what} cannot be filled: no mount namespaces here, for root nor for users")
 
     def set_clock(self, seconds: float) -> None:
-        """So far the server's wall clock is from the real one, from the next second on."""
+        """So far the runtime's wall clock is from the real one, from the next second on."""
         fresh = self._clock.with_suffix(".new")
         fresh.write_text(f"{seconds:+.0f}\n")
         fresh.rename(self._clock)
 
     def saw_days(self) -> bool:
-        """Whether the log has lines of other days than the file system."""
+        """Whether the log has lines of several days."""
         days = {line[:10] for line in self.server.log_text().splitlines() if line[4:5] == line[7:8] == "-"}
         return len(days) > 1
 
@@ -289,16 +296,19 @@ class House:
         self.server.grpc.unload_model(model)
         wait_until(lambda: not self.ready(model), what=f"{model} to be unloaded")
 
-    def strike(self, load: Load, model: str, inputs: Arrays, *, wait: bool = False) -> float:
-        """Send a request that does harm, and let it be judged with the others; returns when it was sent.
+    def reload(self, model: str) -> None:
+        """Unload it and load it: so also a model comes back whose stub died. Fails the test if it does not."""
+        self.unload_model(model)
+        said = self.load_model(model)
+        assert not said, said
 
-        There is no right answer to it: any answer that is no error is wrong.
-        """
+    def strike(self, load: Load, model: str, question: Question, *, wait: bool = False) -> float:
+        """Send a request beside the load, to be judged with it; returns when it was sent."""
         sent = time.monotonic()
 
         def send() -> None:
             connection = Connection("grpc", self.server.server.grpc_url)
-            outcome, said = connection.ask(model, Question(inputs, {}))
+            outcome, said = connection.ask(model, question)
             connection.close()
             load.note(Record(model, STRIKE, sent, time.monotonic(), outcome, said[:200]))
 

@@ -16,6 +16,7 @@ class Question(NamedTuple):
     """Inputs of a request, and its answer."""
 
     inputs: Arrays
+    #: empty where there is no right answer: any that is no error is wrong
     wanted: Arrays
 
 
@@ -36,21 +37,22 @@ MOODS = ("hang", "hoard", "exit")
 _FIRST_MOOD = 1000.0
 
 
-def mood(name: str) -> Arrays:
+def mood(name: str) -> Question:
     """A request of `moody` whose preprocess hook does that."""
     x = np.zeros((1, 4), np.float32)
     x[0, 0] = _FIRST_MOOD + MOODS.index(name)
-    return {"x": x}
+    return Question({"x": x}, {})
 
 
-def breaking() -> Arrays:
+def breaking() -> Question:
     """A request of `fragile` that its device cannot execute."""
-    return {"x": np.full((1, 4), 2 * BREAKS, np.float32)}
+    return Question({"x": np.full((1, 4), 2 * BREAKS, np.float32)}, {})
 
 
-def endless() -> Arrays:
+def endless() -> Question:
     """A request of `sudden` that takes weeks."""
-    return {"x": np.ones((1, 4), np.uint32), "steps": np.full((1, 1), 2**31 - 1, np.int32)}
+    inputs = {"x": np.ones((1, 4), np.uint32), "steps": np.full((1, 1), 2**31 - 1, np.int32)}
+    return Question(inputs, {})
 
 
 def mixing() -> list[tuple[int, int]]:
@@ -116,9 +118,10 @@ def _heavy(name: str) -> Callable[[np.random.Generator], Question]:
     return ask
 
 
-def _bulky(rng: np.random.Generator) -> Question:
-    x = np.full((1, BULKY), -1, np.float32)
-    x[0, ::BULKY_STEP] = rng.integers(-(2**20), 2**20, BULKY // BULKY_STEP)
+def bulky(rng: np.random.Generator, rows: int) -> Question:
+    """A request of `bulky` of some rows, at most 16."""
+    x = np.full((rows, BULKY), -1, np.float32)
+    x[:, ::BULKY_STEP] = rng.integers(-(2**20), 2**20, (rows, BULKY // BULKY_STEP))
     return Question({"x": x}, {"y": x[:, ::BULKY_STEP]})
 
 
@@ -143,7 +146,7 @@ QUESTIONS: Mapping[str, Callable[[np.random.Generator], Question]] = {
     "moody": _moody,
     "heavy_a": _heavy("heavy_a"),
     "heavy_b": _heavy("heavy_b"),
-    "bulky": _bulky,
+    "bulky": lambda rng: bulky(rng, 1),
     "compiling": _compiling,
     "chain": _chain,
 }

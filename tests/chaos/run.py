@@ -65,6 +65,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
         clients.stop()
     if not died:
         problems += fault.check(house)
+        notes += fault.notes()
     fault.tidy(house)
     return judge(fault.name, clients.records, Stretch(begin, strike, relief, end), expected, problems, notes)
 

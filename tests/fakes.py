@@ -129,6 +129,7 @@ class FakeDevice:
         self.seconds = 0.001
         self.memory_limit: int | None = None
         self.scratch = 0
+        self.launcher: int | None = None
         #: tensors on the device now, their bytes, and tensors that ever came there
         self.resident = 0
         self.device_bytes = 0
@@ -249,6 +250,7 @@ class FakeDevice:
         self, rows: int, weights: Sequence[Buffer], inputs: Sequence[Array], fail: str | None
     ) -> list[Array]:
         with self._executing:
+            self.launcher = None if self.asynchronous else threading.get_ident()
             self.gate.enter()
             if fail is not None:
                 raise DeviceError(fail)

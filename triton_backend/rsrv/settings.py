@@ -316,7 +316,12 @@ class Settings(BaseSettings):
     """All of rsrv.yaml."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RSRV_", env_nested_delimiter="__", extra="forbid", frozen=True
+        env_prefix="RSRV_",
+        env_nested_delimiter="__",
+        # As in the file: else it would be the name of a directory.
+        env_parse_none_str="null",
+        extra="forbid",
+        frozen=True,
     )
 
     scheduler: SchedulerSection = SchedulerSection()

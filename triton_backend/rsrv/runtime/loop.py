@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import Any, assert_never
 
+from rsrv.runtime.blackbox import BlackBox
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Device
 from rsrv.runtime.execution import AnyPart, CallPart, Job, Part
@@ -26,6 +27,7 @@ from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import memory_status, meta_status, model_status
 from rsrv.runtime.transport import Transport
+from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, SettingsError, change_scheduler
 from rsrv.wire.calls import (
@@ -69,6 +71,7 @@ class Loop:
         scheduler: Scheduler,
         make_device: Callable[[], Device],
         clock: Callable[[], float] = time.monotonic,
+        blackbox: BlackBox | None = None,
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
@@ -79,10 +82,12 @@ class Loop:
         self.stubs: dict[int, int] = {}
         self._serving = True
         self._board = Board()
+        blackbox = blackbox or BlackBox()
+        self.underway = Underway(blackbox.memory)
         self._inbox = Inbox()
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
-        self._executor = Executor(self._inbox, self._executed, clock)
+        self._executor = Executor(self._inbox, self._executed, self.underway, clock)
         self._registry = Registry(
             settings,
             scheduler,
@@ -92,12 +97,19 @@ class Loop:
             self._executor.forget,
             make_device,
             lambda: self._decide_by(self._settings),
+            self.underway,
+            blackbox.deaths,
         )
         #: requests that are not answered yet, those of runs of meta models to be let in among them, by global id
         self._pending: dict[int, AnyPart | Run] = {}
         self._runs = Runs(self._feed, lambda request: self._arrived.append(request), self._done)
         self._arrived: list[ev.Request] = []
         self._answering: set[Connection] = set()
+
+    @property
+    def launcher(self) -> int | None:
+        """From any thread: the device's."""
+        return None if self._registry.device is None else self._registry.device.launcher
 
     # --- the loop -----------------------------------------------------------------------------------------
 
@@ -110,7 +122,9 @@ class Loop:
         """Wait until something happens, and do all that follows from it."""
         wakeup = self._scheduler.next_wakeup()
         timeout = None if wakeup is None else min(max(0.0, wakeup - self._clock()), _LONGEST_WAIT)
+        self.underway.round.end()
         self._transport.poll(0.0 if self._executor.has_ended else timeout)
+        self.underway.round.begin(Phase.LOOPING, "")
         self._flush_arrivals()
         # After the arrivals: what came while this one executed may share the next execution.
         told = self._executor.tell()
@@ -330,6 +344,7 @@ class Loop:
             "connections": len(self._transport.connections),
             "compiled": counts.compiled,
             "from_cache": counts.from_cache,
+            "shared": counts.shared,
             "memory": memory_status(snapshot, self._registry.tiers, self._registry.device),
             "models": {
                 model.name: model_status(snapshot.models[model.key], model.residency)

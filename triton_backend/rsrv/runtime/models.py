@@ -12,6 +12,7 @@ import numpy as np
 from rsrv.runtime.device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
 from rsrv.runtime.scheduler.events import Program
+from rsrv.runtime.underway import Phase, Place
 from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
@@ -106,7 +107,7 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
     executables = {}
     wanted = usable(signatures, of_model.max_batch_size)
     for done, key in enumerate(wanted, 1):
-        executables[key] = device.compile(module_file(bundle, key).read_bytes(), signatures[key])
+        executables[key] = device.compile(_read_module(bundle, key), signatures[key])
         log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
     compiled = time.perf_counter() - started
     nbytes = sum(weight.nbytes for weight in bundle.weights)
@@ -147,6 +148,14 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
     )
 
 
+def _read_module(bundle: Bundle, key: tuple[int, int]) -> bytes:
+    file = module_file(bundle, key)
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{file.name}: cannot be read: {error.strerror}") from error
+
+
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:
     """The (variant, size) that can ever execute: of those that hold `max_rows` only the smallest of each variant.
 
@@ -162,19 +171,23 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
     return [(variant, size) for variant, size in every if size <= largest.get(variant, size)]
 
 
-def warm_up(model: Model, device: Device) -> dict[tuple[int, int], float]:
+def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tuple[int, int], float]:
     """Run every executable some times on zeros, on weights that are there; seconds of one execution of each.
 
-    The first run allocates; the fastest of the others is the cost that the scheduler starts from.
+    The first run allocates; the fastest of the others is the cost that the scheduler starts from. Each is noted at
+    `place`.
     """
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
+    place = place or Place()
     costs = {}
     for (variant, size), executable in model.executables.items():
         inputs = zeros(model.interface.variants[variant].inputs, size)
-        run(device, executable, weights, inputs)
-        fastest = min(run(device, executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
-        costs[variant, size] = max(fastest, _LEAST_COST)
+        seconds = []
+        for _ in range(1 + _WARM_RUNS):
+            with place.doing(Phase.WARMING, model.key, size):
+                seconds.append(run(device, executable, weights, inputs)[1])
+        costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
     _smooth(costs)
     log.info("%s: costs %s", model.name, {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()})
     return costs

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from rsrv.runtime.blackbox import Deaths
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.connection import Connection, Group, MetaCounts
 from rsrv.runtime.device import CacheCounts, Device, DeviceError, OutOfMemory
@@ -18,6 +19,7 @@ from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.tiers import Tiers
 from rsrv.runtime.transport import Transport
+from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.workers import Inbox, Worker
 from rsrv.settings import Settings, SettingsError, with_residency
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
@@ -57,6 +59,8 @@ class Registry:
         forget: Callable[[str], None],
         make_device: Callable[[], Device],
         rebudget: Callable[[], None],
+        underway: Underway,
+        deaths: Deaths,
     ) -> None:
         self._settings = settings
         self._scheduler = scheduler
@@ -65,6 +69,8 @@ class Registry:
         self._feed = feed
         self._forget = forget
         self._rebudget = rebudget
+        self._underway = underway
+        self._deaths = deaths
         self._builder = Worker("build")
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
@@ -76,7 +82,7 @@ class Registry:
         #: None until it is made
         self.device: Device | None = None
         self.tiers: Tiers | None = None
-        self._equipment = Equipment(make_device, settings, inbox, self._equipped)
+        self._equipment = Equipment(make_device, settings, inbox, self._equipped, underway.weights)
         self._builder.put(self._equipment.begin)
 
     def _equipped(self, device: Device, tiers: Tiers) -> None:
@@ -123,7 +129,7 @@ class Registry:
 
     @property
     def cache_counts(self) -> CacheCounts:
-        return getattr(self.device, "cache_counts", CacheCounts(0, 0))
+        return getattr(self.device, "cache_counts", CacheCounts())
 
     # --- connections come and go --------------------------------------------------------------------------
 
@@ -149,14 +155,19 @@ class Registry:
 
         def read() -> None:
             result: Wanted | str
+            client = ""
             try:
                 result = identify(name, path, calls)
+                for one in result.models:
+                    if verdict := self._deaths.verdict(one):
+                        result = client = f"{one}: {verdict}"
+                        break
             except BundleError as error:
                 result = str(error)
             except Exception as error:
                 log.exception("%s: cannot read the bundle", name)
                 result = f"{type(error).__name__}: {error}"
-            self._inbox.post(lambda: self._identified(connection, result))
+            self._inbox.post(lambda: self._identified(connection, result, client))
 
         self._builder.put(read)
 
@@ -200,11 +211,11 @@ class Registry:
 
         self._tiers.when_moved(close)
 
-    def _identified(self, connection: Connection, result: Wanted | str) -> None:
+    def _identified(self, connection: Connection, result: Wanted | str, client: str = "") -> None:
         if connection.closed:
             return
         if isinstance(result, str):
-            self._transport.guard(connection, connection.send, _rejected(result))
+            self._transport.guard(connection, connection.send, _rejected(result, client))
             return
         wanted = result
         for key in wanted.models:
@@ -247,7 +258,8 @@ class Registry:
         result: Model | str
         try:
             device, tiers = self._equipment.get()
-            result = build(bundle, device, tiers.host, self._settings, name)
+            with self._underway.build.doing(Phase.BUILDING, key):
+                result = build(bundle, device, tiers.host, self._settings, name)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
@@ -287,7 +299,8 @@ class Registry:
         def run() -> None:
             costs, error = None, ""
             try:
-                costs = warm_up(model, device)
+                costs = warm_up(model, device, self._underway.warm_up)
+                self._deaths.survived(key)
             except Exception as caught:
                 if isinstance(caught, OutOfMemory) and not again:
                     log.warning("%s: no memory on the device to warm it up: %s", model.name, caught)
@@ -461,5 +474,6 @@ class Registry:
         return budget
 
 
-def _rejected(reason: str) -> bytes:
-    return pack_json(Kind.REJECTED, {"reason": reason[:4000]})
+def _rejected(reason: str, client: str = "") -> bytes:
+    """`client`: what clients may be told, should they ask for the model all the same."""
+    return pack_json(Kind.REJECTED, {"reason": reason[:4000], "client": client[:4000]})

@@ -13,8 +13,8 @@ import numpy as np
 from rsrv.stub.calls import GRACE_NS, Keep, Results
 from rsrv.stub.endpoint import Array, check_results
 from rsrv.stub.lane import Lane
-from rsrv.stub.later import DOWN
 from rsrv.stub.replies import Failure
+from rsrv.stub.session import DOWN
 from rsrv.stub.shapes import Plan
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where

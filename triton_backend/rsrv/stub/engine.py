@@ -15,9 +15,9 @@ from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
-from rsrv.stub.later import DOWN, Later
+from rsrv.stub.later import Later
 from rsrv.stub.replies import Failure, Reply, Responses
-from rsrv.stub.session import Link, Session
+from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.wire.frames import ProtocolError, Status
@@ -103,7 +103,7 @@ class Engine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         if link is not self._link:
             self._switch(link)
         try:

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rsrv.stub.lane import Lane
 from rsrv.stub.replies import Reply
-from rsrv.stub.session import Link, Session
+from rsrv.stub.session import DOWN, Link, Session
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
@@ -22,8 +22,6 @@ log = logging.getLogger("rsrv.stub")
 #: seconds between looks whether clients are still there; each look costs up to 0.2 ms, so few per round
 _CANCEL_ROUND = 0.05
 _CANCEL_CHECKS = 16
-
-DOWN = "the model runtime is not reachable; it is being restarted, try again"
 
 
 class Waiting(Protocol):

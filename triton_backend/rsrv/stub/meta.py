@@ -25,9 +25,9 @@ from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_failed, read_inputs
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
-from rsrv.stub.later import DOWN, Later
+from rsrv.stub.later import Later
 from rsrv.stub.replies import Failure, Reply, Responses
-from rsrv.stub.session import UNREACHABLE, Link, Session
+from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
@@ -176,7 +176,7 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3

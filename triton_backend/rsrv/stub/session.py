@@ -17,8 +17,12 @@ from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds between attempts to reach a runtime, doubling
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+DOWN = "the model runtime is not reachable; it is being restarted, try again"
+_REFUSED = "the model runtime does not load this model again; the server's log says why"
+
+#: seconds between attempts to reach a runtime, doubling; the last one if it answers, and refuses the model: each
+#: attempt has it read the whole bundle
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REFUSED = 0.05, 5.0, 60.0
 
 #: what reaching a runtime may raise
 UNREACHABLE = (
@@ -76,7 +80,7 @@ class Link:
 
 
 class Session:
-    """`link` is None while there is no runtime. `on_link` is called with each new one, on the thread that made it."""
+    """`link` is None while there is no runtime, and `down` says why, for clients. `on_link` is called with each new one, on the thread that made it."""
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Session:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.link: Link | None = None
+        self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
 
     def establish(self) -> Link:
@@ -136,7 +141,7 @@ class Session:
         with self._lock:
             if self.link is not link:
                 return
-            self.link = None
+            self.link, self.down = None, DOWN
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
@@ -144,18 +149,25 @@ class Session:
     def _reconnect(self) -> None:
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
+            longest = _LONGEST_PAUSE
             try:
                 self.establish()
+            except Rejected as error:
+                log.error("the runtime refuses the model: %s", error)
+                self.down = error.client or _REFUSED
+                longest = _LONGEST_REFUSED
             except UNREACHABLE as error:
                 log.error("no runtime yet: %s", error)
+                self.down = DOWN
             except Exception:
                 # Whatever it is, giving up would leave the model without a runtime for ever.
                 log.exception("no runtime yet")
+                self.down = DOWN
             else:
                 log.info("reconnected to the runtime")
                 return
             self._closed.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, longest)
 
     def close(self, *, direct: bool = True) -> None:
         """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""

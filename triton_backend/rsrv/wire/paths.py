@@ -7,6 +7,9 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
+#: what the runtime was doing, and who ended the ones before
+BLACKBOX = "blackbox"
+DEATHS = "deaths.json"
 
 
 class RuntimeDirectoryError(Exception):
@@ -80,7 +83,7 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    for name in (SOCKET, LOCK):
+    for name in (SOCKET, LOCK, BLACKBOX, DEATHS):
         (directory / name).unlink(missing_ok=True)
     try:
         directory.rmdir()

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from rsrv.wire.paths import DEATHS
 from tests.chaos.figures import Expected
 from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, fill
 from tests.chaos.load import Client, Load, clients
@@ -294,7 +295,7 @@ class CorruptCache(_RuntimeDies):
     name = "corrupt compilation cache, then kill -9 the runtime"
 
     def strike(self, house: House, load: Load) -> float:
-        entries = sorted(house.disk.glob("*-cache"))
+        entries = sorted(path for path in house.disk.iterdir() if path.is_file())
         assert entries, "there is no cache"
         for number, entry in enumerate(entries):
             content = bytearray(entry.read_bytes())
@@ -308,7 +309,15 @@ class CorruptCache(_RuntimeDies):
                 case _:
                     content[:] = os.urandom(len(content))
             entry.write_bytes(content)
+        self._mark, self._entries = house.log_mark(), len(entries)
         return self.kill_runtime()
+
+    def check(self, house: House) -> Iterable[str]:
+        yield from super().check(house)
+        self._damaged = house.log_from(self._mark).count(": damaged: compiled anew")
+
+    def notes(self) -> Iterable[str]:
+        yield f"of {self._entries} entries, all damaged, {self._damaged} were read, found out, and compiled anew"
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -359,16 +368,20 @@ class DeviceFails(Fault):
 class ExecutionHangs(_RuntimeDies):
     name = f"an execution that hangs (watchdog {WATCHDOG:.0f} s)"
     load = (*clients("sudden", grpc=1, http=1, pause=0.05), *WORK)
+    expected = Expected(None, stays={"sudden": "what hung once is refused until its bundle changes"})
     patience = WATCHDOG + 20
 
     def strike(self, house: House, load: Load) -> float:
         return house.strike(load, "sudden", endless())
 
     def tidy(self, house: House) -> None:
-        if house.alive and house.runtime_pid() == self._killed:
-            os.kill(self._killed, signal.SIGKILL)
+        if not house.alive:
+            return
+        if house.runtime_pid() == self._killed:
+            kill(self._killed, signal.SIGKILL)
             wait_until(lambda: not is_alive(self._killed))
-            wait_until(lambda: house.model("sudden"), what="the models in another runtime")
+        (house.runtime_folder() / DEATHS).unlink(missing_ok=True)
+        house.reload("sudden")
 
 
 # --- clients and clocks -------------------------------------------------------------------------------------------
@@ -403,6 +416,9 @@ class Crowd(Fault):
     count: ClassVar[int] = 5000
     rate: ClassVar[int] = 200
 
+    def prepare(self, house: House) -> None:
+        self._cancelled = self._cancellations(house)
+
     def strike(self, house: House, load: Load) -> float:
         struck = time.monotonic()
         server = house.server.server
@@ -416,6 +432,18 @@ class Crowd(Fault):
             process.wait()
             assert process.returncode == 0, "the crowd failed"
         return struck
+
+    def check(self, house: House) -> Iterable[str]:
+        self._cancelled = self._cancellations(house) - self._cancelled
+        if not self._cancelled:
+            yield "nobody's cancellation reached the runtime"
+
+    def notes(self) -> Iterable[str]:
+        yield f"{self._cancelled} requests were cancelled in the runtime, the others before or after it had them"
+
+    @staticmethod
+    def _cancellations(house: House) -> int:
+        return sum(model["outcomes"].get("cancelled", 0) for model in house.status()["models"].values())
 
 
 # --- a model that is being loaded ---------------------------------------------------------------------------------

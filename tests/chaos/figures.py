@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -45,8 +45,8 @@ class Expected:
     victims: Collection[str] | None
     #: why a request to a victim may never be answered; empty: it must be
     excuse: str = ""
-    #: why the victims do not come back by themselves; empty: they must
-    stays: str = ""
+    #: models that do not come back by themselves, and why; all others must
+    stays: Mapping[str, str] = field(default_factory=dict)
 
     def harms(self, model: str) -> bool:
         return self.victims is None or model in self.victims
@@ -110,8 +110,8 @@ def judge(
 
     def back(harmed: bool) -> float:
         # Strikes are meant to fail: whether the model is back is for the load to say.
-        asked = (r for r in records if expected.harms(r.model) is harmed and r.protocol != STRIKE)
-        return _back(list(asked), stretch)
+        asked = (r for r in records if r.protocol != STRIKE and r.model not in expected.stays)
+        return _back([r for r in asked if expected.harms(r.model) is harmed], stretch)
 
     waits = [r.ended - max(r.sent, stretch.strike) for r in touched if r.outcome != UNANSWERED]
     row = Row(
@@ -168,7 +168,7 @@ def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterab
     if failed:
         kinds = _counts(Counter(f"{r.model} {r.outcome}" for r in failed))
         yield f"errors of models that it should not touch: {kinds}"
-    if row.victims_back == inf and not expected.stays:
+    if row.victims_back == inf:
         yield "the victims did not come back"
     if row.bystanders_back == inf:
         yield "bystanders did not come back"
@@ -215,7 +215,6 @@ HEADERS = (
 def cells(row: Row, expected: Expected) -> list[str]:
     """A line of the table, under HEADERS."""
     everybody = expected.victims is None
-    stays = expected.stays and row.victims_back == inf
     return [
         row.fault,
         str(row.strikes),
@@ -228,7 +227,7 @@ def cells(row: Row, expected: Expected) -> list[str]:
         "-" if not row.during else f"{p99(row.during) * 1e3:.1f}",
         "-" if row.slower is None else f"{row.slower:.1f}",
         f"{row.slowest:.2f}",
-        expected.stays if stays else _back_text(row.victims_back),
+        _back_text(row.victims_back),
         "-" if everybody else _back_text(row.bystanders_back),
         "FAILED" if row.problems else "ok",
     ]
@@ -245,5 +244,6 @@ def remarks(row: Row, expected: Expected) -> list[str]:
         *(f"FAILED: {text}" for text in row.problems),
         *([f"errors: {', '.join(errors)}"] if errors else []),
         *([f"* {expected.excuse}"] if row.unanswered and expected.excuse else []),
+        *(f"{model} does not come back by itself: {why}" for model, why in expected.stays.items()),
         *row.notes,
     ]

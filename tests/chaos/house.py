@@ -289,7 +289,7 @@ class House:
         try:
             self.server.grpc.load_model(model, client_timeout=60)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told
-            return str(error)
+            return " ".join(str(error).partition("\nAt:")[0].split())
         return ""
 
     def unload_model(self, model: str) -> None:

@@ -34,7 +34,9 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
     victims = {client.model for client in fault.load}
     others = [client for client in BYSTANDERS if client.model not in victims]
     server = house.server.server
-    expected, problems, notes = fault.expected, [], []
+    expected = fault.expected
+    problems: list[str] = []
+    notes: list[str] = []
     with load(server.grpc_url, server.http_url, [*others, *fault.load], seed) as clients:
         clients.wait_warm()
         begin = time.monotonic()
@@ -44,7 +46,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
             strike = fault.strike(house, clients)
             fault.relieve(house, clients)
             relief = time.monotonic()
-            _settle(clients, house, relief, max(relief, strike + pace.during), fault.patience, pace)
+            _settle(clients, house, fault, relief, max(relief, strike + pace.during), pace)
         except Exception:
             if house.alive:
                 raise
@@ -60,7 +62,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
                 problems.append("tritonserver died")
             house.revive()
             relief = time.monotonic()
-            _settle(clients, house, relief, relief, fault.patience, pace)
+            _settle(clients, house, fault, relief, relief, pace)
         end = time.monotonic()
         clients.stop()
     if not died:
@@ -70,11 +72,12 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
     return judge(fault.name, clients.records, Stretch(begin, strike, relief, end), expected, problems, notes)
 
 
-def _settle(clients: Load, house: House, relief: float, earliest: float, patience: float, pace: Pace) -> None:
+def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:
     """Until all models have been answering right for a while, nobody has patience any more, or the server died."""
+    awaited = clients.models - set(fault.expected.stays)
     well_since: float | None = None
-    while house.alive and (now := time.monotonic()) < relief + patience:
-        if clients.right_since(relief) < clients.models:
+    while house.alive and (now := time.monotonic()) < relief + fault.patience:
+        if not clients.right_since(relief) >= awaited:
             well_since = None
         elif well_since is None:
             well_since = now

@@ -71,10 +71,10 @@ def test_who_does_not_come_back_is_a_problem_unless_it_should_stay_away() -> Non
     row = judge("fault", records, STRETCH, HURT)
     assert row.victims_back == inf
     assert row.problems == ("the victims did not come back",)
-    stays = Expected({"victim"}, stays="in quarantine")
+    stays = Expected({"victim"}, stays={"victim": "it hung"})
     row = judge("fault", records, STRETCH, stays)
     assert row.problems == ()
-    assert "in quarantine" in cells(row, stays)
+    assert "victim does not come back by itself: it hung" in remarks(row, stays)
 
 
 def test_strikes_do_not_say_whether_the_model_is_back() -> None:

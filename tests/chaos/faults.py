@@ -46,6 +46,8 @@ class Fault:
     expected: ClassVar[Expected] = Expected(None)
     #: seconds in which what should come back must
     patience: ClassVar[float] = 20.0
+    #: of whom the health service must say within a second that it does not serve: a model, or "", the server; None: nobody
+    unhealthy: ClassVar[str | None] = None
     #: whether its server's clock must be one that can be set
     needs_clock: ClassVar[bool] = False
 
@@ -83,6 +85,8 @@ def kill(pid: int, number: int) -> float:
 
 class _RuntimeDies(Fault):
     """Everybody loses what was under way, and gets another runtime."""
+
+    unhealthy = ""
 
     def __init__(self) -> None:
         self._killed = 0
@@ -147,6 +151,7 @@ class KillCompiling(_RuntimeDies):
 
 class Freeze(Fault):
     name = "SIGSTOP the runtime for 5 s"
+    unhealthy = ""
 
     def strike(self, house: House, load: Load) -> float:
         self._frozen = house.runtime_pid()
@@ -168,6 +173,7 @@ class Freeze(Fault):
 class KillStub(Fault):
     name = "kill -9 a stub"
     expected = Expected({"elastic"}, excuse=NO_ANSWER)
+    unhealthy = "elastic"
 
     def strike(self, house: House, load: Load) -> float:
         (stub,) = house.server.stub_pids("elastic")
@@ -192,6 +198,7 @@ class _MoodyHook(Fault):
 class HookExits(_MoodyHook):
     name = "a hook that calls os._exit"
     mood = "exit"
+    unhealthy = "moody"
 
 
 class HookHangs(_MoodyHook):
@@ -368,6 +375,7 @@ class DeviceFails(Fault):
 class ExecutionHangs(_RuntimeDies):
     name = f"an execution that hangs (watchdog {WATCHDOG:.0f} s)"
     load = (*clients("sudden", grpc=1, http=1, pause=0.05), *WORK)
+    unhealthy = None  # until the watchdog has ended it
     expected = Expected(None, stays={"sudden": "what hung once is refused until its bundle changes"})
     patience = WATCHDOG + 20
 

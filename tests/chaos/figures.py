@@ -12,6 +12,8 @@ from typing import NamedTuple
 RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
 #: the protocol of requests that are a fault, or a part of it
 STRIKE = "strike"
+#: seconds within which the health service has to tell
+TELLS_WITHIN = 1.0
 #: answers that a 99th percentile needs at least
 _ENOUGH = 50
 
@@ -73,6 +75,8 @@ class Row:
     #: seconds from the relief until victims, or bystanders, answered right for good; inf: they did not
     victims_back: float
     bystanders_back: float
+    #: seconds from the strike until the health service told; None: it has nothing to tell
+    told: float | None
     #: what should not have been
     problems: Sequence[str]
     #: what is as it must be, but remarkable
@@ -96,10 +100,11 @@ def judge(
     records: Sequence[Record],
     stretch: Stretch,
     expected: Expected,
+    told: float | None = None,
     problems: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> Row:
-    """What one strike did; `problems` and `notes`: what does not show in the records."""
+    """What one strike did; `told`, `problems` and `notes` are what does not show in the records."""
     touched = [r for r in records if r.ended > stretch.strike and r.sent < stretch.end]
     ends = Counter(r.outcome for r in touched)
     errors = Counter({end: n for end, n in ends.items() if end not in (RIGHT, WRONG, UNANSWERED)})
@@ -127,6 +132,7 @@ def judge(
         max(waits, default=0.0),
         back(True),
         back(False),
+        told,
         (),
         tuple(notes),
     )
@@ -172,6 +178,8 @@ def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterab
         yield "the victims did not come back"
     if row.bystanders_back == inf:
         yield "bystanders did not come back"
+    if row.told is not None and row.told > TELLS_WITHIN:
+        yield "the health service did not tell" + ("" if row.told == inf else f" before {row.told:.1f} s")
 
 
 def _counts(counts: Counter[str]) -> str:
@@ -193,6 +201,7 @@ def together(rows: Sequence[Row]) -> Row:
         max(row.slowest for row in rows),
         max(row.victims_back for row in rows),
         max(row.bystanders_back for row in rows),
+        max((row.told for row in rows if row.told is not None), default=None),
         _once(row.problems for row in rows),
         _once(row.notes for row in rows),
     )
@@ -208,7 +217,7 @@ def _once(texts: Iterable[Iterable[str]]) -> list[str]:
 
 HEADERS = (
     "fault", "strikes", "in flight", "right", "error", "wrong", "unanswered", "p99 before ms", "during ms", "x",
-    "slowest s", "back after s", "others s", "",
+    "slowest s", "back after s", "others s", "told s", "",
 )  # fmt: skip
 
 
@@ -229,6 +238,7 @@ def cells(row: Row, expected: Expected) -> list[str]:
         f"{row.slowest:.2f}",
         _back_text(row.victims_back),
         "-" if everybody else _back_text(row.bystanders_back),
+        "-" if row.told is None else _back_text(row.told),
         "FAILED" if row.problems else "ok",
     ]
 

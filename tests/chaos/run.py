@@ -6,8 +6,10 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+from rsrv.wire.paths import CONTROL_SOCKET
 from tests.chaos.faults import BYSTANDERS, Fault
 from tests.chaos.figures import Row, Stretch, judge
+from tests.chaos.health import watched
 from tests.chaos.house import House
 from tests.chaos.load import Load, load
 from tests.e2e.harness import crashed_by_a_cancellation
@@ -37,7 +39,10 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
     expected = fault.expected
     problems: list[str] = []
     notes: list[str] = []
-    with load(server.grpc_url, server.http_url, [*others, *fault.load], seed) as clients:
+    with (
+        load(server.grpc_url, server.http_url, [*others, *fault.load], seed) as clients,
+        watched(house.runtime_folder() / CONTROL_SOCKET, fault.unhealthy or "") as health,
+    ):
         clients.wait_warm()
         begin = time.monotonic()
         time.sleep(pace.before)
@@ -69,7 +74,9 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
         problems += fault.check(house)
         notes += fault.notes()
     fault.tidy(house)
-    return judge(fault.name, clients.records, Stretch(begin, strike, relief, end), expected, problems, notes)
+    told = None if fault.unhealthy is None or died else health.not_serving_after(strike)
+    stretch = Stretch(begin, strike, relief, end)
+    return judge(fault.name, clients.records, stretch, expected, told, problems, notes)
 
 
 def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:

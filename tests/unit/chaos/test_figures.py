@@ -113,6 +113,15 @@ def test_an_error_of_a_bystander_is_a_problem() -> None:
     assert judge("fault", records, STRETCH, Expected(None)).problems == ()
 
 
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [(0.9, []), (2.0, ["the health service did not tell before 2.0 s"]), (inf, ["the health service did not tell"])],
+)
+def test_the_health_service_has_a_second_to_tell(told: float, problem: list[str]) -> None:
+    row = judge("fault", [record("victim", 16, 17)], STRETCH, HURT, told)
+    assert list(row.problems) == problem
+
+
 def test_bystanders_are_compared_with_themselves_before() -> None:
     """By the 99th percentile of their right answers, if there are enough of them."""
     before, during = steady("bystander", 4.0, 10.0, 0.01), steady("bystander", 10.0, 20.0, 0.03)
@@ -130,6 +139,7 @@ def test_strikes_of_a_fault_are_added_up_and_the_worst_is_told() -> None:
     assert (row.strikes, row.in_flight, row.right, row.errors.total()) == (3, 3, 3, 3)
     assert row.slowest == pytest.approx(3.0)
     assert row.victims_back == pytest.approx(3.0)
+    assert (first.told, row.told) == (None, 0.2)
     assert (row.problems, row.notes) == (["p (2 times)"], ["n (2 times)"])
     assert len(cells(row, HURT)) == len(HEADERS)
     assert cells(row, HURT)[-1] == "FAILED"

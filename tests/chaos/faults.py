@@ -20,7 +20,7 @@ import numpy as np
 
 from rsrv.wire.paths import DEATHS
 from tests.chaos.figures import Expected
-from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, fill
+from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, NotPossible, fill
 from tests.chaos.load import Client, Load, clients
 from tests.chaos.questions import breaking, bulky, endless, mood
 from tests.e2e.harness import ROOT, is_alive, wait_until
@@ -86,7 +86,7 @@ def kill(pid: int, number: int) -> float:
 class _RuntimeDies(Fault):
     """Everybody loses what was under way, and gets another runtime."""
 
-    unhealthy = ""
+    unhealthy: ClassVar[str | None] = ""
 
     def __init__(self) -> None:
         self._killed = 0
@@ -224,6 +224,32 @@ def _revive(model: str, house: House) -> None:
     """What an operator would do when the control process has not: load it again."""
     if house.alive and (not house.server.stub_pids(model) or not house.model(model)):
         house.reload(model)
+
+
+# --- the control process ------------------------------------------------------------------------------------------
+
+
+class KillControl(Fault):
+    name = "kill -9 the control process"
+    expected = Expected(())
+    unhealthy = ""
+
+    def prepare(self, house: House) -> None:
+        found = house.control_pid()
+        if found is None:
+            raise NotPossible("this server has no control process")
+        self._killed = found
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = kill(self._killed, signal.SIGKILL)
+        wait_until(
+            lambda: house.control_pid() not in (None, self._killed), 10, what="another control process"
+        )
+        self._seconds = time.monotonic() - struck
+        return struck
+
+    def notes(self) -> Iterable[str]:
+        yield f"another control process after {self._seconds:.1f} s"
 
 
 # --- what the machine lacks ---------------------------------------------------------------------------------------
@@ -505,6 +531,7 @@ FAULTS: Sequence[type[Fault]] = (
     KillCompiling,
     KillExecuting,
     KillStub,
+    KillControl,
     Freeze,
     FullSharedMemory,
     FullDisk,

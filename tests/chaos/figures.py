@@ -100,6 +100,7 @@ def judge(
     records: Sequence[Record],
     stretch: Stretch,
     expected: Expected,
+    *,
     told: float | None = None,
     problems: Iterable[str] = (),
     notes: Iterable[str] = (),

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from local_triton import TritonServer, free_ports
 from rsrv.wire.paths import runtime_directory
 from rsrv.wire.socket import Closed
@@ -226,6 +228,18 @@ class House:
     def inside(self, path: Path | str) -> Path:
         """Where to find what the server sees at this path."""
         return Path(f"/proc/{self.server.pid}/root{path}") if self._unshare else Path(path)
+
+    def control_socket(self) -> Path:
+        """Where the control process listens."""
+        return self.runtime_folder() / "control.sock"
+
+    def control_pid(self) -> int | None:
+        """Of the control process, if there is one."""
+        wanted = ["-m", "rsrv.control", "--server-pid", str(self.server.pid)]
+        for process in psutil.process_iter(["cmdline"]):
+            if set(wanted) <= set(process.info["cmdline"] or []):
+                return int(process.pid)
+        return None
 
     @property
     def shm(self) -> Path:

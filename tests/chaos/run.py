@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from rsrv.wire.paths import CONTROL_SOCKET
 from tests.chaos.faults import BYSTANDERS, Fault
 from tests.chaos.figures import Row, Stretch, judge
 from tests.chaos.health import watched
@@ -41,7 +40,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
     notes: list[str] = []
     with (
         load(server.grpc_url, server.http_url, [*others, *fault.load], seed) as clients,
-        watched(house.runtime_folder() / CONTROL_SOCKET, fault.unhealthy or "") as health,
+        watched(house.control_socket(), fault.unhealthy or "") as health,
     ):
         clients.wait_warm()
         begin = time.monotonic()
@@ -76,7 +75,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
     fault.tidy(house)
     told = None if fault.unhealthy is None or died else health.not_serving_after(strike)
     stretch = Stretch(begin, strike, relief, end)
-    return judge(fault.name, clients.records, stretch, expected, told, problems, notes)
+    return judge(fault.name, clients.records, stretch, expected, told=told, problems=problems, notes=notes)
 
 
 def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:

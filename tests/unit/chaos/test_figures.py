@@ -115,10 +115,14 @@ def test_an_error_of_a_bystander_is_a_problem() -> None:
 
 @pytest.mark.parametrize(
     ("told", "problem"),
-    [(0.9, []), (2.0, ["the health service did not tell before 2.0 s"]), (inf, ["the health service did not tell"])],
+    [
+        (0.9, []),
+        (2.0, ["the health service did not tell before 2.0 s"]),
+        (inf, ["the health service did not tell"]),
+    ],
 )
 def test_the_health_service_has_a_second_to_tell(told: float, problem: list[str]) -> None:
-    row = judge("fault", [record("victim", 16, 17)], STRETCH, HURT, told)
+    row = judge("fault", [record("victim", 16, 17)], STRETCH, HURT, told=told)
     assert list(row.problems) == problem
 
 
@@ -133,7 +137,13 @@ def test_bystanders_are_compared_with_themselves_before() -> None:
 def test_strikes_of_a_fault_are_added_up_and_the_worst_is_told() -> None:
     first = judge("fault", [record("victim", 9.9, 10.5, DOWN), record("victim", 15, 16)], STRETCH, HURT)
     second = judge(
-        "fault", [record("victim", 9.9, 10.2, DOWN), record("victim", 15, 18)], STRETCH, HURT, ["p"], ["n"]
+        "fault",
+        [record("victim", 9.9, 10.2, DOWN), record("victim", 15, 18)],
+        STRETCH,
+        HURT,
+        told=0.2,
+        problems=["p"],
+        notes=["n"],
     )
     row = together([first, second, second])
     assert (row.strikes, row.in_flight, row.right, row.errors.total()) == (3, 3, 3, 3)

@@ -73,7 +73,7 @@ def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
         problems += fault.check(house)
         notes += fault.notes()
     fault.tidy(house)
-    told = None if fault.unhealthy is None or died else health.not_serving_after(strike)
+    told = None if fault.unhealthy is None or died else health.seconds_until(serving=False, since=strike)
     stretch = Stretch(begin, strike, relief, end)
     return judge(fault.name, clients.records, stretch, expected, told=told, problems=problems, notes=notes)
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from local_triton import TritonServer, free_ports
-from rsrv.wire.paths import runtime_directory
+from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
@@ -231,7 +231,7 @@ class House:
 
     def control_socket(self) -> Path:
         """Where the control process listens."""
-        return self.runtime_folder() / "control.sock"
+        return self.runtime_folder() / CONTROL_SOCKET
 
     def control_pid(self) -> int | None:
         """Of the control process, if there is one."""

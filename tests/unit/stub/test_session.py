@@ -7,6 +7,7 @@ import pytest
 from rsrv.stub.lane import Rejected
 from rsrv.stub.launch import Greeted, LaunchError
 from rsrv.stub.session import DOWN, Session
+from rsrv.wire.socket import Closed
 
 
 class Pauses(threading.Event):
@@ -52,3 +53,23 @@ def test_attempts_become_rarer(error: Exception, longest: float, down: str) -> N
     assert pauses.seconds[:4] == [0.05, 0.1, 0.2, 0.4]
     assert pauses.seconds[-1] == longest
     assert session.down == down
+
+
+def test_a_first_load_outlives_the_deaths_of_runtimes() -> None:
+    """It is tried ten times while runtimes end, and not again after another error."""
+    attempts = iter([Closed("end of stream"), ConnectionResetError(), Rejected("no")])
+
+    def open_() -> Greeted:
+        raise next(attempts)
+
+    session = Session(open_, "m", "/models/m")
+    session._closed = pauses = Pauses()
+
+    with pytest.raises(Rejected):
+        session.begin()
+
+    assert pauses.seconds == [0.05, 0.1]
+    attempts = iter([Closed("end of stream")] * 10)
+    with pytest.raises(Closed):
+        session.begin()
+    assert next(attempts, None) is None

@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.orphans import end_orphans
         from rsrv.runtime.policy import scheduler_settings
         from rsrv.runtime.scheduler.scheduler import Scheduler
+        from rsrv.runtime.steering import control_command, keep_steering
         from rsrv.runtime.underway import Place, Task
         from rsrv.runtime.watchdog import Watchdog, describe
         from rsrv.settings import load_settings
@@ -120,6 +121,10 @@ def main(argv: list[str] | None = None) -> int:
         Watchdog(loop.underway, settings.runtime.watchdog_s, lambda: loop.launcher, end_what_hangs).start()
     # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
+    if settings.control.enabled:
+        keep_steering(
+            control_command(options.directory, options.server_pid, options.settings), options.directory
+        )
     # A batch is hundreds of short-lived objects: collect after many batches, not after each.
     gc.set_threshold(20_000, 20, 20)
     try:

@@ -82,10 +82,11 @@ def verdict(deaths: Iterable[Death]) -> str | None:
     if not hung and len(deaths) < _TOO_MANY:
         return None
     last = (hung or deaths)[-1]
+    did = {"hung": "it hung", "crashed": "it crashed", "killed": "it was killed"}[last.how]
     times = "once" if len(deaths) == 1 else f"{len(deaths)} times"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last.at))
     return (
-        f"the model has ended the runtime {times}: at {when} it {last.how} while {Phase[last.phase].text}. It is not "
+        f"the model has ended the runtime {times}: at {when} {did} while {Phase[last.phase].text}. It is not "
         f"tried again until its bundle changes, the server starts anew, or {paths.DEATHS} in the runtime's private "
         "directory is removed"
     )
@@ -129,7 +130,7 @@ class Deaths:
 
     def _write(self, deaths: dict[str, list[Death]]) -> None:
         assert self._path is not None
-        new = self._path.with_suffix(".new")
+        new = self._path.with_name(f"{self._path.name}.new")
         try:
             new.write_text(json.dumps({k: [death._asdict() for death in some] for k, some in deaths.items()}))
             os.replace(new, self._path)

@@ -137,6 +137,12 @@ class Device(Protocol):
         Unread outputs are empty arrays.
         """
 
+    def start_profile(self, directory: Path) -> None:
+        """Record what the device does, into that directory, from now on. At most one such record is made at a time."""
+
+    def stop_profile(self) -> None:
+        """End the record; it is there when this returns."""
+
 
 def run(
     device: Device, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]
@@ -442,6 +448,12 @@ class JaxDevice:
             execution.outputs, execution.previous = (), None
         free = execution.started if previous is None else max(execution.started, self._wait(previous))
         return outputs, ready - free
+
+    def start_profile(self, directory: Path) -> None:
+        self._jax.profiler.start_trace(str(directory))
+
+    def stop_profile(self) -> None:
+        self._jax.profiler.stop_trace()
 
     def _wait(self, execution: _Execution) -> float:
         """When the execution was done; noticed for its predecessors first, or they would seem to end after it.

@@ -75,9 +75,9 @@ class Executor:
     # --- on the loop --------------------------------------------------------------------------------------
 
     @property
-    def has_ended(self) -> bool:
-        """Whether there is something to tell."""
-        return self._ended is not None
+    def is_due(self) -> bool:
+        """Whether the loop has an execution of its own, or is to hear how that ended."""
+        return self._short is not None or self._ended is not None
 
     def run_short(self) -> Job | None:
         """Execute the loop's own job, if there is one; how it ended is for `tell`."""

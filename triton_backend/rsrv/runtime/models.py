@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rsrv.runtime.device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
+from rsrv.runtime.policy import terms
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.underway import Phase, Place
 from rsrv.settings import Residency, Settings
@@ -119,13 +121,10 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
         model=model_key(name, bundle),
         costs=dict.fromkeys(executables, _UNKNOWN_COST),
         coalesce=coalesces(bundle),
-        max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=weights.nbytes,
         tensors=weights.distinct,
-        pinned=of_model.residency == "device",
-        weight=of_model.weight,
-        max_delay=of_model.max_delay_us / 1e6,
+        **terms(settings, name),
     )
     log.info(
         "%s: built in %.2f s (compiling %.2f s), %d bytes of weights, %d of scratch",
@@ -244,4 +243,15 @@ def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ..
     return {
         side: [(spec.name, spec.dtype, _open(spec.dims, spec.batch_axis)) for spec in specs]
         for side, specs in sides.items()
+    }
+
+
+def to_json(model: Model) -> dict[str, Any]:
+    """A model as REGISTERED describes it."""
+    return {
+        "name": model.name,
+        "interface": model.interface.to_json(),
+        "client": wire_tensors(model.bundle),
+        "batched": model.bundle.manifest.rows_first,
+        "cost_ns": int(min(model.program.costs.values()) * 1e9),
     }

@@ -18,7 +18,7 @@ from rsrv.stub.session import DOWN
 from rsrv.stub.shapes import Plan
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
-from rsrv.wire.frames import Completion, ProtocolError, Status
+from rsrv.wire.frames import Completion, ProtocolError, Status, request_tag
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
@@ -112,7 +112,8 @@ class DirectRun:
             return
         self.entered = True
         (self._entering,) = self._lane.next_ids(1)
-        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority)
+        tag = request_tag(self._who)
+        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, tag)
         self._guard(lambda: self._lane.enter([entrance]))
 
     def let_in(self, until_ns: int) -> None:

@@ -20,7 +20,7 @@ from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
-from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -67,7 +67,7 @@ class Engine:
         self._slab: Slab | None = None
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
-        self._link = link = session.establish()
+        self._link = link = session.begin()
         self._later: Later[Job] = Later(
             session, Lane.submit, self._respond, link.settings["stub"]["sender_threads"]
         )
@@ -259,7 +259,9 @@ class Engine:
         arrays = read_inputs(self._tensors, job.request, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
-        job.inputs, plan = self._endpoint.prepare(arrays, job.request.request_id())
+        who = job.request.request_id()
+        job.tag = request_tag(who)
+        job.inputs, plan = self._endpoint.prepare(arrays, who)
         job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes

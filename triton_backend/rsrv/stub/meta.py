@@ -33,7 +33,7 @@ from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
-from rsrv.wire.frames import Completion, Status
+from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -73,7 +73,8 @@ class Visit:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> Entrance:
-        return Entrance(self.id, self.token, self.deadline_ns, self.priority)
+        tag = request_tag(self.request.request_id())
+        return Entrance(self.id, self.token, self.deadline_ns, self.priority, tag)
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK
@@ -126,7 +127,7 @@ class MetaEngine:
         self._session = session
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
-        link = session.establish()
+        link = session.begin()
         settings = link.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None

@@ -24,6 +24,9 @@ _REFUSED = "the model runtime does not load this model again; the server's log s
 #: attempt has it read the whole bundle
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REFUSED = 0.05, 5.0, 60.0
 
+#: deaths of runtimes that a model's first load goes through
+_FIRST_ATTEMPTS = 10
+
 #: what reaching a runtime may raise
 UNREACHABLE = (
     LaunchError,
@@ -98,6 +101,24 @@ class Session:
         self.link: Link | None = None
         self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
+
+    def begin(self) -> Link:
+        """`establish` for the first time. Raises one of UNREACHABLE.
+
+        That the runtime dies meanwhile, be it of another model, is no reason to give up: the next one says no to a
+        model that does that every time.
+        """
+        pause = _FIRST_PAUSE
+        for _ in range(_FIRST_ATTEMPTS - 1):
+            try:
+                return self.establish()
+            except (Closed, ConnectionError) as error:
+                if self._closed.is_set():
+                    raise
+                log.error("the runtime ended before the model was there: %s", error)
+            self._closed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self.establish()
 
     def establish(self) -> Link:
         """Reach the runtime and register. Raises one of UNREACHABLE."""

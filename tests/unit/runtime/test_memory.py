@@ -42,7 +42,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setenv("RSRV_CONTROL__ENABLED", "false")
     server = subprocess.Popen(["sleep", "infinity"])
     try:
-        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml")
+        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml", tmp_path)
     finally:
         server.kill()
         server.wait()

@@ -306,7 +306,7 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
 def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> Lane:
     """A connection that has asked for something, and does not wait for the answer."""
     lane = Lane(runtime.open())
-    lane._send(pack_json(Kind.REGISTER, wanted))
+    assert lane._send(pack_json(Kind.REGISTER, wanted), 1.0)
     return lane
 
 

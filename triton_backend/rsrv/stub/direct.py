@@ -13,6 +13,7 @@ import numpy as np
 from rsrv.stub.calls import GRACE_NS, Keep, Results
 from rsrv.stub.endpoint import Array, check_results
 from rsrv.stub.lane import Lane
+from rsrv.stub.later import STUCK
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import DOWN
 from rsrv.stub.shapes import Plan
@@ -114,7 +115,9 @@ class DirectRun:
         (self._entering,) = self._lane.next_ids(1)
         tag = request_tag(self._who)
         entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, tag)
-        self._guard(lambda: self._lane.enter([entrance]))
+        if not self._guard(lambda: self._lane.enter([entrance])):
+            self._lose(Failure(Status.QUEUE_FULL, STUCK))
+            raise Failure(Status.QUEUE_FULL, STUCK)
 
     def let_in(self, until_ns: int) -> None:
         """Wait until it is. Raises Failure."""

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.lane import Lane, Rejected
@@ -98,6 +99,7 @@ class Session:
             self._wanted["calls"] = dict(calls)
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._lanes: WeakSet[Lane] = WeakSet()
         self.link: Link | None = None
         self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
@@ -122,7 +124,7 @@ class Session:
 
     def establish(self) -> Link:
         """Reach the runtime and register. Raises one of UNREACHABLE."""
-        direct = Lane(self._open())
+        direct = self._open_lane()
         try:
             body = direct.register(self._wanted)
             later = self.open_lane(body["key"])
@@ -149,13 +151,24 @@ class Session:
 
     def open_lane(self, key: str) -> Lane:
         """A further connection for what is registered by that key. Raises one of UNREACHABLE."""
-        lane = Lane(self._open())
+        lane = self._open_lane()
         try:
             lane.register({"key": key})
         except BaseException:
             lane.close()
             raise
         return lane
+
+    def _open_lane(self) -> Lane:
+        lane = Lane(self._open())
+        self._lanes.add(lane)
+        return lane
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a runtime that serves what was registered, and takes requests."""
+        link = self.link
+        return link is not None and link.later.reads
 
     def lost(self, link: Link) -> None:
         """The runtime behind `link` is gone: find or start another, on a thread. Any thread may say so, repeatedly."""
@@ -190,11 +203,21 @@ class Session:
             self._closed.wait(pause)
             pause = min(2 * pause, longest)
 
-    def close(self, *, direct: bool = True) -> None:
-        """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""
+    def stop(self) -> Link | None:
+        """Take no more requests; returns the link that there was."""
         with self._lock:
             self._closed.set()
             link, self.link = self.link, None
+        return link
+
+    def abandon(self) -> None:
+        """In a process that was forked: let go of the connections, as the runtime must see the end of its parent."""
+        for lane in self._lanes:
+            lane.abandon()
+
+    def close(self, *, direct: bool = True) -> None:
+        """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""
+        link = self.stop()
         if link is not None:
             link.later.close()
             if direct:

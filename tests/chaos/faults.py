@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import ClassVar
 
 import numpy as np
 
 from rsrv.wire.paths import DEATHS
 from tests.chaos.figures import Expected
+from tests.chaos.health import watched
 from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, NotPossible, fill
 from tests.chaos.load import Client, Load, clients
 from tests.chaos.questions import breaking, bulky, endless, mood
@@ -242,14 +244,13 @@ class KillControl(Fault):
 
     def strike(self, house: House, load: Load) -> float:
         struck = kill(self._killed, signal.SIGKILL)
-        wait_until(
-            lambda: house.control_pid() not in (None, self._killed), 10, what="another control process"
-        )
-        self._seconds = time.monotonic() - struck
+        with watched(house.control_socket(), "") as told:
+            wait_until(lambda: told.seconds_until(serving=True, since=struck) < inf, 10, what="its successor")
+            self._seconds = told.seconds_until(serving=True, since=struck)
         return struck
 
     def notes(self) -> Iterable[str]:
-        yield f"another control process after {self._seconds:.1f} s"
+        yield f"another control process answered after {self._seconds:.1f} s"
 
 
 # --- what the machine lacks ---------------------------------------------------------------------------------------

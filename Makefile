@@ -12,7 +12,7 @@ TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-unit test-long bench bench-weights bench-gpu scheduler-page eviction-page lint format clean proto \
-	bundles
+	bundles chaos
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-unit: $(VENV) ## the tests that need no server
 
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
+
+chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench $(BENCH)

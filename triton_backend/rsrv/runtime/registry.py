@@ -26,6 +26,8 @@ from rsrv.runtime.workers import Inbox, Worker
 from rsrv.settings import Settings
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import signature_of
 
 log = logging.getLogger("rsrv.registry")
 
@@ -37,6 +39,7 @@ class Registry:
     """`feed` gives the scheduler an event and carries out what it says; `forget` drops what is kept per model's key.
 
     `make_device` runs on the build thread: importing jax takes seconds in which stubs may already connect.
+    `inspector` looks into modules before they are compiled; without one they are looked into here.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Registry:
         make_device: Callable[[], Device],
         underway: Underway,
         deaths: Deaths,
+        inspector: Inspector | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._inbox = inbox
@@ -59,12 +63,15 @@ class Registry:
         self._forget = forget
         self._underway = underway
         self._deaths = deaths
+        self._inspector = inspector
         self._builder = Worker("build")
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
         self.catalog = Catalog(Policy(settings), watching)
         self.placement = Placement(self.catalog, scheduler, self._builder, feed, self.let_go)
         self._equipment = Equipment(make_device, settings, inbox, self.placement.equip, underway.weights)
+        if inspector is not None:
+            self._builder.put(inspector.start)
         self._builder.put(self._equipment.begin)
 
     def find(self, connection: Connection) -> Model | None:
@@ -239,8 +246,9 @@ class Registry:
         result: Model | str
         try:
             device, tiers = self._equipment.get()
+            inspect = self._inspector or signature_of
             with self._underway.build.doing(Phase.BUILDING, key):
-                result = build(bundle, device, tiers.host, self.catalog.policy.settings, name)
+                result = build(bundle, device, tiers.host, self.catalog.policy.settings, name, inspect)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
@@ -318,6 +326,8 @@ class Registry:
         if not self.placement.builds and tiers is not None:
             # Whoever wants what other runtimes left in shared memory has taken it.
             self._builder.put(tiers.host.sweep)
+            if self._inspector is not None:
+                self._builder.put(self._inspector.close)
             self.placement.decide()
 
     def give_up(self, key: str, error: str) -> None:

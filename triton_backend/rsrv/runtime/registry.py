@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,19 +124,16 @@ class Registry:
 
         def read() -> None:
             result: Wanted | str
-            client = ""
+            verdicts: dict[str, str] = {}
             try:
                 result = identify(name, path, calls)
-                for one in result.models:
-                    if verdict := self._deaths.verdict(one):
-                        result = client = f"{one}: {verdict}"
-                        break
+                verdicts = {one: why for one in result.models if (why := self._deaths.verdict(one))}
             except BundleError as error:
                 result = str(error)
             except Exception as error:
                 log.exception("%s: cannot read the bundle", name)
                 result = f"{type(error).__name__}: {error}"
-            self._inbox.post(lambda: self._identified(connection, result, client))
+            self._inbox.post(lambda: self._identified(connection, result, verdicts))
 
         self._builder.put(read)
 
@@ -187,34 +184,47 @@ class Registry:
 
         self.placement.when_moved(close)
 
-    def _identified(self, connection: Connection, result: Wanted | str, client: str = "") -> None:
+    def _identified(self, connection: Connection, result: Wanted | str, verdicts: Mapping[str, str]) -> None:
+        """`verdicts`: why models are not tried any more, by key."""
         if connection.closed:
             return
         if isinstance(result, str):
-            self._transport.guard(connection, connection.send, _rejected(result, client))
+            self._transport.guard(connection, connection.send, _rejected(result))
             return
         wanted = result
+        group = self._group(wanted)
+        for key, why in verdicts.items():
+            name, bundle = wanted.models[key]
+            self.catalog.refuse(key, name, bundle.digest, why)
+            text = f"{key}: {why}"
+            if group.counts is not None:
+                self._tell(group, text)
+            self._transport.guard(connection, connection.send, _rejected(text, text))
+            return
         for key in wanted.models:
             entry = self.catalog.listed.get(key)
             if entry is not None and entry.leaving:
-                entry.afterwards.append(lambda: self._identified(connection, wanted))
+                entry.afterwards.append(lambda: self._identified(connection, wanted, {}))
                 return
         for key, (name, bundle) in wanted.models.items():
             if key not in self.catalog.listed:
                 self.catalog.add(key, name, bundle.digest)
                 self.placement.builds += 1
                 self._builder.put(partial(self._build, key, name, bundle))
-        meta = wanted.bundle.manifest.kind == "meta"
-        group = self._groups().get(wanted.key) or Group(
+        self._transport.guard(connection, self._join, connection, group)
+
+    def _group(self, wanted: Wanted) -> Group:
+        """The one that there is, or a new one."""
+        manifest = wanted.bundle.manifest
+        return self._groups().get(wanted.key) or Group(
             wanted.key,
             wanted.name,
             wanted.bundle.digest,
             tuple(wanted.models),
             wire_tensors(wanted.bundle),
-            wanted.bundle.manifest.meta_calls,
-            MetaCounts() if meta else None,
+            manifest.meta_calls,
+            MetaCounts() if manifest.kind == "meta" else None,
         )
-        self._transport.guard(connection, self._join, connection, group)
 
     def _join(self, connection: Connection, group: Group) -> None:
         connection.group = group

@@ -74,6 +74,8 @@ class Lifecycle:
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
+        #: What the repository held to begin with. Whoever adds models of other places later, keeps them.
+        self._inherited = our_models(self._repository)
         #: Why nothing can be loaded or unloaded; empty: it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
@@ -210,7 +212,7 @@ class Lifecycle:
     def _may_leave(self, name: str) -> bool:
         if carriers := self._carriers.get(name):
             return self.failures.keys().isdisjoint(carriers)
-        return self._looks.gone(name)
+        return not self._stays(name)
 
     async def _mend(self) -> None:
         """Finds models whose stub is dead, and has them loaded anew."""
@@ -310,7 +312,10 @@ class Lifecycle:
         )
 
     def _stays(self, name: str) -> str:
-        return "" if self._looks.gone(name) else "its bundle is out of sight"
+        if not self._looks.gone(name):
+            return "its bundle is out of sight"
+        known = name in self._inherited or self._looks.known(name)
+        return "" if known else "it was made of a bundle that is not watched"
 
     def _is_whole(self, name: str) -> bool:
         """Whether the bundle is on disk as the looks agreed that it is."""

@@ -200,10 +200,16 @@ def _find_modules(
 
 
 def _digest(files: Mapping[str, Path]) -> str:
-    """One hash over names and contents; each content is hashed apart, so no file can pass for two."""
+    """One hash over names and contents; each content is hashed apart, so no file can pass for two.
+
+    Raises BundleError if a file is gone.
+    """
     total = hashlib.sha256()
     for name, path in sorted(files.items()):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as e:
+            raise BundleError(f"{name}: cannot be read: {e.strerror}") from e
         total.update(f"{len(name)}:{name}:{content}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()

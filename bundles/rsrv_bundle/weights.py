@@ -54,7 +54,8 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
     """
     own = Problems()
     try:
-        header, start, buffer = _read_header(path)
+        raw, size = _read_header(path)
+        header = _parse_header(raw)
     except (OSError, ValueError) as e:
         problems.add(FILE, "", str(e))
         return ()
@@ -62,6 +63,8 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         own.add(FILE, "__metadata__", "must be a mapping from text to text")
         metadata = {}
+    start = len(raw)
+    buffer = size - start
     stored = {}
     for name, entry in header.items():
         checked = _entry(name, entry, buffer, own)
@@ -70,7 +73,7 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
     if not own.lines:
         _check_coverage(stored, buffer, own)
     if not own.lines:
-        _second_opinion(path, own)
+        _second_opinion(raw, size, own)
     weights = []
     for name in _argument_order(metadata, header, own):
         found = stored.get(name)
@@ -84,8 +87,8 @@ def read_weights(path: Path, *, reverse: bool, problems: Problems) -> tuple[Weig
     return tuple(weights)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """(header, where the buffer starts, bytes in the buffer). ValueError names the broken rule."""
+def _read_header(path: Path) -> tuple[bytes, int]:
+    """All that comes before the buffer, and the file's bytes. ValueError names the broken rule."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -96,18 +99,23 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             raise ValueError(
                 f"header length {length} exceeds the file ({size} bytes) or the limit of {MAX_HEADER_BYTES}"
             )
-        raw = file.read(length)
-    if len(raw) != length:
+        raw = prefix + file.read(length)
+    if len(raw) != 8 + length:
         raise ValueError("shrank while it was read")
-    if not raw.startswith(b"{"):
+    return raw, size
+
+
+def _parse_header(raw: bytes) -> dict[str, Any]:
+    """The tensors' entries, by name. ValueError names the broken rule."""
+    if not raw.startswith(b"{", 8):
         raise ValueError("header does not start with '{'")
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        header: dict[str, Any] = json.loads(raw[8:].decode("utf-8"), object_pairs_hook=_unique_keys)
     except RecursionError:
         raise ValueError("header is nested too deeply") from None
     except ValueError as e:
         raise ValueError(f"header is not valid JSON: {e}") from None
-    return header, 8 + length, size - 8 - length
+    return header
 
 
 def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -173,15 +181,25 @@ def _check_coverage(stored: Mapping[str, _Stored], buffer: int, problems: Proble
         problems.add(FILE, "", f"{buffer - position} bytes at its end belong to no tensor")
 
 
-def _second_opinion(path: Path, problems: Problems) -> None:
-    """The format's own library must accept the file as well: it is the reader everyone else uses."""
+def _second_opinion(header: bytes, size: int, problems: Problems) -> None:
+    """The format's own library must accept the file as well: it is the reader everyone else uses.
+
+    `header` is how the file starts, `size` its bytes. The library maps what it is given, and the mapping of a file
+    that somebody truncates kills the process. So it gets a file of its own, with a hole for the tensors.
+    """
     import safetensors
 
+    copy = os.memfd_create(FILE)
     try:
-        with safetensors.safe_open(path, framework="numpy"):
+        with open(copy, "wb", closefd=False) as file:
+            file.write(header)
+        os.ftruncate(copy, size)
+        with safetensors.safe_open(f"/proc/self/fd/{copy}", framework="numpy"):
             pass
     except (safetensors.SafetensorError, OSError) as e:
         problems.add(FILE, "", f"the safetensors library refuses it: {e}")
+    finally:
+        os.close(copy)
 
 
 def _argument_order(

@@ -19,6 +19,16 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     assert (settings.scheduler.max_queue_depth, settings.scheduler.depth) == (7, 2)
 
 
+def test_null_in_the_environment_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the file, and no directory of that name."""
+    monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", "null")
+    monkeypatch.setenv("RSRV_RUNTIME__WATCHDOG_S", "null")
+
+    runtime = load_settings("scheduler: {depth: 2}").runtime
+
+    assert (runtime.compilation_cache_dir, runtime.watchdog_s) == (None, None)
+
+
 def test_what_is_written_reads_back_the_same() -> None:
     """The effective settings beside the models say what was effective."""
     settings = load_settings(

@@ -243,7 +243,7 @@ def test_a_bundle_that_is_refused_is_not_tried_again(runtime: Runtime, tmp_path:
         return runtime.open()
 
     with pytest.raises(Rejected):
-        Session(open_connection, "x", str(tmp_path / "missing")).start()
+        Session(open_connection, "x", str(tmp_path / "missing")).begin()
     assert opened == [1]
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import logging
 import os
 import time
@@ -10,13 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, Literal, NamedTuple, NewType, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from rsrv.runtime.aligned import Reuse
+from rsrv.runtime.compiled import CompiledCacheError, use_cache
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv_bundle.modules import Signature
@@ -78,6 +81,10 @@ class Device(Protocol):
     def memory_limit(self) -> int | None:
         """Bytes that the device's allocator may take in all. None: not known, as on a CPU."""
 
+    @property
+    def launcher(self) -> int | None:
+        """The thread that a device that is not asynchronous executes for, or did last: others wait in `launch`."""
+
     def memory_in_use(self) -> int | None:
         """Bytes that it has given out: weights, and what executions take while they run. None: not known."""
 
@@ -130,6 +137,12 @@ class Device(Protocol):
         Unread outputs are empty arrays.
         """
 
+    def start_profile(self, directory: Path) -> None:
+        """Record what the device does, into that directory, from now on. At most one such record is made at a time."""
+
+    def stop_profile(self) -> None:
+        """End the record; it is there when this returns."""
+
 
 def run(
     device: Device, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]
@@ -153,10 +166,11 @@ class _Execution:
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """Executables since the start: compiled anew, and read from the compilation cache."""
+    """Executables since the start: compiled anew, read from the compilation cache, and those of another model."""
 
-    compiled: int
-    from_cache: int
+    compiled: int = 0
+    from_cache: int = 0
+    shared: int = 0
 
 
 class JaxDevice:
@@ -194,18 +208,14 @@ class JaxDevice:
         jax.config.update("jax_cpu_enable_async_dispatch", asynchronous_cpu)
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         if cache_dir is not None:
-            cache_dir = cache_dir.expanduser()
-            cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if cache_dir.stat().st_uid != os.getuid() or cache_dir.stat().st_mode & 0o022:
-                raise DeviceError(
-                    f"runtime.compilation_cache_dir {cache_dir} must belong to uid {os.getuid()} and be writable "
-                    "by nobody else: whoever can write it can run code here"
-                )
-            jax.config.update("jax_compilation_cache_dir", str(cache_dir))
-            # jax's defaults keep only what took a second to compile; small models would never be kept.
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+            try:
+                use_cache(cache_dir)
+            except CompiledCacheError as error:
+                raise DeviceError(str(error)) from None
             jax.monitoring.register_event_listener(self._count)
+        #: what is compiled and in use, by what it was compiled from
+        self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
+        self._shared = 0
         self._jax = jax
         # Compiled for each pair of shapes when it first comes up, however many rows are merged.
         self._merge = jax.jit(_merge, static_argnums=3)
@@ -214,6 +224,7 @@ class JaxDevice:
         except RuntimeError as error:
             raise DeviceError(f"jax finds no device: {error}") from None
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
+        self.launcher: int | None = None
         self._lock = Lock()
         self._latest: _Execution | None = None
         self._noticing = Lock()
@@ -235,17 +246,23 @@ class JaxDevice:
     @property
     def cache_counts(self) -> CacheCounts:
         hits, misses = self._counts.values()
-        return CacheCounts(compiled=misses, from_cache=hits)
+        return CacheCounts(compiled=misses, from_cache=hits, shared=self._shared)
 
     def compile(self, module: bytes, signature: Signature) -> Executable:
         from rsrv_bundle.modules import as_exported
 
+        # Versions of a model that differ in their weights, or in their names, are the same program.
+        key = hashlib.sha256(module).digest(), signature
+        if (shared := self._executables.get(key)) is not None:
+            self._shared += 1
+            return Executable(shared)
         exported = as_exported(module, signature)
         structs = [self._jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
         compiled = self._jax.jit(exported.call).lower(*structs).compile()
         # jax keeps what it traced and lowered in case the same function comes again; none ever does, and for
         # a small model of six sizes that is 6 MB of host memory.
         self._jax.clear_caches()
+        self._executables[key] = compiled
         return Executable(compiled)
 
     @property
@@ -370,6 +387,8 @@ class JaxDevice:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
         # Locked: the order of the launches is that of the executions, and on a CPU one executes at a time.
         with self._lock:
+            if not self.asynchronous:
+                self.launcher = get_ident()
             started = time.perf_counter()
             try:
                 outputs = call(*inputs, *weights)
@@ -429,6 +448,12 @@ class JaxDevice:
             execution.outputs, execution.previous = (), None
         free = execution.started if previous is None else max(execution.started, self._wait(previous))
         return outputs, ready - free
+
+    def start_profile(self, directory: Path) -> None:
+        self._jax.profiler.start_trace(str(directory))
+
+    def stop_profile(self) -> None:
+        self._jax.profiler.stop_trace()
 
     def _wait(self, execution: _Execution) -> float:
         """When the execution was done; noticed for its predecessors first, or they would seem to end after it.

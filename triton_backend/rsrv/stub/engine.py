@@ -17,12 +17,12 @@ from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
-from rsrv.stub.later import DOWN, LATE, STUCK, Later
+from rsrv.stub.later import LATE, STUCK, Later
 from rsrv.stub.replies import Failure, Responses
-from rsrv.stub.session import Link, Session
+from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
-from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -71,7 +71,7 @@ class Engine:
         self._slab: Slab | None = None
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
-        self._link = link = session.start()
+        self._link = link = session.begin()
         self._later: Later[Job] = Later(
             session,
             responses,
@@ -119,7 +119,7 @@ class Engine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         if link is not self._link:
             self._switch(link)
         try:
@@ -287,7 +287,9 @@ class Engine:
         arrays = read_inputs(self._tensors, job.request, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
-        job.inputs, plan = self._endpoint.prepare(arrays, job.request.request_id())
+        who = job.request.request_id()
+        job.tag = request_tag(who)
+        job.inputs, plan = self._endpoint.prepare(arrays, who)
         job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes

@@ -44,7 +44,14 @@ _LONG = 1.0
 
 
 class Rejected(Exception):
-    """The runtime cannot load the model; the message says why."""
+    """The runtime cannot load the model; the message says why.
+
+    `client`: what its clients may be told, if anything.
+    """
+
+    def __init__(self, reason: str, client: str = "") -> None:
+        super().__init__(reason)
+        self.client = client
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +102,8 @@ class Lane:
         try:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REJECTED:
-                raise Rejected(str(frames.unpack_json(frame).get("reason")))
+                said = frames.unpack_json(frame)
+                raise Rejected(str(said.get("reason")), str(said.get("client", "")))
             if kind is not Kind.REGISTERED or len(fds) != 1:
                 raise ProtocolError(f"{kind.name} where REGISTERED was expected")
             return read_document(fds[0])

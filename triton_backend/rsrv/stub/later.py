@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rsrv.stub.lane import Lane
 from rsrv.stub.replies import Reply, Responses
-from rsrv.stub.session import Link, Session
+from rsrv.stub.session import DOWN, Link, Session
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
@@ -31,7 +31,6 @@ _GRACE_NS = 100_000_000
 #: late answers per round, as each takes this thread some tenths of a millisecond
 _LATE_ANSWERS = 64
 
-DOWN = "the model runtime is not reachable; it is being restarted, try again"
 LATE = "the deadline passed before the answer was there"
 STUCK = "the model runtime takes no requests at the moment; try again later"
 _BROKEN = "the model's process cannot go on; it is being restarted"

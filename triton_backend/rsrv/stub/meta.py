@@ -26,15 +26,15 @@ from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
-from rsrv.stub.later import DOWN, Later
+from rsrv.stub.later import Later
 from rsrv.stub.replies import Failure, Reply, Responses
-from rsrv.stub.session import UNREACHABLE, Link, Session
+from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
-from rsrv.wire.frames import Completion, Status
+from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -74,7 +74,8 @@ class Visit:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> Entrance:
-        return Entrance(self.id, self.token, self.deadline_ns, self.priority)
+        tag = request_tag(self.request.request_id())
+        return Entrance(self.id, self.token, self.deadline_ns, self.priority, tag)
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK
@@ -129,7 +130,7 @@ class MetaEngine:
         self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
-        link = session.start()
+        link = session.begin()
         settings = link.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None
@@ -188,7 +189,7 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3

@@ -18,8 +18,15 @@ from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds between attempts to reach a runtime, doubling
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+DOWN = "the model runtime is not reachable; it is being restarted, try again"
+_REFUSED = "the model runtime does not load this model again; the server's log says why"
+
+#: seconds between attempts to reach a runtime, doubling; the last one if it answers, and refuses the model: each
+#: attempt has it read the whole bundle
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REFUSED = 0.05, 5.0, 60.0
+
+#: deaths of runtimes that a model's first load goes through
+_FIRST_ATTEMPTS = 10
 
 #: what reaching a runtime may raise
 UNREACHABLE = (
@@ -77,7 +84,7 @@ class Link:
 
 
 class Session:
-    """`link` is None while there is no runtime. `on_link` is called with each new one, on the thread that made it."""
+    """`link` is None while there is no runtime, and `down` says why, for clients. `on_link` is called with each new one, on the thread that made it."""
 
     def __init__(
         self,
@@ -94,15 +101,26 @@ class Session:
         self._closed = threading.Event()
         self._lanes: WeakSet[Lane] = WeakSet()
         self.link: Link | None = None
+        self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
 
-    def start(self) -> Link:
-        """`establish` for the first time. A runtime that dies over it, perhaps of another model, is replaced once."""
-        try:
-            return self.establish()
-        except Closed as error:
-            log.error("the runtime ended while it loaded the model (%s); trying once more", error)
-            return self.establish()
+    def begin(self) -> Link:
+        """`establish` for the first time. Raises one of UNREACHABLE.
+
+        That the runtime dies meanwhile, be it of another model, is no reason to give up: the next one says no to a
+        model that does that every time.
+        """
+        pause = _FIRST_PAUSE
+        for _ in range(_FIRST_ATTEMPTS - 1):
+            try:
+                return self.establish()
+            except (Closed, ConnectionError) as error:
+                if self._closed.is_set():
+                    raise
+                log.error("the runtime ended before the model was there: %s", error)
+            self._closed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self.establish()
 
     def establish(self) -> Link:
         """Reach the runtime and register. Raises one of UNREACHABLE."""
@@ -157,7 +175,7 @@ class Session:
         with self._lock:
             if self.link is not link:
                 return
-            self.link = None
+            self.link, self.down = None, DOWN
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
@@ -165,18 +183,25 @@ class Session:
     def _reconnect(self) -> None:
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
+            longest = _LONGEST_PAUSE
             try:
                 self.establish()
+            except Rejected as error:
+                log.error("the runtime refuses the model: %s", error)
+                self.down = error.client or _REFUSED
+                longest = _LONGEST_REFUSED
             except UNREACHABLE as error:
                 log.error("no runtime yet: %s", error)
+                self.down = DOWN
             except Exception:
                 # Whatever it is, giving up would leave the model without a runtime for ever.
                 log.exception("no runtime yet")
+                self.down = DOWN
             else:
                 log.info("reconnected to the runtime")
                 return
             self._closed.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, longest)
 
     def stop(self) -> Link | None:
         """Take no more requests; returns the link that there was."""

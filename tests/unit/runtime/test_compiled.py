@@ -1,0 +1,184 @@
+"""The compilation cache and shared executables, with the real jax device on the CPU."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from rsrv.runtime.compiled import CompiledCache
+from rsrv.runtime.device import CacheCounts, JaxDevice, run
+from rsrv_bundle import read_bundle
+from rsrv_bundle.modules import check_signatures, module_file
+from rsrv_bundle.writer import write_weights
+from tests.unit.runtime.conftest import build_here, export_doubling
+
+#: builds a bundle, checks what it answers, and says how it came by its three executables
+_BUILD = """
+import json, logging, resource, sys
+from pathlib import Path
+import numpy as np
+from rsrv.runtime.device import JaxDevice, run
+from tests.unit.runtime.conftest import build_here
+logging.basicConfig(level=logging.WARNING)
+if len(sys.argv) > 3:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+device = JaxDevice("cpu", Path(sys.argv[1]))
+model = build_here(sys.argv[2], device)
+for (_, size), executable in model.executables.items():
+    x = np.arange(3 * size, dtype=np.float32).reshape(size, 3)
+    (y,), _ = run(device, executable, model.weights, [x])
+    np.testing.assert_array_equal(y, 2 * x + 1)
+counts = device.cache_counts
+print(json.dumps([counts.compiled, counts.from_cache, counts.shared]))
+"""
+
+
+def started(cache: Path, bundle: Path, *, disk_bytes: int | None = None) -> tuple[list[int], str]:
+    """What a process of its own compiled, read and shared, and its log. It must have answered right.
+
+    `disk_bytes`: no file may become larger.
+    """
+    command = [sys.executable, "-c", _BUILD, str(cache), str(bundle)]
+    if disk_bytes is not None:
+        command.append(str(disk_bytes))
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1]), ended.stderr
+
+
+# --- shared executables -------------------------------------------------------------------------------------------
+
+
+def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubling: Path) -> None:
+    """A version with other weights, and one of another name, have the executables of the one that lives."""
+    device = JaxDevice("cpu")
+    old = build_here(doubling, device)
+    new_path = tmp_path / "renamed"
+    export_doubling(new_path, w=[1, 1, 1])
+    write_weights(new_path / "weights.safetensors", [("w", np.full(3, 7, np.float32))])
+
+    new = build_here(new_path, device)
+
+    assert device.cache_counts == CacheCounts(shared=3)
+    assert new.executables == old.executables
+    assert new.weights is not None
+    x = np.ones((4, 3), np.float32)
+    (y,), _ = run(device, new.executables[0, 4], new.weights, [x])
+    np.testing.assert_array_equal(y, 2 * x + 7)
+
+
+def test_executables_that_nobody_uses_are_gone(doubling: Path) -> None:
+    """With the last model that has them their memory goes, and the next one compiles."""
+    device = JaxDevice("cpu")
+    model = build_here(doubling, device)
+    del model
+
+    again = build_here(doubling, device)
+
+    assert device.cache_counts.shared == 0
+    assert len(again.executables) == 3
+
+
+def test_another_signature_is_another_executable(doubling: Path) -> None:
+    """The same bytes are shared by those only that call them alike."""
+    device = JaxDevice("cpu")
+    bundle = read_bundle(doubling)
+    signatures = check_signatures(bundle)
+    one, four = (module_file(bundle, (0, size)).read_bytes() for size in (1, 4))
+
+    held = [device.compile(one, signatures[0, 1]), device.compile(four, signatures[0, 4])]
+    again = device.compile(one, signatures[0, 1])
+
+    assert again is held[0]
+    assert held[0] is not held[1]
+
+
+# --- the cache on disk --------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_entry_costs_a_compilation_once(tmp_path: Path, doubling: Path) -> None:
+    """A flipped bit, a truncated entry and an empty one are noticed, said, compiled anew and replaced."""
+    cache = tmp_path / "cache"
+    assert started(cache, doubling)[0] == [3, 0, 0]
+    entries = list(cache.iterdir())
+    flipped = bytearray(entries[0].read_bytes())
+    flipped[len(flipped) // 2] ^= 4
+    entries[0].write_bytes(flipped)
+    os.truncate(entries[1], 1000)
+    os.truncate(entries[2], 0)
+
+    counts, log = started(cache, doubling)
+
+    assert counts == [3, 0, 0]
+    for entry in entries:
+        assert f"{entry}: damaged: compiled anew" in log
+    assert started(cache, doubling) == ([0, 3, 0], "")
+
+
+def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
+    """Whatever single byte of an entry changes, and wherever it ends, it is not what was put there."""
+    value = random.Random(0).randbytes(500)
+    cache = CompiledCache(tmp_path)
+    cache.put("k", value)
+    (entry,) = tmp_path.iterdir()
+    good = entry.read_bytes()
+    assert cache.get("k") == value
+
+    for at in range(len(good)):
+        entry.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        assert cache.get("k") is None
+        entry.write_bytes(good[:at])
+        assert cache.get("k") is None
+
+    cache.put("k", value)
+    assert cache.get("k") == value
+
+
+def test_a_full_disk_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
+    """No entry can be written: the model is there all the same, the log says why, and nothing half-written stays."""
+    cache = tmp_path / "cache"
+
+    counts, log = started(cache, doubling, disk_bytes=1000)
+
+    assert counts == [3, 0, 0]
+    assert log.count("bytes cannot be kept: File too large") == 3
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_directory_that_cannot_be_costs_only_the_next_start(tmp_path: Path, doubling: Path) -> None:
+    """There is a file in its place: models are compiled anew, and the log says so."""
+    (tmp_path / "file").touch()
+
+    counts, log = started(tmp_path / "file" / "cache", doubling)
+
+    assert counts == [0, 0, 0]
+    assert "every start compiles anew" in log
+
+
+def test_an_entry_that_jax_cannot_use_is_replaced(tmp_path: Path, doubling: Path) -> None:
+    """It is as it was put there, and yet no executable: jax warns and compiles."""
+    cache = tmp_path / "cache"
+    started(cache, doubling)
+    entry = min(cache.iterdir())
+    CompiledCache(cache).put(entry.name.removesuffix("-checked"), b"no executable at all")
+
+    counts, _ = started(cache, doubling)
+
+    assert counts == [1, 2, 0]
+    assert started(cache, doubling)[0] == [0, 3, 0]
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    """An hour later; what another process writes just now stays."""
+    for name, age in (("old", 7200), ("new", 60)):
+        path = tmp_path / f".unfinished-{name}"
+        path.write_bytes(b"half")
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+
+    CompiledCache(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == [".unfinished-new"]

@@ -1,0 +1,102 @@
+"""The compilation cache on disk: what a killed process, a full disk or a bad one leaves there costs a compilation.
+
+jax's own store writes in place, never replaces what is there, and has a checksum only where it compresses with zlib.
+A damaged executable that it loads ends the process or computes something else. So jax keeps its entries here: each
+with a digest, written aside and renamed into place, and replaced when it turns out to be bad.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+log = logging.getLogger("rsrv.compiled")
+
+#: what jax's own entries, in the same directory, are not called
+_SUFFIX = "-checked"
+_UNFINISHED = ".unfinished-"
+#: seconds after which nobody finishes it any more
+_ABANDONED = 3600.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class CompiledCacheError(Exception):
+    """The directory for compiled executables is not safely ours."""
+
+
+class CompiledCache:
+    """What jax calls a `CacheInterface`. Raises nothing: a cache that fails is none."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory
+        for left in directory.glob(f"{_UNFINISHED}*"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _ABANDONED:
+                    left.unlink()
+
+    def get(self, key: str) -> bytes | None:
+        """What was put there under that key; None if nothing was, or something else than what was put is there."""
+        path = self._path / f"{key}{_SUFFIX}"
+        try:
+            entry = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("%s: cannot be read (%s): compiled anew", path, error.strerror)
+            return None
+        digest, value = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+        if hashlib.sha256(value).digest() != digest:
+            log.warning("%s: damaged: compiled anew", path)
+            return None
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a value, in the place of what may be there."""
+        unfinished = None
+        try:
+            fd, unfinished = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._path)
+            with open(fd, "wb") as file:
+                file.write(hashlib.sha256(value).digest())
+                file.write(value)
+            os.replace(unfinished, self._path / f"{key}{_SUFFIX}")
+        except OSError as error:
+            log.warning("%s: %d bytes cannot be kept: %s", self._path, len(value), error.strerror)
+            if unfinished is not None:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+
+
+def use_cache(directory: Path) -> None:
+    """Have jax keep what it compiles in `directory`, if it can. Once per process, before anything is compiled.
+
+    Raises CompiledCacheError if somebody else can write there.
+    """
+    import jax
+    from jax._src import compilation_cache
+
+    try:
+        directory = directory.expanduser()
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        log.warning("runtime.compilation_cache_dir: every start compiles anew: %s", error)
+        return
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CompiledCacheError(
+            f"runtime.compilation_cache_dir {directory} must belong to uid {os.getuid()} and be writable "
+            "by nobody else: whoever can write it can run code here"
+        )
+    if not hasattr(compilation_cache, "get_file_cache"):
+        log.warning("every start compiles anew: rsrv does not know how jax %s keeps entries", jax.__version__)
+        return
+    # jax has no public way to say how entries are kept, only where. This is the function that it asks.
+    compilation_cache.get_file_cache = lambda path: (CompiledCache(Path(path)), path)  # type: ignore[assignment,return-value]
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # jax's defaults keep only what took a second to compile; small models would never be kept.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # The compiler's own files beside them are not checked, and a full disk may fail it.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")

@@ -11,8 +11,8 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint format clean \
-	bundles
+.PHONY: help demo serve test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint \
+	format clean proto bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -34,9 +34,9 @@ bundles: $(VENV) ## build the example bundles into build/bundles
 demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
 	$(BIN)/python tools/demo.py
 
-serve: $(VENV) $(TRITON) bundles ## serve the example bundles on ports 8000, 8001 and 8002 until Ctrl-C
+serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000, 8001 and 8002 until Ctrl-C
 	$(BIN)/rsrv-gen build/bundles -o gen
-	$(BIN)/python tools/local_triton.py serve --model-repository=gen
+	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
 
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones
 	$(PYTEST) -m "not long"
@@ -46,6 +46,9 @@ test-unit: $(VENV) ## the tests that need no server
 
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
+
+chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
+	$(BIN)/python -m tests.chaos $(CHAOS)
 
 fuzz: $(VENV) ## 10,000 mutated bundles, connections and runtimes that misbehave (docs/security.md; FUZZ="--first 10000")
 	$(BIN)/python -m tests.fuzz $(FUZZ)
@@ -64,6 +67,9 @@ scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md ane
 
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py
+
+proto: $(VENV) ## generate the stubs of the control service anew
+	$(BIN)/python tools/make_proto.py
 
 lint: $(VENV) ## style and types
 	$(BIN)/ruff check

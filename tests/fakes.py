@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -60,7 +61,7 @@ class Gate:
         self.waiting.clear()
 
 
-Operation = Literal["upload", "launch", "read", "page_lock"]
+Operation = Literal["upload", "launch", "read", "page_lock", "profile"]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -107,7 +108,7 @@ class FakeDevice:
     given, padding included; `launched` takes them when it is launched. An asynchronous one computes as late
     as it may, when it is read: so it sees whatever anyone did to its inputs and weights meanwhile, and fails, if
     it was to fail when it was launched. Clear `gate` to hold executions, `uploads` to hold transfers, tensor by
-    tensor, and `compiles` to hold those. Executing on freed weights and freeing twice are errors.
+    tensor, `compiles` to hold those, and `profiles` to hold their starts and ends. Executing on freed weights and freeing twice are errors.
 
     `memory_limit` is kept to by uploads, as far as there is one; `scratch` is what every execution is said to take
     beside its weights.
@@ -122,6 +123,7 @@ class FakeDevice:
         self.gate = Gate()
         self.uploads = Gate()
         self.compiles = Gate()
+        self.profiles = Gate()
         self.executed: list[int] = []
         self.launched: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.warm = False
@@ -129,6 +131,7 @@ class FakeDevice:
         self.seconds = 0.001
         self.memory_limit: int | None = None
         self.scratch = 0
+        self.launcher: int | None = None
         #: tensors on the device now, their bytes, and tensors that ever came there
         self.resident = 0
         self.device_bytes = 0
@@ -245,10 +248,20 @@ class FakeDevice:
             np.empty(0) if index in launched.unread else array for index, array in enumerate(outputs)
         ], self.seconds
 
+    def start_profile(self, directory: Path) -> None:
+        self.profiles.enter()
+        self._failures.meet("profile")
+        (directory / "trace").touch()
+
+    def stop_profile(self) -> None:
+        self.profiles.enter()
+        self._failures.meet("profile")
+
     def _execute(
         self, rows: int, weights: Sequence[Buffer], inputs: Sequence[Array], fail: str | None
     ) -> list[Array]:
         with self._executing:
+            self.launcher = None if self.asynchronous else threading.get_ident()
             self.gate.enter()
             if fail is not None:
                 raise DeviceError(fail)
@@ -322,11 +335,16 @@ class FakeSender:
 
 class FakeRequest:
     def __init__(
-        self, inputs: dict[str, npt.NDArray[Any]], timeout_us: int = 0, parameters: str = "{}"
+        self,
+        inputs: dict[str, npt.NDArray[Any]],
+        timeout_us: int = 0,
+        parameters: str = "{}",
+        id: str = "fake",
     ) -> None:
         self._inputs = [FakeTensor(name, array) for name, array in inputs.items()]
         self._timeout = timeout_us
         self._parameters = parameters
+        self._id = id
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()
 
@@ -340,7 +358,7 @@ class FakeRequest:
         return self._parameters
 
     def request_id(self) -> str:
-        return "fake"
+        return self._id
 
     def get_response_sender(self) -> FakeSender:
         return FakeSender(self)

@@ -34,6 +34,8 @@ MODEL = "digits"
 #: The output that holds the digit; the model's hooks make it from the network's ten numbers.
 OUTPUT = "class"
 CLIENTS = 8
+#: Flags with which changes of the bundles are followed while the server runs.
+FOLLOW = ("--model-control-mode=explicit", "--load-model=*")
 
 TEXT_MODEL = "minilm"
 TEXT_STAGES = ("tokeniser", "encoder", "pooling")
@@ -57,7 +59,7 @@ def main() -> int:
     step(f"tritonserver on {repository.name}/ (its log: {log_path.relative_to(ROOT)})")
     started = time.monotonic()
     try:
-        with TritonServer(repository, log_path=log_path) as server:
+        with TritonServer(repository, log_path=log_path, extra_args=FOLLOW) as server:
             server.wait_ready(timeout=600, progress=lambda model: print(f"   loaded {model}", flush=True))
             print(f"   ready after {time.monotonic() - started:.1f} s")
             good = classify(server) and compare(server)

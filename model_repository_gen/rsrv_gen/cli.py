@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from rsrv.settings import Settings, SettingsError, dump_settings, load_settings
-from rsrv_gen.plan import ModelPlan, Source, plan_repository
+from pydantic import ValidationError
+
+from rsrv.explain import YamlError, read_yaml
+from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
-from rsrv_gen.write import (
-    RepositoryWriter,
-    carried,
-    is_current,
-    is_foreign,
-    is_ours,
-    open_repository,
-    our_models,
-)
+from rsrv_gen.update import Step, steps
+from rsrv_gen.write import RepositoryWriter, open_repository
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         text = options.config.read_text(encoding="utf-8") if options.config else ""
-        settings = load_settings(text, str(options.config or SETTINGS_FILE))
+        settings = _with_places(load_settings(text, str(options.config or SETTINGS_FILE)), options)
         sources = read_sources(options.bundles)
         for problem in sources.unusable:
             _complain(problem)
         for name, problems in sources.broken.items():
             _complain(f"{name} is skipped:", *problems)
-        opened = nullcontext() if options.check else open_repository(options.output, options.link)
+        opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
         with opened as writer:
             run = _Run(options.output, options, writer)
             run.models(sources, settings)
-            run.settings(dump_settings(settings))
+            run.settings(settings)
     except (OSError, SettingsError) as error:
         _complain(str(error))
         return 1
@@ -66,8 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--link",
         choices=("hard", "copy", "symlink"),
-        default="hard",
-        help="how the bundles' files come into GEN. hard (default): large ones are shared, or copied where that can't "
+        help="how the bundles' files come into GEN, else as lifecycle.link says. hard (default): large ones are shared, or copied where that can't "
         "be; never rewrite such a file in place, but write a new one and rename it. copy: nothing is shared. "
         "symlink: one link to the bundle, for development",
     )
@@ -84,15 +80,42 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _with_places(settings: Settings, options: argparse.Namespace) -> Settings:
+    """The settings with how the repository is made and, unless they say it, where its bundles are."""
+    given = [Path(os.path.abspath(path)) for path in options.bundles]
+    if not settings.lifecycle.bundles:
+        file = options.output / SETTINGS_FILE
+        keep = file.is_file() and not options.prune
+        recorded = _recorded(file.read_text(encoding="utf-8"))["bundles"] if keep else []
+        # One that is not there is more likely a slip of the pen than a disk that comes later.
+        new = [path for path in given if path.is_dir() and not _covered(path, recorded)]
+        old = [path for path in recorded if path in new or not _covered(path, new)]
+        settings = _with_lifecycle(settings, bundles=list(dict.fromkeys([*old, *new])))
+    for path in given:
+        if path.is_dir() and not _covered(path, settings.lifecycle.bundles):
+            _complain(f"{path} will not be watched: lifecycle.bundles names other places")
+    return _with_lifecycle(settings, link=options.link) if options.link else settings
+
+
+def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
+    return settings.model_copy(update={"lifecycle": settings.lifecycle.model_copy(update=changes)})
+
+
+def _recorded(text: str) -> dict[str, Any]:
+    """From where and how a repository with these settings was made, whatever the environment says."""
+    try:
+        section = LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
+    except (YamlError, TypeError, ValidationError):
+        section = LifecycleSection()
+    return {"bundles": section.bundles, "link": section.link}
+
+
+def _covered(path: Path, places: Sequence[Path]) -> bool:
+    return path in places or path.parent in places
+
+
 def _complain(first: str, *more: str) -> None:
     print(f"rsrv-gen: {first}", *(f"  {line}" for line in more), sep="\n", file=sys.stderr)
-
-
-def _note(source: Source, metas: Sequence[str]) -> str:
-    """What the line of a model says beside its name: what a meta model carries, and which metas alone call it."""
-    if calls := source.bundle.manifest.meta_calls:
-        return f" (carries {', '.join(calls)})"
-    return f" (internal: called by {', '.join(metas)})" if metas else ""
 
 
 class _Run:
@@ -109,67 +132,47 @@ class _Run:
         self.failed: set[str] = set()
 
     def models(self, sources: Sources, settings: Settings) -> None:
-        stay, go = self._not_given(sources)
-        plan = plan_repository(
-            sources.good,
-            {name: carried(self._repository / name) for name in stay},
-            mode=self._options.link,
+        def stays(name: str) -> str:
+            if not self._options.prune:
+                return "its bundle was not given; --prune removes it"
+            # A path without bundles may be a disk that is not mounted, no reason to remove its models.
+            return "not all of the given paths hold bundles" if sources.unusable else ""
+
+        planned = steps(
+            self._repository,
+            sources,
+            link=settings.lifecycle.link,
             transport=settings.meta.transport,
+            stays=stays,
         )
-        for name, model in plan.models.items():
-            self._model(name, model, _note(sources.good[name], plan.internal.get(name, ())))
-        # Only now: to a Triton that polls, the metas are there before their callees go.
-        for name, metas in plan.internal.items():
-            if name not in plan.models:
-                self._without_directory(name, metas)
-        for name, reason in stay.items():
-            print(f"kept       {name} ({reason})")
-        for name in go:
-            self._remove(name)
+        for step in planned:
+            self._carry_out(step)
 
-    def _not_given(self, sources: Sources) -> tuple[dict[str, str], list[str]]:
-        """Our models in the repository that have no good bundle: those that stay, with the reason, and the others."""
-        stay, go = {}, []
-        for name in sorted(our_models(self._repository) - set(sources.good)):
-            if name in sources.broken:
-                stay[name] = "as it was before its bundle broke"
-            elif not self._options.prune:
-                stay[name] = "its bundle was not given; --prune removes it"
-            elif sources.unusable:
-                # A path without bundles may be a disk that is not mounted, no reason to remove its models.
-                stay[name] = "not all of the given paths hold bundles"
-            else:
-                go.append(name)
-        return stay, go
+    def _carry_out(self, step: Step) -> None:
+        name, plan = step.name, step.plan
+        match step.verb:
+            case "foreign":
+                self.failed.add(name)
+                _complain(
+                    f"{self._repository / name} was not made by rsrv-gen: move it away, or rename the bundle"
+                )
+            case "new" | "changed" if plan is not None:
+                self._change(step.verb, name, lambda writer: writer.put(name, plan).forget(), step.note)
+            case "removed" if not self.failed.isdisjoint(step.carriers):
+                print(f"kept       {name} (not every model that is to carry it could be written)")
+            case "removed":
+                self._change("removed", name, lambda writer: writer.remove(name), step.note)
+            case _:
+                print(f"{step.verb:<10} {name}{step.note}")
 
-    def _model(self, name: str, plan: ModelPlan, note: str) -> None:
-        folder = self._repository / name
-        if is_current(folder, plan, self._options.link):
-            print(f"unchanged  {name}{note}")
-        elif is_foreign(folder):
-            self.failed.add(name)
-            _complain(f"{folder} was not made by rsrv-gen: move it away, or rename the bundle")
-        else:
-            verb = "changed" if is_ours(folder) else "new"
-            self._change(verb, name, lambda writer: writer.put(name, plan), note)
-
-    def _without_directory(self, name: str, metas: Sequence[str]) -> None:
-        """A model that its metas carry, and that Triton does not know."""
-        called = f"called by {', '.join(metas)}"
-        if not is_ours(self._repository / name):
-            print(f"internal   {name} ({called})")
-        elif self.failed.isdisjoint(metas):
-            self._remove(name, f" (internal: {called}; public: true in its manifest would keep it)")
-        else:
-            print(f"kept       {name} (not every model that is to carry it could be written)")
-
-    def _remove(self, name: str, note: str = "") -> None:
-        self._change("removed", name, lambda writer: writer.remove(name), note)
-
-    def settings(self, text: str) -> None:
+    def settings(self, settings: Settings) -> None:
         """The effective settings, beside the models."""
         file = self._repository / SETTINGS_FILE
         present = file.read_text(encoding="utf-8") if file.is_file() else None
+        if self._options.check and present is not None:
+            # Where the bundles lie may differ from machine to machine: what is made of them is what counts.
+            settings = _with_lifecycle(settings, **_recorded(present))
+        text = dump_settings(settings)
         if present == text:
             print(f"unchanged  {SETTINGS_FILE}")
         else:

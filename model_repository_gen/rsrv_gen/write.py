@@ -1,8 +1,8 @@
 """Bringing a model repository to its planned state. All that rsrv-gen writes is written here.
 
 Triton may be running on the repository, so a model's directory changes in one step: the new one is built aside
-and then exchanged with the old one. Aside is beside the repository and not in it, because Triton takes every
-folder there for a model, hidden ones too.
+and then exchanged with the old one, which stays aside until nobody may want it back. Aside is beside the repository
+and not in it, because Triton takes every folder there for a model, hidden ones too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,22 @@ import filecmp
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 
 from rsrv_gen.config import MARK
-from rsrv_gen.plan import CALLS_FOLDER, CONFIG_FILE, Content, LinkMode, ModelPlan, SourceFile, SourceFolder
+from rsrv_gen.plan import (
+    CALLS_FOLDER,
+    CONFIG_FILE,
+    VERSION,
+    Content,
+    LinkMode,
+    ModelPlan,
+    SourceFile,
+    SourceFolder,
+)
 
 #: Smaller files are always copied: a manifest that is edited in place must not change the served model under it.
 LINK_BYTES = 2**20
@@ -55,19 +65,34 @@ def carried(folder: Path) -> list[str]:
     return sorted(entry.name for entry in calls.iterdir()) if calls.is_dir() else []
 
 
+def version_of(folder: Path) -> tuple[int, int] | None:
+    """What tells a model's directory from every other that was or will be in its place; None when there is none."""
+    try:
+        status = (folder / VERSION).stat()
+    except OSError:
+        return None
+    # Neither `touch` nor an exchange with another directory changes these two.
+    return status.st_ino, status.st_ctime_ns
+
+
 def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
-    """Whether the directory holds exactly what is planned. Hard links are equal without being read."""
+    """Whether the directory holds exactly what is planned.
+
+    Hard links are equal without being read, unless they are younger than the directory: then somebody has rewritten
+    the file in place.
+    """
     if not is_ours(folder):
         return False
+    written = (folder / CONFIG_FILE).stat().st_mtime_ns
     present: set[PurePosixPath] = set()
     for parent, folders, names in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
         relative = PurePosixPath(Path(parent).relative_to(folder))
         present.update(relative / name for name in (*names, *links))
-    return present == set(plan) and all(_is_equal(folder / path, plan[path], mode) for path in plan)
+    return present == set(plan) and all(_is_equal(folder / path, plan[path], mode, written) for path in plan)
 
 
-def _is_equal(target: Path, content: Content, mode: LinkMode) -> bool:
+def _is_equal(target: Path, content: Content, mode: LinkMode, written: int) -> bool:
     match content:
         case SourceFolder(source):
             return target.is_symlink() and target.readlink() == source
@@ -75,10 +100,60 @@ def _is_equal(target: Path, content: Content, mode: LinkMode) -> bool:
             return False
         case SourceFile(source):
             if os.path.samefile(source, target):
-                return _may_link(source, mode)
+                return _may_link(source, mode) and source.stat().st_mtime_ns <= written
             return filecmp.cmp(source, target, shallow=False)
         case bytes():
             return target.read_bytes() == content
+
+
+def touch(folder: Path, later_than: int = 0) -> int:
+    """Makes Triton take an unchanged model for a changed one, so that it loads it anew.
+
+    Triton loads a model anew if its newest file is newer than the newest one was. So model.py gets a time that is
+    after all of these and after `later_than`, whatever the clock says; returned in nanoseconds.
+    """
+    stamp = max(time.time_ns(), later_than + 1, newest(folder) + 1)
+    os.utime(folder / VERSION / "model.py", ns=(stamp, stamp))
+    return stamp
+
+
+def newest(folder: Path) -> int:
+    """When the newest file or folder was modified, in nanoseconds; 0 if there is none."""
+    times = [0]
+    for parent, _, names in os.walk(folder, followlinks=True):
+        paths = [parent, *(os.path.join(parent, name) for name in names)]
+        times += (os.stat(path).st_mtime_ns for path in paths)
+    return max(times)
+
+
+class Replaced:
+    """A model that was put, and what was in its place before: one of both has to go."""
+
+    def __init__(self, repository: Path, name: str, aside: _Aside, stamp: int) -> None:
+        self._target = repository / name
+        self._aside = aside
+        self._version = version_of(self._target)
+        #: time of its newest file, in nanoseconds
+        self.stamp = stamp
+
+    def forget(self) -> None:
+        """Removes what was there before."""
+        self._aside.remove()
+
+    def undo(self) -> bool:
+        """Puts back what was there before, if only nothing. False if somebody has changed the model since."""
+        try:
+            with _locked(self._target.parent):
+                if version_of(self._target) != self._version:
+                    return False
+                old = self._aside.path / self._target.name
+                if old.exists():
+                    exchange(old, self._target)
+                else:
+                    self._target.rename(old)
+                return True
+        finally:
+            self._aside.remove()
 
 
 class RepositoryWriter:
@@ -89,17 +164,27 @@ class RepositoryWriter:
         self._mode: LinkMode = mode
         self._aside = aside
 
-    def put(self, name: str, plan: ModelPlan) -> None:
-        """Creates a model, or replaces one that rsrv-gen made."""
+    def put(self, name: str, plan: ModelPlan, later_than: int = 0) -> Replaced:
+        """Creates a model, or replaces one that rsrv-gen made. Its newest file is later than that, as in `touch`."""
         target = self._own(name)
-        new = self._aside / name
-        for path, content in plan.items():
-            self._write(new / path, content)
-        if target.exists():
-            exchange(new, target)
-            shutil.rmtree(new)
-        else:
-            new.rename(target)
+        kept = _Aside(self._repository)
+        try:
+            new = kept.path / name
+            for path, content in plan.items():
+                self._write(new / path, content)
+            # Linked files have times of their own. What is younger than this one was rewritten later.
+            config = new / CONFIG_FILE
+            written = max(config.stat().st_mtime_ns, newest(new))
+            os.utime(config, ns=(written, written))
+            stamp = touch(new, max(later_than, newest(target)))
+            if target.exists():
+                exchange(new, target)
+            else:
+                new.rename(target)
+        except BaseException:
+            kept.remove()
+            raise
+        return Replaced(self._repository, name, kept, stamp)
 
     def remove(self, name: str) -> None:
         """Removes a model that rsrv-gen made."""
@@ -140,25 +225,67 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
     """Creates the repository if need be and waits until no other rsrv-gen works on it."""
     repository = repository.absolute()
     repository.mkdir(parents=True, exist_ok=True)
-    handle = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    with _locked(repository), ExitStack() as stack:
+        _clear_away(repository)
+        aside = _Aside(repository)
+        stack.callback(aside.remove)
+        yield RepositoryWriter(repository, mode, aside.path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        # A mount point's parent is another file system, and a rename does not cross it. Then a hidden folder inside
-        # must do, though a polling Triton complains in its log for the moment that it is there.
-        # Nor can a folder be made in a parent that belongs to somebody else.
-        foreign = repository.parent.stat().st_dev != repository.stat().st_dev
-        inside = foreign or not os.access(repository.parent, os.W_OK)
-        place = repository if inside else repository.parent
-        prefix = f".{repository.name}.rsrv-gen-"
-        for left_by_a_crash in place.glob(f"{prefix}*"):
-            shutil.rmtree(left_by_a_crash, ignore_errors=True)
-        aside = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-        try:
-            yield RepositoryWriter(repository, mode, aside)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        yield
     finally:
         os.close(handle)
+
+
+class _Aside:
+    """A directory on the repository's file system that is no model's. It is locked for as long as somebody uses it."""
+
+    def __init__(self, repository: Path) -> None:
+        place, prefix = _where_aside(repository)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _where_aside(repository: Path) -> tuple[Path, str]:
+    """A folder, and how names in it start that belong to this repository."""
+    # A mount point's parent is another file system, and a rename does not cross it. Then a hidden folder inside
+    # must do, though a polling Triton complains in its log for the moment that it is there.
+    # Nor can a folder be made in a parent that belongs to somebody else.
+    foreign = repository.parent.stat().st_dev != repository.stat().st_dev
+    inside = foreign or not os.access(repository.parent, os.W_OK)
+    return repository if inside else repository.parent, f".{repository.name}.rsrv-gen-"
+
+
+def _clear_away(repository: Path) -> None:
+    """Removes what a crash left aside; the repository is locked."""
+    place, prefix = _where_aside(repository)
+    for left in place.glob(f"{prefix}*"):
+        try:
+            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # somebody may want it back
+        else:
+            for spare in left.glob(".*"):
+                target = repository / spare.name.removeprefix(".")
+                if not target.exists():
+                    spare.rename(target)
+            shutil.rmtree(left, ignore_errors=True)
+        finally:
+            os.close(handle)
 
 
 def _may_link(source: Path, mode: LinkMode) -> bool:
@@ -181,8 +308,9 @@ def exchange(one: Path, other: Path) -> None:
     """Exchanges two directories, in one step where the kernel and the file system can."""
     if _rename_exchange(one, other):
         return
-    # For a moment `other` does not exist; a Triton that polls just then unloads the model and loads it again.
-    spare = one.with_name(f"{one.name}.old")
+    # For a moment `other` does not exist; a Triton that polls just then unloads the model and loads it again. After a
+    # crash in this moment the next rsrv-gen puts it back, which knows it by the dot.
+    spare = one.with_name(f".{one.name}")
     other.rename(spare)
     try:
         one.rename(other)

@@ -1,4 +1,4 @@
-"""Bundles that exist for the tests only, and what each computes, in numpy.
+"""Bundles that exist for the tests only; `answers` has what they compute, in numpy.
 
 They are built once into build/test_bundles and again when this file, the bundle format or jax changes. No arithmetic
 here rounds differently at different batch sizes, so every answer is exact.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from rsrv_bundle.export import export_bundle
+from tests.e2e.answers import FACTOR, LEAST_STEPS, ROUNDS, SUMMAND, Array, exact_kernel, stepped
 from tests.e2e.harness import ROOT
 
-Array = npt.NDArray[Any]
+__all__ = ["LEAST_STEPS", "Array", "exact_kernel", "stepped"]
+
 Arrays = dict[str, Array]
 
 OUTPUT = ROOT / "build" / "test_bundles"
@@ -38,9 +39,6 @@ models:
 
 #: steps of `steady` and `short_queue`: some tenths of a second
 STEADY_STEPS = 1000
-#: rounds in one step: some tenths of a millisecond
-_ROUNDS = 20_000
-_A, _C = 1664525, 1013904223
 
 
 def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
@@ -54,11 +52,11 @@ def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
 
     def one_round(_: jax.Array, map_: Any) -> Any:
         a, c = map_
-        return a * jnp.uint32(_A), c * jnp.uint32(_A) + jnp.uint32(_C)
+        return a * jnp.uint32(FACTOR), c * jnp.uint32(FACTOR) + jnp.uint32(SUMMAND)
 
     def step(state: Any) -> Any:
         i, a, c, row_a, row_c = state
-        a, c = jax.lax.fori_loop(0, _ROUNDS, one_round, (a, c))
+        a, c = jax.lax.fori_loop(0, ROUNDS, one_round, (a, c))
         goes_on = i < steps
         return i + 1, a, c, jnp.where(goes_on, a, row_a), jnp.where(goes_on, c, row_c)
 
@@ -66,26 +64,6 @@ def _steps(x: jax.Array, steps: jax.Array) -> jax.Array:
     start = jnp.int32(0), jnp.uint32(1), jnp.uint32(0), one, zero
     _, _, _, a, c = jax.lax.while_loop(go_on, step, start)
     return x * a[:, None] + c[:, None]
-
-
-def stepped(x: Array, steps: npt.ArrayLike) -> Array:
-    """What `sudden` answers, without doing the rounds one by one: u32 [n, 4], i32 [n] -> u32 [n, 4]."""
-    rows = []
-    for row, count in zip(x, np.broadcast_to(steps, len(x)), strict=True):
-        a, c = 1, 0  # so far: value -> a * value + c
-        square_a, square_c = _A, _C
-        left = int(count) * _ROUNDS
-        while left > 0:
-            if left & 1:
-                a, c = square_a * a % 2**32, (square_a * c + square_c) % 2**32
-            square_a, square_c = square_a * square_a % 2**32, (square_a * square_c + square_c) % 2**32
-            left >>= 1
-        rows.append([(a * int(value) + c) % 2**32 for value in row])
-    return np.array(rows, np.uint32).reshape(x.shape)
-
-
-#: steps of `elastic` for no work at all: some milliseconds, more than what the runtime's loop executes by itself
-LEAST_STEPS = 80
 
 
 def _elastic(out_dir: Path) -> None:
@@ -207,10 +185,6 @@ def _exact(out_dir: Path) -> None:
     )
 
 
-def exact_kernel() -> Array:
-    return np.random.default_rng(7).integers(-8, 9, (64, 6)).astype(np.float32)
-
-
 # --- hooks --------------------------------------------------------------------------------------------------------
 
 #: What the hooks of `hooked` do: a request's first element holds the number, 0 for nothing special.
@@ -318,23 +292,29 @@ MAKERS: Mapping[str, Callable[[Path], None]] = {
 
 def ensure() -> Path:
     """The folder of the test bundles, built if need be. Safe to call from two processes at once."""
-    OUTPUT.parent.mkdir(exist_ok=True)
-    stamp = OUTPUT.with_suffix(".stamp")
-    with OUTPUT.with_suffix(".lock").open("w") as lock:
+    return ensure_made(OUTPUT, MAKERS, ())
+
+
+def ensure_made(output: Path, makers: Mapping[str, Callable[[Path], None]], sources: Sequence[Path]) -> Path:
+    """`output` with a bundle of each maker, made anew when `sources`, this folder's makers, the format or jax changed."""
+    output.parent.mkdir(exist_ok=True)
+    stamp = output.with_suffix(".stamp")
+    with output.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        digest = _digest()
+        digest = _digest(sources)
         if not (stamp.is_file() and stamp.read_text() == digest):
             stamp.unlink(missing_ok=True)
-            shutil.rmtree(OUTPUT, ignore_errors=True)
+            shutil.rmtree(output, ignore_errors=True)
             with jax.enable_x64(True):
-                for name, make in MAKERS.items():
-                    make(OUTPUT / name)
+                for name, make in makers.items():
+                    make(output / name)
             stamp.write_text(digest)
-    return OUTPUT
+    return output
 
 
-def _digest() -> str:
+def _digest(sources: Sequence[Path]) -> str:
     total = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
-    for source in (Path(__file__), *sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))):
-        total.update(source.read_bytes())
+    format_ = sorted((ROOT / "bundles" / "rsrv_bundle").glob("*.py"))
+    for file in (Path(__file__), Path(__file__).with_name("answers.py"), *sources, *format_):
+        total.update(file.read_bytes())
     return total.hexdigest()

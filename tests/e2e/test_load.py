@@ -38,7 +38,7 @@ from tests.e2e.calls import (
     refusal,
     tensors,
 )
-from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, wait_until
 
 
 def models_status(server: RunningTriton) -> dict[str, Any]:
@@ -162,20 +162,6 @@ def start_stressed(
 def stressed(start_stressed: Callable[[], RunningTriton]) -> RunningTriton:
     """Such a server; each test ends it by itself."""
     return start_stressed()
-
-
-def crashed_by_a_cancellation(server: RunningTriton) -> bool:
-    """Whether the server ran into a fault of its own that later releases do not have.
-
-    Up to 24.10 its gRPC front end may free a call while that is being cancelled (triton-inference-server/server
-    issues 7368 and 8034): it happens about once in many thousand cancellations, whatever the models do.
-    """
-    try:
-        server.server.process.wait(5)  # it first writes where it was
-    except subprocess.TimeoutExpired:
-        return False
-    _, crashed, where = server.log_text().rpartition("Signal (11) received")
-    return bool(crashed) and "pthread_mutex_lock" in where
 
 
 def mlp_reference() -> Callable[[Array], Array]:

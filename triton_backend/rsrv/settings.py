@@ -178,8 +178,8 @@ class StubSection(_Section):
     memory_limit_bytes: int | None = Field(
         None,
         ge=2**26,
-        description="Private memory that a stub's process may have, hooks and their libraries included; a hook that "
-        "wants more fails. null: half of what the machine or the container has.",
+        description="Private memory that a stub's process may take beyond what it has when its model is ready; a hook "
+        "that wants more fails. Only stubs with hooks have a limit. null: half of what the machine or the container has.",
     )
 
 
@@ -308,7 +308,10 @@ class ModelSection(_Section):
         "beyond the budget if need be.",
     )
     max_delay_us: int = Field(
-        0, ge=0, description="Requests may be held back this long for others to share their execution."
+        0,
+        ge=0,
+        le=60_000_000,
+        description="Requests may be held back this long for others to share their execution.",
     )
 
 
@@ -377,16 +380,15 @@ def change_scheduler(settings: Settings, changes: Mapping[str, Any]) -> Settings
     return settings.model_copy(update={"scheduler": section})
 
 
-def with_residency(settings: Settings, name: str, residency: str) -> Settings:
-    """The same with another residency of one model. Raises SettingsError."""
-    changed = {**settings.for_model(name).model_dump(), "residency": residency}
+def change_model(settings: Settings, name: str, changes: Mapping[str, Any]) -> Settings:
+    """The same with other values in one model's section. Raises SettingsError."""
+    changed = {**settings.for_model(name).model_dump(), **changes}
     try:
         section = ModelSection(**changed)
     except ValidationError as error:
-        (one,) = error.errors()
-        raise SettingsError(
-            explain({**one, "loc": ("models", name, *one["loc"])}, Settings, {"models": {name: changed}})
-        ) from None
+        errors = [{**one, "loc": ("models", name, *one["loc"])} for one in error.errors()]
+        lines = (explain(one, Settings, {"models": {name: changed}}) for one in errors)
+        raise SettingsError("\n".join(lines)) from None
     return settings.model_copy(update={"models": {**settings.models, name: section}})
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.runtime.blackbox import BlackBox
 from rsrv.runtime.device import Array, Device
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
@@ -107,13 +108,15 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         *,
         asynchronous: bool = False,
         compute: Compute = double,
+        blackbox: BlackBox | None = None,
     ) -> Runtime:
         path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
         listener = listen(path)
         settings = settings or load_settings()
         device = FakeDevice(compute, asynchronous=asynchronous)
-        loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
+        scheduler = Scheduler(scheduler_settings(settings))
+        loop = Loop(listener, os.getpid(), settings, scheduler, lambda: device, blackbox=blackbox)
 
         def run() -> None:
             loop.run()

@@ -380,3 +380,18 @@ def test_a_cpu_has_executed_when_the_launch_returns(tmp_path: Path) -> None:
 
     assert ready == [True]
     assert seconds > 0.001
+
+
+def test_a_profile_is_in_its_directory_when_it_ends(doubling: Path, tmp_path: Path) -> None:
+    """And the next one in its own; there is none to end after that."""
+    device = JaxDevice("cpu")
+    for name in ("first", "second"):
+        directory = tmp_path / name
+        directory.mkdir()
+        device.start_profile(directory)
+        build_here(doubling, device)
+        device.stop_profile()
+
+        assert list(directory.rglob("*.xplane.pb"))
+    with pytest.raises(RuntimeError):
+        device.stop_profile()

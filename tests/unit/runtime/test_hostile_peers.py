@@ -42,7 +42,7 @@ class Client:
         return self.lane.receive(10)[0].status is Status.OK
 
 
-Misdeed = Callable[[Client], None]
+Misdeed = Callable[[Client], object]
 
 MISDEEDS: dict[str, Misdeed] = {
     "inputs beyond the segment": lambda c: c.lane.submit([c.submission(inputs_at=1 << 40)]),

@@ -39,9 +39,10 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setenv("RSRV_RUNTIME_DIR", str(home))
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", sys.executable)
     monkeypatch.setenv("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("RSRV_CONTROL__ENABLED", "false")
     server = subprocess.Popen(["sleep", "infinity"])
     try:
-        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml")
+        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml", tmp_path)
     finally:
         server.kill()
         server.wait()

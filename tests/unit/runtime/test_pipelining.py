@@ -20,6 +20,7 @@ from rsrv.runtime.device import Array, Device, JaxDevice
 from rsrv.runtime.execution import Job, Part
 from rsrv.runtime.executor import Executor, Failure
 from rsrv.runtime.models import Model
+from rsrv.runtime.underway import Underway
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
@@ -283,7 +284,7 @@ def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
 def right_answers(model: Model, device: Device, product: Array, depth: int) -> int:
     rng = np.random.default_rng(2)
     inbox, ended = Inbox(), list[tuple[int, Failure | None]]()
-    executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)))
+    executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)), Underway())
     jobs = []
     for dispatch in range(200):
         size = int(rng.choice([1, 4, 16]))

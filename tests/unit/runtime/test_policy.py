@@ -7,9 +7,10 @@ import pytest
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.models import build
-from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.policy import Policy, scheduler_settings
+from rsrv.runtime.scheduler.events import Pause, Program
 from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.settings import load_settings
+from rsrv.settings import SettingsError, load_settings
 from rsrv_bundle import read_bundle
 from tests.fakes import FakeDevice
 
@@ -62,3 +63,53 @@ def test_a_models_share_and_delay_reach_its_program(doubling: Path) -> None:
 
     assert (own.weight, own.max_delay) == (2.5, 0.0005)
     assert (others.weight, others.max_delay) == (1.0, 0.0)
+
+
+def test_only_an_external_control_plane_moves_weights_in_explicit_mode() -> None:
+    """In the other modes requests do."""
+    on_demand = {
+        mode: scheduler_settings(load_settings(f"lifecycle: {{mode: {mode}}}")).on_demand
+        for mode in ("dynamic", "static", "explicit")
+    }
+
+    assert on_demand == {"dynamic": True, "static": True, "explicit": False}
+
+
+def test_what_is_said_of_a_model_reaches_every_version_of_it() -> None:
+    """A program is as rsrv.yaml wants it, then as it was changed; others' stay as they are."""
+    policy = Policy(load_settings("models: {m: {weight: 2, residency: device}}"))
+    program = Program("m@1", {(0, 1): 1.0}, True, 1)
+    assert policy.program(program, "m").pinned
+
+    policy.change_models(["m"], {"residency": "unpinned", "max_delay_us": 500, "max_queue_depth": 7})
+    policy.pause(["m"], Pause.HOLD)
+
+    changed = policy.program(program, "m")
+    assert (changed.pinned, changed.weight, changed.max_delay) == (False, 2.0, 0.0005)
+    assert (changed.max_queue_depth, changed.paused) == (7, Pause.HOLD)
+    assert (policy.queue_depth("m"), policy.queue_depth("n")) == (7, 1024)
+    assert policy.residency("n") == "system"
+    assert policy.paused("n") is None
+
+
+def test_what_one_model_cannot_take_no_model_takes() -> None:
+    """A change of several is one change."""
+    policy = Policy(load_settings())
+
+    with pytest.raises(SettingsError, match=r"models\.a\.weight"):
+        policy.change_models(["a", "b"], {"weight": 0})
+
+    assert policy.settings == load_settings()
+
+
+def test_a_pause_of_all_forgets_what_was_said_of_some() -> None:
+    """And those that are named after it are as they were told last."""
+    policy = Policy(load_settings())
+    policy.pause(["a"], Pause.HOLD)
+    policy.pause(None, Pause.DRAIN)
+    assert [policy.paused(name) for name in "ab"] == [Pause.DRAIN, Pause.DRAIN]
+
+    policy.pause(["a"], None)
+    assert [policy.paused(name) for name in "ab"] == [None, Pause.DRAIN]
+    policy.pause(None, None)
+    assert [policy.paused(name) for name in "ab"] == [None, None]

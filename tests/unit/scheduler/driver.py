@@ -8,13 +8,16 @@ within the depth.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 from rsrv.runtime.scheduler.events import (
     DEFAULT_PRIORITY,
     AbandonLoad,
     Admit,
     Event,
+    Evict,
     EvictWeights,
     Execute,
     ExecutionFinished,
@@ -27,6 +30,11 @@ from rsrv.runtime.scheduler.events import (
     ModelAdded,
     ModelRemoved,
     Outcome,
+    Pause,
+    Paused,
+    Pinned,
+    PolicyChanged,
+    Prefetch,
     Program,
     Reason,
     Request,
@@ -60,6 +68,7 @@ def program(
     pinned: bool = False,
     weight: float = 1.0,
     max_delay: float = 0.0,
+    paused: Pause | None = None,
 ) -> Program:
     return Program(
         model=model,
@@ -72,6 +81,7 @@ def program(
         pinned=pinned,
         weight=weight,
         max_delay=max_delay,
+        paused=paused,
     )
 
 
@@ -103,6 +113,11 @@ class Driver:
         self.resident: set[str] = set()
         #: models whose requests may be held back.
         self.patient: set[str] = set()
+        #: model -> how it is paused, and how many of its requests may wait.
+        self.paused: dict[str, Pause | None] = {}
+        self.limits: dict[str, int] = {}
+        #: models that are to be evicted, and may be resident still.
+        self.leaving: set[str] = set()
         #: model -> epoch of its load under way.
         self.loading: dict[str, int] = {}
         #: models whose load is to be abandoned, that warm up, and that nobody tries to load any more.
@@ -143,8 +158,21 @@ class Driver:
             self.resident.add(event.model)
         if isinstance(event, ModelAdded):
             (self.patient.add if event.program.max_delay else self.patient.discard)(event.program.model)
+        if isinstance(event, ModelAdded):
+            self.paused[event.program.model] = event.program.paused
+            self.limits[event.program.model] = event.program.max_queue_depth
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
+        if isinstance(event, Paused):
+            self.paused |= dict.fromkeys(event.models, event.mode)
+        if isinstance(event, PolicyChanged):
+            self.limits[event.model] = event.max_queue_depth or self.limits[event.model]
+            if event.max_delay:
+                self.patient.add(event.model)
+        if isinstance(event, Evict):
+            self.leaving.update(event.models)
+        if isinstance(event, WeightsLoaded | Pinned | Prefetch):
+            self.leaving.discard(event.model)
         if isinstance(event, SettingsChanged):
             self.settings = event.settings
         if (
@@ -156,6 +184,7 @@ class Driver:
         out = self.scheduler.handle(event, self.now)
         if isinstance(event, RequestsArrived):
             self._queue(event.requests, out)
+            self._watch_arrivals(event.requests, out)
         self.events.append((event, self.now))
         self.instructions.append(out)
         if len(self.events) % self._validate_every == 0:
@@ -189,6 +218,17 @@ class Driver:
 
     def abandon_load(self, model: str) -> list[Instruction]:
         return self.send(LoadAbandoned(model, self.loading[model]))
+
+    def pause(self, mode: Pause | None, *models: str) -> list[Instruction]:
+        """None: they go on."""
+        return self.send(Paused(models, mode))
+
+    def change(self, **settings: Any) -> list[Instruction]:
+        """Some of the settings."""
+        return self.send(SettingsChanged(replace(self.settings, **settings)))
+
+    def evict(self, *models: str) -> list[Instruction]:
+        return self.send(Evict(models))
 
     def remove(self, model: str) -> list[Instruction]:
         return self.send(ModelRemoved(model))
@@ -315,11 +355,15 @@ class Driver:
                 self.given_up.append(instruction.model)
             case EvictWeights():
                 assert instruction.model not in self.warming
-                assert not any(
+                assert self.held(instruction.model) or not any(
                     self._committed(one) and one.model == instruction.model for one in self.waiting.values()
                 )
+                self.leaving.discard(instruction.model)
                 assert all(one.model != instruction.model for one in self.executing.values())
                 self.resident.remove(instruction.model)
+
+    def held(self, model: str) -> bool:
+        return self.paused.get(model) is Pause.HOLD
 
     def _committed(self, request: Request) -> bool:
         """Whether one that waits is the oldest of its run."""
@@ -350,6 +394,23 @@ class Driver:
                 del self._runs[run]
             elif rest[0] != before:
                 self._give_number(rest[0])
+
+    def _watch_arrivals(self, requests: Iterable[Request], out: Iterable[Instruction]) -> None:
+        """Those that did not end at once were let in by the rules."""
+        at_once = {one.request for one in out if isinstance(one, Finish)}
+        for request in requests:
+            if request.id in at_once:
+                continue
+            match self.paused[request.model]:
+                case Pause.DRAIN:
+                    assert request.run
+                case Pause.REJECT:
+                    raise AssertionError("it was to be refused")
+            started = {id for one in out if isinstance(one, Execute) for id in one.requests}
+            waiting = sum(
+                one.model == request.model for one in self.waiting.values() if one.id not in at_once
+            )
+            assert waiting - len(started & self.waiting.keys()) <= self.limits[request.model]
 
     def _give_number(self, request: int) -> None:
         self._numbers[request] = self._latest = self._latest + 1
@@ -396,6 +457,8 @@ class Driver:
             assert (request.model, request.variant) == (execute.model, execute.variant)
             assert request.id in (self.again if execute.again else self.waiting)
             assert execute.again or request.deadline is None or request.deadline > self.now
+        # A second try began before.
+        assert execute.again or not self.held(execute.model)
         if execute.again:
             self.again.difference_update(execute.requests)
             assert not self.executing
@@ -412,7 +475,8 @@ class Driver:
             able = [
                 one
                 for one in self.waiting.values()
-                if one.model in self.resident - self.patient - self.warming
+                if one.model in self.resident - self.patient - self.warming - self.leaving
+                and not self.held(one.model)
             ] + requests
             assert min(able, key=self._order) in requests
         for request in requests:

@@ -21,10 +21,16 @@ from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import (
     Admit,
     Compact,
+    Event,
+    Evict,
     LoadAbandoned,
     LoadFailed,
     ModelAdded,
+    Pause,
+    Paused,
     Pinned,
+    PolicyChanged,
+    Prefetch,
     Program,
     Request,
     RequestsArrived,
@@ -62,6 +68,7 @@ programs = st.builds(
     load_seconds=st.sampled_from([0.0, 0.003]),
     weight=st.sampled_from([0.1, 1.0, 7.0]),
     max_delay=st.sampled_from([0.0, 0.0, 0.002]),
+    paused=st.sampled_from([None, None, None, *Pause]),
 )
 arrivals = st.lists(
     st.tuples(
@@ -106,9 +113,17 @@ class RandomEvents(RuleBasedStateMachine):
         ahead=st.sampled_from([0.0, 2.0]),
         interval=st.sampled_from([0, 0, 3]),
         metas=st.integers(1, 3),
+        on_demand=st.sampled_from([True, True, False]),
     )
     def start(
-        self, depth: int, discipline: str, budget: int | None, ahead: float, interval: int, metas: int
+        self,
+        depth: int,
+        discipline: str,
+        budget: int | None,
+        ahead: float,
+        interval: int,
+        metas: int,
+        on_demand: bool,
     ) -> None:
         self.driver = Driver(
             SchedulerSettings(
@@ -118,6 +133,7 @@ class RandomEvents(RuleBasedStateMachine):
                 launch_ahead_ms=ahead,
                 compaction_interval=interval,
                 meta_concurrency=metas,
+                on_demand=on_demand,
             )
         )
         self.programs: dict[str, Program] = {}
@@ -128,9 +144,10 @@ class RandomEvents(RuleBasedStateMachine):
         budget=st.none() | st.integers(0, 8),
         eviction=st.sampled_from(sorted(POLICIES)),
         metas=st.integers(1, 3),
+        on_demand=st.booleans(),
     )
     def change_the_settings(
-        self, discipline: str, depth: int, budget: int | None, eviction: str, metas: int
+        self, discipline: str, depth: int, budget: int | None, eviction: str, metas: int, on_demand: bool
     ) -> None:
         settings = replace(
             self.driver.settings,
@@ -139,6 +156,7 @@ class RandomEvents(RuleBasedStateMachine):
             weight_budget_bytes=budget,
             eviction=eviction,
             meta_concurrency=metas,
+            on_demand=on_demand,
         )
         self.driver.send(SettingsChanged(settings))
 
@@ -154,6 +172,31 @@ class RandomEvents(RuleBasedStateMachine):
     def pin(self, model: str, pinned: bool) -> None:
         if model in self.loaded():
             self.driver.send(Pinned(model, pinned))
+
+    @rule(models=st.sets(st.sampled_from(MODELS)), mode=st.sampled_from([None, None, *Pause]))
+    def pause(self, models: set[str], mode: Pause | None) -> None:
+        self.driver.pause(mode, *sorted(models & self.loaded()))
+
+    @rule(model=st.sampled_from(MODELS))
+    def prefetch(self, model: str) -> None:
+        if model in self.loaded():
+            self.driver.send(Prefetch(model))
+
+    @rule(models=st.sets(st.sampled_from(MODELS)))
+    def evict(self, models: set[str]) -> None:
+        self.driver.evict(*sorted(models & self.loaded()))
+
+    @rule(
+        model=st.sampled_from(MODELS),
+        weight=st.none() | st.sampled_from([0.1, 1.0, 7.0]),
+        max_delay=st.none() | st.sampled_from([0.0, 0.002]),
+        max_queue_depth=st.none() | st.sampled_from([1, 3, 40]),
+    )
+    def change_the_policy(
+        self, model: str, weight: float | None, max_delay: float | None, max_queue_depth: int | None
+    ) -> None:
+        if model in self.loaded():
+            self.driver.send(PolicyChanged(model, weight, max_delay, max_queue_depth))
 
     @rule()
     def compact(self) -> None:
@@ -330,7 +373,8 @@ class RandomEvents(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             backlog = self.driver.scheduler.backlog_seconds(self.driver.now)
             busy = bool(self.driver.waiting or self.driver.executing or self.driver.again)
-            assert backlog > 0.0 if self.driver.waiting else backlog >= 0.0
+            waiting = [one for one in self.driver.waiting.values() if not self.driver.held(one.model)]
+            assert backlog > 0.0 if waiting else backlog >= 0.0
             assert busy or backlog == 0.0
 
     def teardown(self) -> None:
@@ -362,6 +406,7 @@ def test_a_million_random_events() -> None:
             weight_budget_bytes=(None, 30, 12)[seed // 9 % 3],
             eviction=sorted(POLICIES)[seed % 2],
             meta_concurrency=1 + seed % 4,
+            on_demand=seed % 5 > 0,
         )
         driver = Driver(settings, validate_every=20)
         chance = Random(seed)
@@ -423,8 +468,17 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
             driver.warm_up_ends(model)
         case "model" if chance.random() < 0.05:
             driver.send(Compact())
-        case "model" if model in models and not models[model].draining and chance.random() < 0.1:
-            driver.send(Pinned(model, chance.random() < 0.3))
+        case "model" if chance.random() < 0.02:
+            driver.change(on_demand=chance.random() < 0.7)
+        case "model" if model in models and not models[model].draining and chance.random() < 0.3:
+            operate: list[Event] = [
+                Pinned(model, chance.random() < 0.3),
+                Prefetch(model),
+                Evict((model,)),
+                Paused((model,), chance.choice([None, None, *Pause])),
+                PolicyChanged(model, weight=chance.choice((0.1, 1.0)), max_queue_depth=chance.randint(1, 50)),
+            ]
+            driver.send(chance.choice(operate))
         case "model" if model not in models:
             sizes = chance.sample((1, 2, 4, 8, 16, 32), 3)
             driver.send(
@@ -458,6 +512,8 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
 
 def _drain_and_replay(driver: Driver) -> None:
     """Let everything end; then the recorded events, given to a fresh scheduler, lead to the same."""
+    loaded = [name for name, one in driver.scheduler.snapshot().models.items() if not one.draining]
+    driver.pause(None, *loaded)
     for _ in range(10_000):
         if driver.loading:
             driver.load(next(iter(driver.loading)))

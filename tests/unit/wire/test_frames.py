@@ -18,6 +18,7 @@ submissions = st.builds(
     inputs_at=st.integers(0, 2**63),
     outputs_at=st.integers(0, 2**63),
     run=st.integers(0, 2**64 - 1),
+    tag=st.integers(0, 2**64 - 1),
 )
 completions = st.builds(
     Completion,
@@ -65,9 +66,25 @@ def test_many_long_texts_are_split_over_frames() -> None:
 
 def test_the_largest_batch_of_submissions_fits_one_frame() -> None:
     """MAX_ENTRIES is chosen so that a full SUBMIT stays below MAX_FRAME."""
-    full = [Submission(i, 0, 1, 0, 0, 0, 0, 0, 0) for i in range(frames.MAX_ENTRIES)]
+    full = [Submission(i, 0, 1, 0, 0, 0, 0, 0) for i in range(frames.MAX_ENTRIES)]
 
     assert len(frames.pack_submissions(full)) <= frames.MAX_FRAME
+
+
+@given(st.text(st.characters()))
+def test_a_tag_stands_for_an_id(id: str) -> None:
+    """Any text has one that fits its field, the same each time; only no id has none."""
+    tag = frames.request_tag(id)
+
+    assert 0 <= tag < 2**64
+    assert bool(tag) == bool(id)
+    assert tag == frames.request_tag(id)
+
+
+@pytest.mark.parametrize(("id", "tag"), [("", 0), ("request-17", 14926567910488006288)])
+def test_tags_are_the_documents(id: str, tag: int) -> None:
+    """Another language finds the same ones: these numbers are the specification's."""
+    assert frames.request_tag(id) == tag
 
 
 @given(st.binary(max_size=64))
@@ -100,7 +117,7 @@ def test_ids_survive(ids: list[int]) -> None:
     ("body", "expected"),
     [
         ({"magic": 1, "version": 1}, "does not speak"),
-        ({"magic": frames.MAGIC, "version": 99}, "version 99 of the protocol, this side 2"),
+        ({"magic": frames.MAGIC, "version": 99}, "version 99 of the protocol, this side 3"),
         ({}, "does not speak"),
     ],
 )

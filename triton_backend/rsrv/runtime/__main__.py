@@ -1,6 +1,7 @@
 """`python -m rsrv.runtime`: the process that owns one device. Stubs start it; nobody else needs to."""
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
@@ -15,6 +16,9 @@ from pathlib import Path
 from rsrv.runtime.heap import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
+
+#: how the process ends when the watchdog ends it
+_HUNG = 75
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,11 +47,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         server = os.pidfd_open(options.server_pid)
         # Only now are the heavy modules loaded: a broken installation is reported to who waits.
+        from rsrv.runtime.blackbox import BlackBox
         from rsrv.runtime.device import JaxDevice
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.orphans import end_orphans
         from rsrv.runtime.policy import scheduler_settings
         from rsrv.runtime.scheduler.scheduler import Scheduler
+        from rsrv.runtime.steering import control_command, keep_steering
+        from rsrv.runtime.underway import Place, Task
+        from rsrv.runtime.watchdog import Watchdog, describe
         from rsrv.settings import load_settings
         from rsrv_bundle.inspection import Inspector
 
@@ -61,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         _raise_descriptor_limit()
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
+        box = BlackBox(options.directory)
+        box.catch_signals()
     except Exception as error:
         if not paths.start_time(options.server_pid):
             # The server ended meanwhile, and its stubs with it: nobody else will clear away.
@@ -86,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
             preallocate=settings.runtime.preallocate,
             weight_memory=settings.runtime.weight_memory,
         ),
+        blackbox=box,
         inspector=Inspector(),
     )
 
@@ -102,8 +113,20 @@ def main(argv: list[str] | None = None) -> int:
             loop.clear()
         os._exit(0)
 
+    def end_what_hangs(place: Place, task: Task, seconds: float) -> None:
+        place.hangs()
+        log.critical("%s; the runtime ends, and the stubs start another", describe(task, seconds))
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(_HUNG)
+
+    if settings.runtime.watchdog_s is not None:
+        Watchdog(loop.underway, settings.runtime.watchdog_s, lambda: loop.launcher, end_what_hangs).start()
     # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
+    if settings.control.enabled:
+        keep_steering(
+            control_command(options.directory, options.server_pid, options.settings), options.directory
+        )
     # A batch is hundreds of short-lived objects: collect after many batches, not after each.
     gc.set_threshold(20_000, 20, 20)
     try:

@@ -36,6 +36,8 @@ class Group:
 
     key: str
     name: str
+    #: of its bundle
+    digest: str
     #: keys of the model, or of the called ones in the order of REGISTER, which are held for as long as it is there
     models: tuple[str, ...]
     #: what clients send and get: {"inputs": [(name, dtype, dims)...], "outputs": [...]}
@@ -111,6 +113,15 @@ class Connection:
             self.send(pack_json(kind, {}), (fd,))
         finally:
             os.close(fd)
+
+    def send_object(self, kind: Kind, value: dict[str, Any]) -> None:
+        """A JSON object: in the frame, if it fits."""
+        try:
+            frame = pack_json(kind, value)
+        except ProtocolError:
+            self.send_document(kind, value)
+        else:
+            self.send(frame)
 
     def flush(self) -> None:
         while self._backlog:

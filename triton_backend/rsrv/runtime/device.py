@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, Literal, NamedTuple, NewType, Protocol
 from weakref import WeakValueDictionary
 
@@ -81,6 +81,10 @@ class Device(Protocol):
     def memory_limit(self) -> int | None:
         """Bytes that the device's allocator may take in all. None: not known, as on a CPU."""
 
+    @property
+    def launcher(self) -> int | None:
+        """The thread that a device that is not asynchronous executes for, or did last: others wait in `launch`."""
+
     def memory_in_use(self) -> int | None:
         """Bytes that it has given out: weights, and what executions take while they run. None: not known."""
 
@@ -132,6 +136,12 @@ class Device(Protocol):
 
         Unread outputs are empty arrays.
         """
+
+    def start_profile(self, directory: Path) -> None:
+        """Record what the device does, into that directory, from now on. At most one such record is made at a time."""
+
+    def stop_profile(self) -> None:
+        """End the record; it is there when this returns."""
 
 
 def run(
@@ -214,6 +224,7 @@ class JaxDevice:
         except RuntimeError as error:
             raise DeviceError(f"jax finds no device: {error}") from None
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
+        self.launcher: int | None = None
         self._lock = Lock()
         self._latest: _Execution | None = None
         self._noticing = Lock()
@@ -376,6 +387,8 @@ class JaxDevice:
         call: Callable[..., Sequence[Any]] = executable  # type: ignore[assignment]
         # Locked: the order of the launches is that of the executions, and on a CPU one executes at a time.
         with self._lock:
+            if not self.asynchronous:
+                self.launcher = get_ident()
             started = time.perf_counter()
             try:
                 outputs = call(*inputs, *weights)
@@ -435,6 +448,12 @@ class JaxDevice:
             execution.outputs, execution.previous = (), None
         free = execution.started if previous is None else max(execution.started, self._wait(previous))
         return outputs, ready - free
+
+    def start_profile(self, directory: Path) -> None:
+        self._jax.profiler.start_trace(str(directory))
+
+    def stop_profile(self) -> None:
+        self._jax.profiler.stop_trace()
 
     def _wait(self, execution: _Execution) -> float:
         """When the execution was done; noticed for its predecessors first, or they would seem to end after it.

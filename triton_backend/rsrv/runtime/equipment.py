@@ -6,6 +6,7 @@ from collections.abc import Callable
 from rsrv.runtime.device import Device, DeviceError
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.tiers import Tiers
+from rsrv.runtime.underway import Place
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings
 
@@ -15,7 +16,7 @@ log = logging.getLogger("rsrv.equipment")
 class Equipment:
     """Belongs to the build thread: importing jax takes seconds, in which stubs may already connect.
 
-    `ready` is called on the loop, once, when all of it is there.
+    `ready` is called on the loop, once, when all of it is there. Loads are noted at `place`.
     """
 
     def __init__(
@@ -24,11 +25,13 @@ class Equipment:
         settings: Settings,
         inbox: Inbox,
         ready: Callable[[Device, Tiers], None],
+        place: Place,
     ) -> None:
         self._make_device = make_device
         self._settings = settings
         self._inbox = inbox
         self._ready = ready
+        self._place = place
         self._device: Device | None = None
         self._whole: tuple[Device, Tiers] | None = None
 
@@ -54,7 +57,7 @@ class Equipment:
                         f"the runtime has no device: {type(error).__name__}: {error}"
                     ) from error
             device = self._device
-            tiers = Tiers(device, self._settings, self._inbox)
+            tiers = Tiers(device, self._settings, self._inbox, self._place)
             self._whole = device, tiers
             self._inbox.post(lambda: self._ready(device, tiers))
         return self._whole

@@ -26,6 +26,7 @@ class Part:
     inputs_at: int
     outputs_at: int
     run: Run | None = None
+    tag: int = 0  # stands for the client's id of it; 0: it has none
 
     def start(self, outputs: bool) -> int:
         return self.outputs_at if outputs else self.inputs_at

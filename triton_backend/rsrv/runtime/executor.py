@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rsrv.runtime.device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
+from rsrv.runtime.underway import Phase, Place, Underway
 from rsrv.runtime.workers import Inbox, Worker
 
 log = logging.getLogger("rsrv.executor")
@@ -40,16 +41,18 @@ class Executor:
         self,
         inbox: Inbox,
         executed: Callable[[Job, float, Failure | None], None],
+        underway: Underway,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
         self._executed = executed
+        self._underway = underway
         self._clock = clock
         self._launcher = Worker("launch")
         self._reader = Worker("read")
         self._staging = Staging()
         #: a job that is the loop's own, and, when it has run, the message that it ended in
-        self._short: tuple[Job, Device] | None = None
+        self._short: tuple[Job, Device, float] | None = None
         self._ended: Callable[[], None] | None = None
         #: models that once took far longer on the loop than predicted, by key: never again on the loop
         self._deceptive: set[str] = set()
@@ -57,11 +60,12 @@ class Executor:
     def start(self, job: Job, device: Device, *, seconds: float, depth: int, contended: bool) -> None:
         """`seconds`: expected; `contended`: somebody else uses the device, so that the loop must not wait for it."""
         if depth > 1:
-            self._launcher.put(lambda: self._launch(job, device))
+            self._launcher.put(lambda: self._launch(job, device, seconds))
         elif seconds <= _SHORT and not contended and job.model.key not in self._deceptive:
-            self._short = job, device
+            self._short = job, device, seconds
         else:
-            self._launcher.put(lambda: self._inbox.post(self._execute(job, device)))
+            place = self._underway.launch
+            self._launcher.put(lambda: self._inbox.post(self._execute(job, device, seconds, place)))
 
     def forget(self, model: str) -> None:
         """A model is gone, and nothing of it executes."""
@@ -71,17 +75,17 @@ class Executor:
     # --- on the loop --------------------------------------------------------------------------------------
 
     @property
-    def has_ended(self) -> bool:
-        """Whether there is something to tell."""
-        return self._ended is not None
+    def is_due(self) -> bool:
+        """Whether the loop has an execution of its own, or is to hear how that ended."""
+        return self._short is not None or self._ended is not None
 
     def run_short(self) -> Job | None:
         """Execute the loop's own job, if there is one; how it ended is for `tell`."""
         if self._short is None:
             return None
-        (job, device), self._short = self._short, None
+        (job, device, seconds), self._short = self._short, None
         started = self._clock()
-        self._ended = self._execute(job, device)
+        self._ended = self._execute(job, device, seconds, self._underway.short)
         if self._clock() - started > _DECEIVED:
             self._deceptive.add(job.model.key)
         return job
@@ -96,14 +100,27 @@ class Executor:
 
     # --- on whichever thread ------------------------------------------------------------------------------
 
-    def _execute(self, job: Job, device: Device) -> Callable[[], None]:
+    def _execute(self, job: Job, device: Device, seconds: float, place: Place) -> Callable[[], None]:
         """From the inputs to the outputs; returns what the loop is to do about it."""
-        return self._end(job, device, self._begin(job, device))
+        place.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
+        ended = self._end(job, device, self._begin(job, device))
+        place.end()
+        return ended
 
-    def _launch(self, job: Job, device: Device) -> None:
+    def _launch(self, job: Job, device: Device, seconds: float) -> None:
         """On the launching thread: the reading one does the rest, even of failures, so that jobs end in order."""
+        place = self._underway.launch
+        number = place.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
         flight = self._begin(job, device)
-        self._reader.put(lambda: self._inbox.post(self._end(job, device, flight)))
+        place.end()
+        self._reader.put(lambda: self._read(job, device, flight, seconds, number))
+
+    def _read(self, job: Job, device: Device, flight: Flight | Failure, seconds: float, number: int) -> None:
+        place = self._underway.read
+        place.begin(Phase.EXECUTING, job.model.key, job.size, seconds, number)
+        ended = self._end(job, device, flight)
+        place.end()
+        self._inbox.post(ended)
 
     def _begin(self, job: Job, device: Device) -> Flight | Failure:
         try:

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rsrv.runtime.device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
+from rsrv.runtime.policy import terms
 from rsrv.runtime.scheduler.events import Program
+from rsrv.runtime.underway import Phase, Place
 from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
@@ -125,13 +128,10 @@ def build(
         model=model_key(name, bundle),
         costs=dict.fromkeys(executables, _UNKNOWN_COST),
         coalesce=coalesces(bundle),
-        max_queue_depth=of_model.max_queue_depth or settings.scheduler.max_queue_depth,
         max_batch_rows=of_model.max_batch_size,
         weight_bytes=weights.nbytes,
         tensors=weights.distinct,
-        pinned=of_model.residency == "device",
-        weight=of_model.weight,
-        max_delay=of_model.max_delay_us / 1e6,
+        **terms(settings, name),
     )
     log.info(
         "%s: built in %.2f s (compiling %.2f s), %d bytes of weights, %d of scratch",
@@ -169,19 +169,23 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
     return [(variant, size) for variant, size in every if size <= largest.get(variant, size)]
 
 
-def warm_up(model: Model, device: Device) -> dict[tuple[int, int], float]:
+def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tuple[int, int], float]:
     """Run every executable some times on zeros, on weights that are there; seconds of one execution of each.
 
-    The first run allocates; the fastest of the others is the cost that the scheduler starts from.
+    The first run allocates; the fastest of the others is the cost that the scheduler starts from. Each is noted at
+    `place`.
     """
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
+    place = place or Place()
     costs = {}
     for (variant, size), executable in model.executables.items():
         inputs = zeros(model.interface.variants[variant].inputs, size)
-        run(device, executable, weights, inputs)
-        fastest = min(run(device, executable, weights, inputs)[1] for _ in range(_WARM_RUNS))
-        costs[variant, size] = max(fastest, _LEAST_COST)
+        seconds = []
+        for _ in range(1 + _WARM_RUNS):
+            with place.doing(Phase.WARMING, model.key, size):
+                seconds.append(run(device, executable, weights, inputs)[1])
+        costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
     _smooth(costs)
     log.info("%s: costs %s", model.name, {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()})
     return costs
@@ -238,4 +242,15 @@ def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ..
     return {
         side: [(spec.name, spec.dtype, _open(spec.dims, spec.batch_axis)) for spec in specs]
         for side, specs in sides.items()
+    }
+
+
+def to_json(model: Model) -> dict[str, Any]:
+    """A model as REGISTERED describes it."""
+    return {
+        "name": model.name,
+        "interface": model.interface.to_json(),
+        "client": wire_tensors(model.bundle),
+        "batched": model.bundle.manifest.rows_first,
+        "cost_ns": int(min(model.program.costs.values()) * 1e9),
     }

@@ -1,7 +1,12 @@
-"""What the scheduler is to decide by: rsrv.yaml, and what only the device knows."""
+"""What the scheduler is to decide by: rsrv.yaml, what operators have changed since, and what only the device knows."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rsrv.runtime.scheduler.events import Pause, Program
 from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.settings import Settings
+from rsrv.settings import Residency, Settings, change_model, change_scheduler
 
 
 def scheduler_settings(
@@ -22,4 +27,62 @@ def scheduler_settings(
         weight_budget_bytes=weight_budget_bytes,
         compaction_interval=section.compaction_interval,
         cost_ema_alpha=section.cost_ema_alpha,
+        on_demand=settings.lifecycle.mode != "explicit",
     )
+
+
+def terms(settings: Settings, name: str) -> dict[str, Any]:
+    """What of a model's program is not the model's own: fields of `Program`."""
+    model = settings.for_model(name)
+    return {
+        "max_queue_depth": model.max_queue_depth or settings.scheduler.max_queue_depth,
+        "pinned": model.residency == "device",
+        "weight": model.weight,
+        "max_delay": model.max_delay_us / 1e6,
+    }
+
+
+class Policy:
+    """How models are to be treated, by name: it holds for versions that come later, too.
+
+    Only this changes while the runtime runs, and only on the loop; rsrv.yaml stays as it is.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        #: of those that are not in `_paused`
+        self._all_paused: Pause | None = None
+        self._paused: dict[str, Pause | None] = {}
+
+    def residency(self, name: str) -> Residency:
+        return self.settings.for_model(name).residency
+
+    def queue_depth(self, name: str) -> int:
+        """Requests of a model, or runs of a meta model, that may wait."""
+        depth: int = terms(self.settings, name)["max_queue_depth"]
+        return depth
+
+    def paused(self, name: str) -> Pause | None:
+        return self._paused.get(name, self._all_paused)
+
+    def program(self, program: Program, name: str) -> Program:
+        """A model's program as it is wanted now."""
+        return replace(program, paused=self.paused(name), **terms(self.settings, name))
+
+    def change_scheduler(self, changes: Mapping[str, Any]) -> None:
+        """Raises SettingsError; then nothing has changed."""
+        self.settings = change_scheduler(self.settings, changes)
+
+    def change_models(self, names: Iterable[str], changes: Mapping[str, Any]) -> None:
+        """Other values for keys of these models' sections. Raises SettingsError; then nothing has changed."""
+        settings = self.settings
+        for name in names:
+            settings = change_model(settings, name, changes)
+        self.settings = settings
+
+    def pause(self, names: Iterable[str] | None, mode: Pause | None) -> None:
+        """None: all that there are and that come, and let them go on."""
+        if names is None:
+            self._all_paused, self._paused = mode, {}
+        else:
+            self._paused |= dict.fromkeys(names, mode)

@@ -61,7 +61,10 @@ class Run:
     #: seconds on the loop's clock
     deadline: float | None
     priority: int
+    tag: int
     admitted: bool = False
+    #: whether it is to end with its next call, because somebody aborted it
+    aborted: bool = False
     #: sub-calls that wait until it is let in
     held: list[ev.Request] = field(default_factory=list)
     #: by the numbers that its stub chose
@@ -135,11 +138,11 @@ class Runs:
         """A run wants to be let in, which the caller asks the scheduler. Raises ProtocolError."""
         if group.counts is None:
             raise ProtocolError("ENTER on a connection that is not a meta model's")
-        request, token, deadline_ns, priority = entrance
+        request, token, deadline_ns, priority, tag = entrance
         if not token or token in self._by_token:
             raise ProtocolError("ENTER of a run that is there already, or without a token")
         deadline = deadline_ns / 1e9 if deadline_ns else None
-        run = Run(next(self._ids), token, group, connection, request, asking, deadline, priority)
+        run = Run(next(self._ids), token, group, connection, request, asking, deadline, priority, tag)
         self._by_token[token] = self._by_id[run.id] = run
         return run
 
@@ -150,11 +153,11 @@ class Runs:
         else:
             run.held.append(request)
 
-    def leave(self, run: Run, status: Status) -> None:
-        """A run is over."""
+    def leave(self, run: Run, status: Status, text: str = "the request was cancelled") -> None:
+        """A run is over. `text` is for one that waits to be let in."""
         self._forget(run, status)
         if not run.admitted:
-            self._turn_away(run, Status.CANCELLED, "the request was cancelled")
+            self._turn_away(run, Status.CANCELLED, text)
         run.kept.clear()
         self._feed(ev.RunEnded(run.id))
 

@@ -1,18 +1,74 @@
 """What the runtime says of itself, as the JSON of STATUS_REPLY. Keys as in docs/protocol.md."""
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from typing import Any
 
+from rsrv.runtime.catalog import Catalog, Listed
 from rsrv.runtime.connection import Group, MetaCounts
 from rsrv.runtime.device import Device
+from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
-from rsrv.runtime.scheduler.snapshot import ModelSnapshot, Snapshot
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.snapshot import Load, ModelSnapshot, Snapshot
 from rsrv.runtime.tiers import Tiers
 
 
-def model_status(model: ModelSnapshot, residency: str) -> dict[str, Any]:
+def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dict[str, Any]:
+    """All but what the loop alone knows."""
+    snapshot = scheduler.snapshot()
+    placement, catalog = registry.placement, registry.catalog
+    counts = placement.cache_counts
+    return {
+        "pid": os.getpid(),
+        "compiled": counts.compiled,
+        "from_cache": counts.from_cache,
+        "shared": counts.shared,
+        "memory": _memory(snapshot, placement.tiers, placement.device),
+        "models": {
+            listed.name: _model(key, listed, snapshot.models[key], catalog.policy.residency(listed.name))
+            for key, listed in _by_rank(catalog)
+            if key in snapshot.models
+        },
+        "metas": {group.name: _meta(group, snapshot, runs, catalog) for group in registry.metas()},
+    }
+
+
+def load(catalog: Catalog, load: Load, backlog: float) -> dict[str, Any]:
+    """What whoever spreads requests over devices wants to know, often; `backlog` in seconds."""
+    budget, models = load.weight_budget_bytes, load.models
+    return {
+        "backlog_s": backlog,
+        "free_bytes": None if budget is None else max(0, budget - load.weight_bytes),
+        "budget_bytes": budget,
+        "models": {
+            listed.name: {
+                "queued": model.queued,
+                "executing": model.executing,
+                "weights": listed.weights,
+                "bytes": model.device_bytes,
+                "cost_s": model.row_seconds,
+                "misses": model.misses,
+                "device_seconds": model.device_seconds,
+                "rows": model.useful_rows,
+            }
+            for key, listed in _by_rank(catalog)
+            if (model := models.get(key)) is not None
+        },
+    }
+
+
+def _by_rank(catalog: Catalog) -> list[tuple[str, Listed]]:
+    """Models by key, the ready ones last: among several versions under one name these are the ones to be seen."""
+    return sorted(catalog.listed.items(), key=lambda item: item[1].state == "ready")
+
+
+def _model(key: str, listed: Listed, model: ModelSnapshot, residency: str) -> dict[str, Any]:
     """Sizes and costs by `variant/size`."""
     return {
+        "key": key,
+        "digest": listed.digest,
+        "state": listed.state,
         "residency": residency,
         "weights": model.residency.value,
         "queued": model.queued,
@@ -33,23 +89,22 @@ def model_status(model: ModelSnapshot, residency: str) -> dict[str, Any]:
     }
 
 
-def meta_status(group: Group, runs: Iterable[Run], names: Mapping[str, str]) -> dict[str, Any]:
-    """`names`: those of models by key. `device_seconds` is time of the device only: waiting and Python are not in it."""
-    mine = [run for run in runs if run.group is group]
+def _meta(group: Group, snapshot: Snapshot, runs: Iterable[Run], catalog: Catalog) -> dict[str, Any]:
+    """`device_seconds` is time of the device only: waiting and Python are not in it."""
     counts = group.counts or MetaCounts()
-    running = sum(run.admitted for run in mine)
+    gate = snapshot.metas.get(group.name)  # None: nobody has ever asked
     return {
-        "models": [names[key] for key in group.models],
-        "waiting": len(mine) - running,
-        "running": running,
+        "models": [catalog.listed[key].name for key in group.models],
+        "waiting": 0 if gate is None else gate.waiting,
+        "running": 0 if gate is None else gate.running,
         "outcomes": counts.outcomes,
         "calls": counts.calls,
         "device_seconds": counts.device_seconds,
-        "kept_bytes": sum(run.kept_bytes for run in mine),
+        "kept_bytes": sum(run.kept_bytes for run in runs if run.group is group),
     }
 
 
-def memory_status(snapshot: Snapshot, tiers: Tiers | None, device: Device | None) -> dict[str, Any]:
+def _memory(snapshot: Snapshot, tiers: Tiers | None, device: Device | None) -> dict[str, Any]:
     """Bytes of weights on both tiers: as if no model shared a tensor (logical), and each tensor once (physical)."""
     host = None if tiers is None else tiers.host.counts
     return {

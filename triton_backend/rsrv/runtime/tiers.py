@@ -13,6 +13,7 @@ from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
 from rsrv.runtime.models import Model
 from rsrv.runtime.scheduler import events as ev
+from rsrv.runtime.underway import Phase, Place
 from rsrv.runtime.workers import Inbox, Worker
 from rsrv.runtime.working_set import WorkingSet
 from rsrv.settings import Settings
@@ -20,14 +21,20 @@ from rsrv_bundle import BundleError
 
 log = logging.getLogger("rsrv.tiers")
 
+#: bytes per second: a hundred times less is no disk any more
+_SLOW = 1e9
+
 Ended = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 
 
 class Tiers:
     """The weights of all models. Methods are called on the loop; `follow` excepted, which takes long."""
 
-    def __init__(self, device: Device, settings: Settings, inbox: Inbox) -> None:
-        """Raises HostMemoryError if the memory to share with other runtimes is not safely ours."""
+    def __init__(self, device: Device, settings: Settings, inbox: Inbox, place: Place) -> None:
+        """Loads are noted at `place`.
+
+        Raises HostMemoryError if the memory to share with other runtimes is not safely ours.
+        """
         runtime = settings.runtime
         shared = runtime.shared_host_weights
         memory = SharedMemory(runtime.shared_host_weights_mode) if shared else PrivateMemory()
@@ -36,6 +43,7 @@ class Tiers:
         self._inbox = inbox
         # A thread of its own: a compilation would hold back a load for seconds.
         self._mover = Worker("weights")
+        self._place = place
         #: the load under way; and whether nobody waits for it any more
         self._epoch = 0
         self._abandoned = False
@@ -44,13 +52,20 @@ class Tiers:
         """Bring a model's weights to the device; `ended` is called on the loop, when `model.weights` says how."""
         assert model.weights is None, "the scheduler loads absent weights only"
         self._epoch, self._abandoned = epoch, False
+        largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
+
+        def abandoned() -> bool:
+            # Asked between tensors: for the watchdog what follows is a load of its own.
+            self._place.begin(Phase.LOADING, model.key, largest, largest / _SLOW)
+            return self._abandoned
 
         def load() -> None:
             started = time.monotonic()
             weights: Sequence[Buffer] | None = None
             event: Ended
             try:
-                weights = self.device.load(model.host, lambda: self._abandoned)
+                abandoned()
+                weights = self.device.load(model.host, abandoned)
                 event = ev.WeightsLoaded(model.key, epoch, time.monotonic() - started)
             except Abandoned:
                 event = ev.LoadAbandoned(model.key, epoch)
@@ -63,6 +78,8 @@ class Tiers:
             except Exception as error:
                 log.exception("%s: loading weights failed", model.key)
                 event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
+
+            self._place.end()
 
             def end() -> None:
                 model.weights = weights

@@ -5,8 +5,10 @@ and waits for it. In an `async def run` the same calls are awaited instead.
 """
 
 import asyncio
+import selectors
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,6 +60,9 @@ class Stages(Protocol):
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
         """Raises Failure."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """`with` it the run waits for its calls, which is not its own time."""
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array: ...
 
@@ -118,13 +123,17 @@ class Call(_Calls):
 
     def _wait(self, name: str, pending: Pending) -> Results:
         try:
-            return pending.wait(self._until_ns)
+            with self._stages.waiting():
+                return pending.wait(self._until_ns)
         except Failure as failure:
             raise CallError(name, failure.status, failure.text) from None
 
 
 class AsyncCall(_Calls):
     """`call` of an `async def run`: every call starts at once, and is awaited."""
+
+    #: calls that have not ended
+    under_way = 0
 
     def __call__(
         self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False
@@ -143,10 +152,35 @@ class AsyncCall(_Calls):
         return _raise_first(await asyncio.gather(*started, return_exceptions=True))
 
     async def _wait(self, name: str, pending: Pending) -> Results:
+        self.under_way += 1
         try:
             return await pending.when_done(asyncio.get_running_loop(), self._until_ns)
         except Failure as failure:
             raise CallError(name, failure.status, failure.text) from None
+        finally:
+            self.under_way -= 1
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """`with` it the run's event loop waits: for its calls, if there are any, or for something of its own."""
+        return self._stages.waiting() if self.under_way else nullcontext()
+
+
+def run_async(run: Callable[..., Any], inputs: Any, call: AsyncCall) -> Any:
+    """What an `async def run` returns. Raises what it raises."""
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Selector(call))) as runner:
+        return runner.run(run(inputs, call))
+
+
+class _Selector(selectors.EpollSelector):
+    """Where an event loop waits."""
+
+    def __init__(self, call: AsyncCall) -> None:
+        super().__init__()
+        self._call = call
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        with self._call.waiting():
+            return super().select(timeout)
 
 
 def _spell_out(call: Sequence[Any]) -> tuple[str, Mapping[str, Any], Keep]:

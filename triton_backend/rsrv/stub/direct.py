@@ -13,12 +13,13 @@ import numpy as np
 from rsrv.stub.calls import GRACE_NS, Keep, Results
 from rsrv.stub.endpoint import Array, check_results
 from rsrv.stub.lane import Lane
-from rsrv.stub.later import DOWN
+from rsrv.stub.later import STUCK
 from rsrv.stub.replies import Failure
+from rsrv.stub.session import DOWN
 from rsrv.stub.shapes import Plan
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
-from rsrv.wire.frames import Completion, ProtocolError, Status
+from rsrv.wire.frames import Completion, ProtocolError, Status, request_tag
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
@@ -112,8 +113,11 @@ class DirectRun:
             return
         self.entered = True
         (self._entering,) = self._lane.next_ids(1)
-        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority)
-        self._guard(lambda: self._lane.enter([entrance]))
+        tag = request_tag(self._who)
+        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, tag)
+        if not self._guard(lambda: self._lane.enter([entrance])):
+            self._lose(Failure(Status.QUEUE_FULL, STUCK))
+            raise Failure(Status.QUEUE_FULL, STUCK)
 
     def let_in(self, until_ns: int) -> None:
         """Wait until it is. Raises Failure."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
 from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
@@ -55,8 +56,9 @@ class Endpoint:
     `preprocess_seconds` and `postprocess_seconds` are what the hooks take of late.
     """
 
-    def __init__(self, interface: Interface, hooks: Hooks) -> None:
+    def __init__(self, interface: Interface, hooks: Hooks, guard: HookGuard) -> None:
         self.hooks = hooks
+        self._guard = guard
         self._interface = interface
         self._plans: dict[tuple[tuple[int, ...], ...], Plan] = {}
         self.preprocess_seconds = 0.0
@@ -66,7 +68,7 @@ class Endpoint:
         """The module's inputs, in its order, and how they are executed. Raises Failure."""
         if self.hooks.preprocess is not None:
             started = time.perf_counter()
-            arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who)
+            arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who, self._guard)
             self.preprocess_seconds += _EMA * (time.perf_counter() - started - self.preprocess_seconds)
         inputs: list[Any] = []
         for spec in self._interface.variants[0].inputs.tensors:
@@ -101,7 +103,7 @@ class Endpoint:
         if self.hooks.postprocess is None:
             return arrays
         started = time.perf_counter()
-        arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who)
+        arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who, self._guard)
         self.postprocess_seconds += _EMA * (time.perf_counter() - started - self.postprocess_seconds)
         return arrays
 
@@ -154,12 +156,29 @@ def hook_failed(hook: str, why: str) -> Failure:
     return Failure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
 
 
-def run_hook(name: str, hook: Hook, arrays: Mapping[str, Any], who: str) -> dict[str, Array]:
+def run_hook(
+    name: str, hook: Hook, arrays: Mapping[str, Any], who: str, guard: HookGuard
+) -> dict[str, Array]:
     """Call a hook of model.py for the request `who`. Raises Failure, whatever the hook does."""
     try:
-        result = hook(dict(arrays))
-        return {key: np.asarray(value) for key, value in result.items()}
-    except BaseException:
+        with guard.within(name, who):
+            result = hook(dict(arrays))
+            return {key: np.asarray(value) for key, value in result.items()}
+    except BaseException as error:  # noqa: BLE001 - logged by hook_raised
         # sys.exit(), too, would end the whole batch, or one of the sending threads for good.
-        log.exception("request %r: model.py: %s raised", who, name)
-        raise Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why") from None
+        raise hook_raised(name, error, who, guard) from None
+
+
+def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> Failure:
+    """What the client of the request `who` is told of what a hook raised. To be called while that is handled."""
+    if isinstance(error, MemoryError):
+        guard.out_of_memory(error)
+        log.error(
+            "request %r: model.py: %s wants more memory than it may have (stub.memory_limit_bytes): %s",
+            who,
+            name,
+            error,
+        )
+        return Failure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
+    log.exception("request %r: model.py: %s raised", who, name)
+    return Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")

@@ -12,15 +12,17 @@ from functools import partial
 from typing import Any
 
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
+from rsrv.stub.farewell import Farewell
+from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
-from rsrv.stub.later import DOWN, Later
-from rsrv.stub.replies import Failure, Reply, Responses
-from rsrv.stub.session import Link, Session
+from rsrv.stub.later import LATE, STUCK, Later
+from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
-from rsrv.wire.frames import ProtocolError, Status
+from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -61,15 +63,22 @@ class Engine:
         #: whether only meta models may call it
         self._internal = internal
         self._session = session
+        self._guard = HookGuard()
+        self._farewell = Farewell(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
         #: answers when the next one comes
         self._slab: Slab | None = None
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
-        self._link = link = session.establish()
+        self._link = link = session.begin()
         self._later: Later[Job] = Later(
-            session, Lane.submit, self._respond, link.settings["stub"]["sender_threads"]
+            session,
+            responses,
+            Lane.submit,
+            self._respond,
+            link.settings["stub"]["sender_threads"],
+            self._farewell,
         )
         session.on_link = self._later.watch
         self._later.watch(link)
@@ -82,7 +91,7 @@ class Engine:
         self._link, self._direct, self._slab = link, link.direct, None
         (model,) = link.models
         self._largest = model.interface.variants[0].sizes[-1]
-        self._endpoint = endpoint = Endpoint(model.interface, self._hooks)
+        self._endpoint = endpoint = Endpoint(model.interface, self._hooks, self._guard)
         # Until they are measured.
         endpoint.preprocess_seconds = _SLOW_HOOK if self._hooks.preprocess else 0.0
         endpoint.postprocess_seconds = _SLOW_HOOK if self._hooks.postprocess else 0.0
@@ -90,10 +99,17 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a runtime that serves this model."""
-        return self._session.link is not None
+        """Whether there is a runtime that serves this model, and takes requests."""
+        return self._session.ready
+
+    def guard_hooks(self) -> None:
+        """See to it that hooks hurt nobody but this model, by what is done to the whole process."""
+        if self._hooks.preprocess or self._hooks.postprocess:
+            settings = self._link.settings["stub"]
+            self._guard.start(settings, settings["sender_threads"], self._farewell, self._session.abandon)
 
     def close(self) -> None:
+        self._guard.close()
         self._later.close()
         self._session.close()
 
@@ -103,7 +119,7 @@ class Engine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         if link is not self._link:
             self._switch(link)
         try:
@@ -145,15 +161,19 @@ class Engine:
             self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
     def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
-        jobs, placed = self._place_all(link, lane, requests, self._take_direct)
+        jobs = self._receive(lane, requests)
+        placed = self._place_all(jobs, lane, self._take_direct)
         waiting = {job.id: job for job in placed}
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
+        until = time.monotonic() + _MAX_BLOCK
         try:
             for at in range(0, len(placed), step):
-                lane.submit([job.write() for job in placed[at : at + step]])
-            until = time.monotonic() + _MAX_BLOCK
+                if not lane.submit([job.write() for job in placed[at : at + step]]):
+                    for job in placed[at:]:
+                        waiting.pop(job.id).fail(Status.QUEUE_FULL, STUCK)
+                    break
             while waiting:
                 done = lane.receive(until - time.monotonic())
                 for completion in done:
@@ -185,7 +205,7 @@ class Engine:
         """It takes longer than predicted: let execute() return, and the lane and its memory with it."""
         self._direct = self._slab = None
         for job in jobs:
-            job.reply = Reply(job.request.get_response_sender(), self._responses)
+            job.reply = self._later.reply(job.request, job.deadline_ns)
 
         def idle() -> None:
             if self._link is link:
@@ -197,18 +217,18 @@ class Engine:
                 self._later.finish(job)
 
     def _answer_later(self, link: Link, requests: list[Any]) -> None:
-        replies = [Reply(request.get_response_sender(), self._responses) for request in requests]
-        if self._endpoint.preprocess_seconds * len(requests) < _SLOW_HOOK:
-            self._submit_later(link, requests, replies)
-            return
-        for request, reply in zip(requests, replies, strict=True):
-            self._later.run(partial(self._submit_later, link, [request], [reply]))
-
-    def _submit_later(self, link: Link, requests: list[Any], replies: list[Reply]) -> None:
-        jobs, placed = self._place_all(link, link.later, requests, Lane.take)
+        jobs = self._receive(link.later, requests)
         now = time.monotonic()
-        for job, reply in zip(jobs, replies, strict=True):
-            job.reply, job.checked = reply, now
+        for job in jobs:
+            job.reply, job.checked = self._later.reply(job.request, job.deadline_ns), now
+        if self._endpoint.preprocess_seconds * len(jobs) < _SLOW_HOOK:
+            self._submit_later(link, jobs)
+            return
+        for job in jobs:
+            self._later.run(partial(self._submit_later, link, [job]))
+
+    def _submit_later(self, link: Link, jobs: list[Job]) -> None:
+        placed = self._place_all(jobs, link.later, Lane.take)
         waiting = {job.id for job in placed}
         for job in jobs:
             if job.id not in waiting:
@@ -217,49 +237,59 @@ class Engine:
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _place_all(
-        self, link: Link, lane: Lane, requests: list[Any], take: Callable[[Lane, int, int], Slab]
-    ) -> tuple[list[Job], list[Job]]:
-        """Jobs for all requests, and those of them that need the device, with a place in shared memory."""
+    def _receive(self, lane: Lane, requests: list[Any]) -> list[Job]:
+        """Jobs for all requests, with what these ask for, or how they fail."""
         jobs = [
             Job(id, request, lane) for id, request in zip(lane.next_ids(len(requests)), requests, strict=True)
         ]
+        now_ns, unix_ns = time.monotonic_ns(), time.time_ns()
+        for job in jobs:
+            try:
+                terms = read_terms(job.request, now_ns, unix_ns)
+                if self._internal and not terms.run:
+                    raise Failure(Status.NOT_FOUND, _INTERNAL)
+            except Exception as error:  # noqa: BLE001 - logged by _blame
+                _blame(job, error)
+            else:
+                job.deadline_ns, job.priority, job.run = terms
+        return jobs
+
+    def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:
+        """Those of the jobs that need the device, with a place in shared memory; others may fail."""
         resolved: list[Job] = []
         nbytes = 0
         for job in jobs:
+            if job.failure is not None:
+                continue
             try:
                 nbytes += self._resolve_job(job, nbytes)
-            except Failure as failure:
-                # Without the exception itself: its traceback would keep the whole batch alive.
-                job.fail(failure.status, failure.text)
-            except Exception:
-                log.exception("preparing a request failed")
-                job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
+            except Exception as error:  # noqa: BLE001 - logged by _blame
+                _blame(job, error)
             else:
                 resolved.append(job)
         if not resolved:
-            return jobs, []
+            return []
         try:
             slab = take(lane, nbytes, len(resolved))
         except OSError:
             log.exception("no memory for %d bytes of requests", nbytes)
             for job in resolved:
                 job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
-            return jobs, []
+            return []
         for job in resolved:
             job.put(slab)
-        return jobs, [job for job in resolved if job.plan is not None and job.plan.rows]
+        return [job for job in resolved if job.plan is not None and job.plan.rows]
 
     def _resolve_job(self, job: Job, at: int) -> int:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
-        terms = read_terms(job.request)
-        if self._internal and not terms.run:
-            raise Failure(Status.NOT_FOUND, _INTERNAL)
-        job.deadline_ns, job.priority, job.run = terms
+        if job.reply is not None and job.reply.sent:
+            raise Failure(Status.DEADLINE, LATE)  # nobody needs what the hook would do
         arrays = read_inputs(self._tensors, job.request, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
-        job.inputs, plan = self._endpoint.prepare(arrays, job.request.request_id())
+        who = job.request.request_id()
+        job.tag = request_tag(who)
+        job.inputs, plan = self._endpoint.prepare(arrays, who)
         job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes
@@ -267,6 +297,8 @@ class Engine:
 
     def _respond(self, job: Job) -> Any:
         """The response of a job whose outcome is known; never raises."""
+        if job.failure is None and job.reply is not None and job.reply.sent:
+            job.fail(Status.DEADLINE, LATE)
         if job.failure is not None:
             if job.failure.status is Status.INTERNAL:
                 log.error("request %r failed: %s", job.request.request_id(), job.failure.text)
@@ -299,3 +331,13 @@ class Engine:
             self._tensors.make(wire.name, array, wire.dtype)
             for wire, array in zip(self._outputs, checked, strict=True)
         ]
+
+
+def _blame(job: Job, error: Exception) -> None:
+    """A job fails for what was raised. To be called while that is handled."""
+    if isinstance(error, Failure):
+        # Without the exception itself: its traceback would keep the whole batch alive.
+        job.fail(error.status, error.text)
+    else:
+        log.exception("preparing a request failed")
+        job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")

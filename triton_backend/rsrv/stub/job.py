@@ -18,6 +18,7 @@ class Job:
     deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
     priority: int = 0
     run: int = 0  # token of the meta model's run that it belongs to
+    tag: int = 0  # stands for its client's id
     #: what the request asks for, once its shapes are known
     inputs: Sequence[Array] = ()
     plan: Plan | None = None
@@ -59,6 +60,7 @@ class Job:
             self.inputs_at,
             self.outputs_at,
             self.run,
+            self.tag,
         )
 
     @property

@@ -2,20 +2,22 @@
 
 import os
 import select
+import stat
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
 
 from rsrv.stub.launch import Greeted
+from rsrv.stub.machine import spare_memory
 from rsrv.wire import frames
 from rsrv.wire.calls import (
     Call,
@@ -33,13 +35,23 @@ from rsrv.wire.memory import Arena, Bytes, Place, read_document
 from rsrv.wire.socket import Closed, send
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
-#: seconds that a send may wait for a runtime that does not read, which then counts as gone
-_SEND_TIMEOUT = 1.0
+#: seconds that requests may wait for a runtime that does not read: execute() waits with them
+_SHORT = 0.1
+#: the same for what a run of a meta model says on its own connection, which then is of no use
+_LONG = 1.0
 
 
 class Rejected(Exception):
-    """The runtime cannot load the model; the message says why."""
+    """The runtime cannot load the model; the message says why.
+
+    `client`: what its clients may be told, if anything.
+    """
+
+    def __init__(self, reason: str, client: str = "") -> None:
+        super().__init__(reason)
+        self.client = client
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +83,11 @@ class Lane:
         self._writable.register(self.sock, select.POLLOUT)
         self._receiver = greeted.receiver
         self._board = greeted.board
-        self._arena = Arena()
+        self._arena = Arena(spare=spare_memory)
         self._lock = Lock()  # the arena and the order of frames
         self._next_id = 0
+        #: whether the runtime did not read in time: until it does nobody waits for it again
+        self._stuck = False
         #: places of arrays that nothing refers to any more
         self._returned: deque[Place] = deque()
 
@@ -81,13 +95,15 @@ class Lane:
 
     def register(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Wait, however long compiling takes, until the model is ready. Raises Rejected, Closed, ProtocolError."""
-        self._send(frames.pack_json(Kind.REGISTER, wanted))
+        if not self._send(frames.pack_json(Kind.REGISTER, wanted), _LONG):
+            raise Closed("the runtime does not read")
         self._readable.poll()
         frame, fds = self._receiver.receive()
         try:
             kind, _ = frames.read_header(frame)
             if kind is Kind.REJECTED:
-                raise Rejected(str(frames.unpack_json(frame).get("reason")))
+                said = frames.unpack_json(frame)
+                raise Rejected(str(said.get("reason")), str(said.get("client", "")))
             if kind is not Kind.REGISTERED or len(fds) != 1:
                 raise ProtocolError(f"{kind.name} where REGISTERED was expected")
             return read_document(fds[0])
@@ -135,7 +151,7 @@ class Lane:
         """Now, for as long as the runtime maps it the memory of a large request stays in use."""
         if self._arena.dropped:
             with suppress(Closed, OSError):
-                self._announce()
+                self._announce(0)  # later ones tell what this one could not
 
     def locate(self, array: Array) -> tuple[int, int] | None:
         """(segment, offset in bytes) of an array that lies in this lane's memory as the runtime reads it; else None."""
@@ -152,56 +168,86 @@ class Lane:
             first, self._next_id = self._next_id, self._next_id + count
         return range(first, first + count)
 
-    def submit(self, submissions: Sequence[Submission]) -> None:
-        """Raises Closed, also when the runtime does not read."""
-        with self._lock:
-            self._announce()
-            for at in range(0, len(submissions), frames.MAX_ENTRIES):
-                self._send(frames.pack_submissions(submissions[at : at + frames.MAX_ENTRIES]))
+    def submit(self, submissions: Sequence[Submission]) -> int:
+        """How many of them could be sent; the others could not, because the runtime does not read. Raises Closed."""
+        return self._request(submissions, frames.pack_submissions)
 
-    def enter(self, entrances: Sequence[Entrance]) -> None:
-        """Ask to let runs of a meta model in. Raises Closed."""
+    def enter(self, entrances: Sequence[Entrance]) -> int:
+        """Ask to let runs of a meta model in. As `submit`."""
+        return self._request(entrances, pack_entrances)
+
+    def _request(self, entries: Sequence[T], pack: Callable[[Sequence[T]], bytes]) -> int:
         with self._lock:
-            for at in range(0, len(entrances), frames.MAX_ENTRIES):
-                self._send(pack_entrances(entrances[at : at + frames.MAX_ENTRIES]))
+            if not self._announce(_SHORT):
+                return 0
+            for at in range(0, len(entries), frames.MAX_ENTRIES):
+                if not self._send(pack(entries[at : at + frames.MAX_ENTRIES]), _SHORT):
+                    return at
+            return len(entries)
 
     def call(self, calls: Sequence[Call], releases: Sequence[Release]) -> None:
-        """Send sub-calls, after giving up what is not needed on the device any more. Raises Closed, ProtocolError."""
+        """Send sub-calls, after giving up what is not needed on the device any more.
+
+        Raises Closed, also when the runtime does not read, and ProtocolError.
+        """
         with self._lock:
-            self._announce()
-            self._release(releases)
-            for frame in pack_calls(calls):
-                self._send(frame)
+            well = self._announce(_LONG) and all(
+                self._send(frame, _LONG) for frame in (*_pack_releases(releases), *pack_calls(calls))
+            )
+        if not well:
+            raise Closed("the runtime does not read")
 
-    def leave(self, leaving: Leaving) -> None:
-        """A run is over. Raises Closed."""
+    def leave(self, leaving: Leaving, patience: float = _LONG) -> None:
+        """A run is over. Raises Closed, also when the runtime does not read within `patience` seconds."""
         with self._lock:
-            self._send(pack_leavings([leaving]))
+            if not self._send(pack_leavings([leaving]), patience):
+                raise Closed("the runtime does not read")
 
-    def _release(self, releases: Sequence[Release]) -> None:
-        for at in range(0, len(releases), frames.MAX_ENTRIES):
-            self._send(pack_releases(releases[at : at + frames.MAX_ENTRIES]))
+    def cancel(self, ids: Sequence[int]) -> bool:
+        """Whether it could be said, as the runtime reads. Raises Closed."""
+        with self._lock:
+            return self._send(frames.pack_ids(Kind.CANCEL, ids), 0)
 
-    def _announce(self) -> None:
-        """Tell the runtime which segments are new and which are gone."""
-        for id, fd in self._arena.fresh:
-            self._send(frames.pack_ids(Kind.SEGMENT, [id]), [fd])
-        self._arena.announced()
+    def _announce(self, patience: float) -> bool:
+        """Tell the runtime which segments are new and which are gone, as far as it reads; whether that was all."""
+        while self._arena.fresh:
+            id, fd = self._arena.fresh[0]
+            if not self._send(frames.pack_ids(Kind.SEGMENT, [id]), patience, [fd]):
+                return False
+            self._arena.announced()
         if self._arena.dropped:
-            self._send(frames.pack_ids(Kind.DROP_SEGMENT, self._arena.dropped))
+            if not self._send(frames.pack_ids(Kind.DROP_SEGMENT, self._arena.dropped), patience):
+                return False
             self._arena.dropped.clear()
+        return True
 
-    def cancel(self, ids: Sequence[int]) -> None:
-        with self._lock:
-            self._send(frames.pack_ids(Kind.CANCEL, ids))
-
-    def _send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+    def _send(self, frame: bytes, patience: float, fds: Sequence[int] = ()) -> bool:
+        """Whether the runtime took it. It is waited for at most `patience` seconds, and then not again."""
         try:
             send(self.sock, frame, fds)
         except BlockingIOError:
-            if not self._writable.poll(_SEND_TIMEOUT * 1e3):
-                raise Closed("the runtime does not read") from None
+            if self._stuck or not self._writable.poll(patience * 1e3):
+                self._stuck = self._stuck or patience > 0
+                return False
             send(self.sock, frame, fds)
+        self._stuck = False
+        return True
+
+    @property
+    def reads(self) -> bool:
+        """Whether the runtime takes what it is sent."""
+        return bool(self._writable.poll(0))
+
+    @property
+    def robbed(self) -> bool:
+        """Whether somebody else has closed its socket: code in this process that closes what is not its own."""
+        fd = self.sock.fileno()
+        if fd < 0:
+            return False
+        try:
+            return not stat.S_ISSOCK(os.fstat(fd).st_mode)
+        except OSError:
+            return True
 
     def receive(self, timeout: float) -> list[Completion]:
         """The next completions, waiting at most `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""
@@ -222,5 +268,15 @@ class Lane:
 
     def close(self) -> None:
         with self._lock:
-            self.sock.close()
+            self.abandon()
             self._arena.close()
+
+    def abandon(self) -> None:
+        """Let go of the socket only, from a process that was forked: the runtime must see the end of its parent."""
+        with suppress(OSError):  # somebody else closed it
+            self.sock.close()
+
+
+def _pack_releases(releases: Sequence[Release]) -> Iterator[bytes]:
+    for at in range(0, len(releases), frames.MAX_ENTRIES):
+        yield pack_releases(releases[at : at + frames.MAX_ENTRIES])

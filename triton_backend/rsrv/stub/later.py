@@ -1,4 +1,8 @@
-"""Answers that come after execute() returned: one thread reads completions, a few send responses."""
+"""Answers that come after execute() returned: one thread reads completions, a few send responses.
+
+The reading thread also looks after those who wait: whether a client is gone, and whether a deadline has passed that nobody
+else keeps, because the runtime does not answer or a hook takes its time.
+"""
 
 import heapq
 import logging
@@ -12,8 +16,8 @@ from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from rsrv.stub.lane import Lane
-from rsrv.stub.replies import Reply
-from rsrv.stub.session import Link, Session
+from rsrv.stub.replies import Reply, Responses
+from rsrv.stub.session import DOWN, Link, Session
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
@@ -22,8 +26,14 @@ log = logging.getLogger("rsrv.stub")
 #: seconds between looks whether clients are still there; each look costs up to 0.2 ms, so few per round
 _CANCEL_ROUND = 0.05
 _CANCEL_CHECKS = 16
+#: nanoseconds after which a deadline is kept here: the runtime keeps it before, if it is well
+_GRACE_NS = 100_000_000
+#: late answers per round, as each takes this thread some tenths of a millisecond
+_LATE_ANSWERS = 64
 
-DOWN = "the model runtime is not reachable; it is being restarted, try again"
+LATE = "the deadline passed before the answer was there"
+STUCK = "the model runtime takes no requests at the moment; try again later"
+_BROKEN = "the model's process cannot go on; it is being restarted"
 
 
 class Waiting(Protocol):
@@ -56,17 +66,21 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Later(Generic[W]):
-    """`send` writes what jobs ask for to a lane; `respond` turns a finished job into a Triton response, and must not
-    raise."""
+    """`send` writes what jobs ask for to a lane, and says for how many it could; `respond` turns a finished job into
+    a Triton response, and must not raise; `end` ends the process when it cannot go on."""
 
     def __init__(
         self,
         session: Session,
-        send: Callable[[Lane, list[Any]], None],
+        responses: Responses,
+        send: Callable[[Lane, list[Any]], int],
         respond: Callable[[W], Any],
         threads: int,
+        end: Callable[[str], object],
     ) -> None:
         self._session = session
+        self._responses = responses
+        self._end = end
         self._send_to = send
         self._respond = respond
         self._threads = threads
@@ -82,6 +96,9 @@ class Later(Generic[W]):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
         self._closed = False
+        #: whether the reading thread sleeps until it is woken
+        self._asleep = False
+        self._looked = 0.0
         self._reader = threading.Thread(target=self._read, name="completions", daemon=True)
         self._reader.start()
 
@@ -95,29 +112,43 @@ class Later(Generic[W]):
         """Take over a lane with submitted jobs; `when_idle` is called when the last of them is answered."""
         self._add(link, lane, {job.id: job for job in jobs}, when_idle)
 
+    def reply(self, request: Any, deadline_ns: int) -> Reply:
+        """For a request that is answered later. From now on it is looked after."""
+        reply = Reply(request.get_response_sender(), self._responses, deadline_ns)
+        if self._asleep:
+            os.eventfd_write(self._wake, 1)
+        return reply
+
     def submit(self, link: Link, jobs: Sequence[W]) -> None:
         """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
         submissions = [job.write() for job in jobs]
         with self._lock:
             pending = self._lanes.get(link.later)
-            idle = not pending
             if pending is not None:
                 pending.update((job.id, job) for job in jobs)
         try:
             if pending is None:
                 raise Closed("the link was lost")
-            self._send_to(link.later, submissions)
+            sent = self._send_to(link.later, submissions)
         except (Closed, OSError):
             self.lose(link)
             # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
             if pending is None:
-                self._fail(jobs)
+                self._fail(jobs, Status.RUNTIME_DOWN, DOWN)
             return
-        if idle:
-            os.eventfd_write(self._wake, 1)  # so that the reader looks after cancellations
+        if sent < len(jobs):
+            with self._lock:
+                # Without those that were answered because the link was lost meanwhile.
+                refused = [job for job in jobs[sent:] if pending.pop(job.id, None) is not None]
+            self._fail(refused, Status.QUEUE_FULL, STUCK)
 
     def lose(self, link: Link) -> None:
         """The runtime behind a link is gone: answer all that waited for it, and look for another. Any thread."""
+        if link.later.robbed or link.direct.robbed:
+            log.error(
+                "somebody has closed the connection to the runtime: code of model.py that closes all files?"
+            )
+            self._end(_BROKEN)
         with self._lock:
             handed_over = link.direct in self._lanes
             jobs = [job for lane in (link.later, link.direct) for job in self._forget(lane).values()]
@@ -125,7 +156,7 @@ class Later(Generic[W]):
         link.later.close()
         if handed_over:
             link.direct.close()
-        self._fail(jobs)
+        self._fail(jobs, Status.RUNTIME_DOWN, DOWN)
 
     def run(self, work: Callable[[], None]) -> None:
         """On one of the sending threads, which are started when first needed."""
@@ -162,20 +193,33 @@ class Later(Generic[W]):
         os.eventfd_write(self._wake, 1)
 
     def _read(self) -> None:
-        while not self._closed:
-            with self._lock:
-                waiting = any(self._lanes.values())
-            for fd, _ in self._poll.poll(_CANCEL_ROUND * 1e3 if waiting else None):
-                if fd == self._wake:
-                    os.eventfd_read(self._wake)
-                    continue
-                lane = self._by_fd.get(fd)
-                if lane is not None:
-                    self._receive(lane)
-            if waiting:
-                self._look_for_cancelled()
+        try:
+            while not self._closed:
+                self._round()
+        except Exception:
+            # Nobody would be answered any more.
+            log.exception("the runtime's answers cannot be read any more")
+            self._end(_BROKEN)
 
-    # Whatever goes wrong in one round must not end the thread: nobody would be answered any more.
+    def _round(self) -> None:
+        # Said before it is looked: who comes in between wakes it.
+        self._asleep = True
+        waiting = not self._responses.settled
+        self._asleep = not waiting
+        ready = self._poll.poll(_CANCEL_ROUND * 1e3 if waiting else None)
+        self._asleep = False
+        for fd, _ in ready:
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                continue
+            lane = self._by_fd.get(fd)
+            if lane is not None:
+                self._receive(lane)
+        if waiting:
+            self._look_for_late()
+            self._look_for_cancelled()
+
+    # What goes wrong with one of them must not end the thread.
 
     def _receive(self, lane: Lane) -> None:
         with self._lock:
@@ -208,6 +252,17 @@ class Later(Generic[W]):
         if idle is not None:
             idle()
 
+    def _look_for_late(self) -> None:
+        """Tell those whose time is long up. What they wait for goes on, with its memory, and ends unheard."""
+        now = time.monotonic()
+        if now - self._looked < _CANCEL_ROUND:
+            return
+        self._looked = now
+        until_ns = time.monotonic_ns() - _GRACE_NS
+        late = [reply for reply in self._responses.owed() if 0 < reply.deadline_ns < until_ns]
+        for reply in late[:_LATE_ANSWERS]:
+            reply.send_failure(Status.DEADLINE, LATE)
+
     def _look_for_cancelled(self) -> None:
         now = time.monotonic()
         with self._lock:
@@ -222,8 +277,7 @@ class Later(Generic[W]):
             job.checked = now
             try:
                 if job.reply is not None and job.reply.cancelled():
-                    job.cancelling = True
-                    job.lane.cancel([job.id])
+                    job.cancelling = job.lane.cancel([job.id])
             except Exception:
                 log.exception("looking whether a client is still there")
 
@@ -238,20 +292,24 @@ class Later(Generic[W]):
                 self._poll.unregister(fd)
         return pending
 
-    def _fail(self, jobs: Iterable[W]) -> None:
+    def _fail(self, jobs: Iterable[W], status: Status, text: str) -> None:
         for job in jobs:
-            job.fail(Status.RUNTIME_DOWN, DOWN)
+            job.fail(status, text)
             self.finish(job)
 
     # --- the sending threads ------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception:
-                log.exception("answering failed")
-            del work  # a job must not live on here: its reply answers when dropped
+        try:
+            while (work := self._work.get()) is not None:
+                try:
+                    work()
+                except Exception:
+                    log.exception("answering failed")
+                del work  # a job must not live on here: its reply answers when dropped
+        except Exception:  # noqa: BLE001
+            # There is not even the memory to say what failed.
+            self._end(_BROKEN)
 
     def _answer(self, job: W) -> None:
         assert job.reply is not None

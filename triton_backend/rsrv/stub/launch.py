@@ -47,6 +47,8 @@ class Launcher:
     server_pid: int
     gpu: str
     settings: Path
+    #: the server's own: hooks may go elsewhere
+    working_directory: Path
 
     def open(self) -> Greeted:
         """A greeted connection. Raises LaunchError, OSError, ProtocolError."""
@@ -82,7 +84,12 @@ class Launcher:
         ]  # fmt: skip
         try:
             try:
-                started = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(child_end,))
+                started = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(child_end,),
+                    cwd=self.working_directory,
+                )
             except OSError as error:
                 raise LaunchError(
                     f"the runtime cannot be started with {python}: {error}. RSRV_RUNTIME_PYTHON must name a "

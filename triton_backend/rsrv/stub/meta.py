@@ -4,7 +4,6 @@ The runtime lets in as many runs as it is set to. Up to that number this stub st
 first sub-call; the others wait in the runtime, not on threads here, until it says that their turn has come.
 """
 
-import asyncio
 import inspect
 import logging
 import queue
@@ -12,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,20 +19,22 @@ from typing import Any
 import numpy as np
 
 from rsrv.stub.bls import Bls
-from rsrv.stub.calls import AsyncCall, Call, CallError, Keep, Pending, grace
+from rsrv.stub.calls import AsyncCall, Call, CallError, Keep, Pending, grace, run_async
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_failed, read_inputs
+from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs
+from rsrv.stub.farewell import Farewell
+from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
-from rsrv.stub.later import DOWN, Later
+from rsrv.stub.later import Later
 from rsrv.stub.replies import Failure, Reply, Responses
-from rsrv.stub.session import UNREACHABLE, Link, Session
+from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
-from rsrv.wire.frames import Completion, Status
+from rsrv.wire.frames import Completion, Status, request_tag
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -73,7 +74,8 @@ class Visit:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self) -> Entrance:
-        return Entrance(self.id, self.token, self.deadline_ns, self.priority)
+        tag = request_tag(self.request.request_id())
+        return Entrance(self.id, self.token, self.deadline_ns, self.priority, tag)
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK
@@ -124,9 +126,11 @@ class MetaEngine:
         self._outputs = outputs
         self._batched = batched
         self._session = session
+        self._guard = HookGuard()
+        self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
-        link = session.establish()
+        link = session.begin()
         settings = link.settings["meta"]
         self._through_triton = settings["transport"] == "bls"
         self._bls = make_bls(settings) if external or self._through_triton else None
@@ -141,25 +145,34 @@ class MetaEngine:
         self._lanes: list[Lane] = []
         self._link: Link | None = None
         self._stages: dict[str, Stage] = {}
-        threads = link.settings["stub"]["sender_threads"] + (self._concurrency if self._gated else 0)
-        self._later: Later[Visit] = Later(session, Lane.enter, self._respond, threads)
+        self._stub_settings = link.settings["stub"]
+        threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
+        self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
+        self._later: Later[Visit] = Later(
+            session, responses, Lane.enter, self._respond, threads, self._farewell
+        )
         session.on_link = self._watch
         self._watch(link)
 
     def _watch(self, link: Link) -> None:
         with self._lock:
             old, self._lanes = self._lanes, [link.direct]
-            self._link, self._stages = link, make_stages(link.models, self._hooks)
+            self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard)
         for lane in old:
             lane.close()
         self._later.watch(link)
 
     @property
     def ready(self) -> bool:
-        """Whether there is a runtime that serves all models that this one calls."""
-        return self._session.link is not None
+        """Whether there is a runtime that serves all models that this one calls, and takes requests."""
+        return self._session.ready
+
+    def guard_hooks(self) -> None:
+        """As `Engine`'s."""
+        self._guard.start(self._stub_settings, self._threads, self._farewell, self._session.abandon)
 
     def close(self) -> None:
+        self._guard.close()
         self._later.close()
         if self._bls is not None:
             self._bls.close()
@@ -176,14 +189,14 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, DOWN) for _ in requests]
+            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
         if not waiting and self._seconds <= limit:
             return self._in_place(visits, at_once)
         for visit in visits:
-            visit.reply = Reply(visit.request.get_response_sender(), self._responses)
+            visit.reply = self._later.reply(visit.request, visit.deadline_ns)
         self._start(at_once)
         for visit in visits:
             if visit.failure is not None:
@@ -198,7 +211,7 @@ class MetaEngine:
     def _receive(self, link: Link, id: int, request: Any) -> Visit:
         visit = Visit(id, request, link, link.later)
         try:
-            visit.deadline_ns, visit.priority, _ = read_terms(request)
+            visit.deadline_ns, visit.priority, _ = read_terms(request, time.monotonic_ns(), time.time_ns())
         except Failure as failure:
             visit.fail(failure.status, failure.text)
         except Exception:
@@ -238,7 +251,7 @@ class MetaEngine:
         return [visit.response or self._failed(visit) for visit in visits]
 
     def _hand_over(self, visit: Visit) -> None:
-        reply = Reply(visit.request.get_response_sender(), self._responses)
+        reply = self._later.reply(visit.request, visit.deadline_ns)
         with visit.lock:
             visit.reply = reply
             ended = visit.response is not None or visit.failure is not None
@@ -323,16 +336,24 @@ class MetaEngine:
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
         triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns)
         stages = _Routes(
-            run, self._stages, self._external, triton, visit, through_triton=self._through_triton
+            run,
+            self._stages,
+            self._external,
+            triton,
+            visit,
+            self._guard,
+            through_triton=self._through_triton,
         )
+        who = visit.request.request_id()
         try:
-            if inspect.iscoroutinefunction(self._run):
-                results = asyncio.run(self._run(arrays, AsyncCall(stages, visit.deadline_ns, visit.check)))
-            else:
-                results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
-            return {key: np.asarray(value) for key, value in results.items()}
+            with self._guard.within("run", who):
+                if inspect.iscoroutinefunction(self._run):
+                    results = run_async(self._run, arrays, AsyncCall(stages, visit.deadline_ns, visit.check))
+                else:
+                    results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
+                return {key: np.asarray(value) for key, value in results.items()}
         except BaseException as error:  # noqa: BLE001 - logged by _failure_of
-            raise _failure_of(error, visit.request.request_id()) from None
+            raise _failure_of(error, who, self._guard) from None
         finally:
             stages.over = True
 
@@ -355,8 +376,12 @@ class MetaEngine:
     def _withdraw(self, visit: Visit, status: Status) -> None:
         """Have a run leave that has no connection of its own, or lost it, by the one that it asked on."""
         if visit.let_in:
-            with suppress(Closed, OSError):
-                visit.lane.leave(Leaving(visit.token, status))
+            try:
+                # Without waiting: execute() sends on that connection, too.
+                visit.lane.leave(Leaving(visit.token, status), patience=0)
+            except (Closed, OSError):
+                # Else the runtime would count the run as under way for ever.
+                self._later.lose(visit.link)
 
     def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
         if not broken:
@@ -368,15 +393,14 @@ class MetaEngine:
         lane.close()
 
 
-def _failure_of(error: BaseException, who: str) -> Failure:
+def _failure_of(error: BaseException, who: str, guard: HookGuard) -> Failure:
     """What the client of the request `who` is told of what its run raised. To be called while that is handled."""
     if isinstance(error, CallError):
         failure = Failure(error.status, str(error))
     elif isinstance(error, Failure):  # there was no memory for a buffer
         failure = error.anew()
     else:
-        log.exception("request %r: model.py: run raised", who)
-        failure = hook_failed("run", "it raised")
+        failure = hook_raised("run", error, who, guard)
     # asyncio keeps the error in the frames that this leads to.
     error.__traceback__ = None
     return failure
@@ -392,9 +416,11 @@ class _Routes:
         external: Collection[str],
         triton: ThroughTriton | None,
         visit: Visit,
+        guard: HookGuard,
         *,
         through_triton: bool,
     ) -> None:
+        self._guard = guard
         self._run = run
         self._stages = stages
         self._external = external
@@ -417,8 +443,12 @@ class _Routes:
             )
         if self._triton is None or not self._through_triton:
             return self._run.start(stage, inputs, keep)
-        self._run.let_in(grace(self._visit.deadline_ns))
+        with self.waiting():
+            self._run.let_in(grace(self._visit.deadline_ns))
         return self._triton.stage(stage, inputs, keep, self._visit.token)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._guard.waiting()
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         if self._through_triton:

@@ -51,6 +51,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        self._engine.guard_hooks()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._engine.execute(requests)

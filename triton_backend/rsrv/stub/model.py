@@ -47,6 +47,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        self._engine.guard_hooks()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         return self._engine.execute(requests)
@@ -85,7 +86,8 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     name = args["model_name"]
     _log_to_server(name)
     config = json.loads(args["model_config"])
-    directory = Path(args["model_repository"])
+    # As the server sees it, wherever hooks go.
+    directory = Path(args["model_repository"]).absolute()
     try:
         server = server_pid()
     except LaunchError as error:
@@ -98,7 +100,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
         [_wire(tensor, batched) for tensor in config["output"]],
         batched,
         # The runtime lives and dies with the server.
-        Launcher(server, args["model_instance_device_id"], directory.parent / "rsrv.yaml"),
+        Launcher(server, args["model_instance_device_id"], directory.parent / "rsrv.yaml", Path.cwd()),
     )
 
 

@@ -5,6 +5,7 @@ import os
 import re
 from threading import Lock
 from typing import Any
+from weakref import ReferenceType, ref
 
 from rsrv.wire.frames import Status
 
@@ -71,6 +72,16 @@ class Responses:
     def __init__(self, pb_utils: Any) -> None:
         self._pb = pb_utils
         self.final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        self._owed: dict[int, ReferenceType[Reply]] = {}
+
+    def owed(self) -> list["Reply"]:
+        """Those that nobody has sent or dropped yet. Any thread may ask."""
+        return [reply for reference in list(self._owed.values()) if (reply := reference()) is not None]
+
+    @property
+    def settled(self) -> bool:
+        """Whether none is owed."""
+        return not self._owed
 
     def answer(self, tensors: list[Any]) -> Any:
         return self._pb.InferenceResponse(output_tensors=tensors)
@@ -88,13 +99,21 @@ class Reply:
 
     A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
     whether a request is cancelled after its answer kills the server. Hence the lock.
+
+    `deadline_ns` is the request's, of CLOCK_MONOTONIC, 0 for none.
     """
 
-    def __init__(self, sender: Any, responses: Responses) -> None:
+    def __init__(self, sender: Any, responses: Responses, deadline_ns: int = 0) -> None:
         self._sender = sender
         self._responses = responses
+        self.deadline_ns = deadline_ns
         self._lock = Lock()
         self._sent = False
+        responses._owed[id(self)] = ref(self)
+
+    @property
+    def sent(self) -> bool:
+        return self._sent
 
     def send(self, response: Any, nbytes: int = 0) -> None:
         """Send the answer, of about `nbytes`, unless there was one.
@@ -108,6 +127,7 @@ class Reply:
             if self._sent:
                 return
             self._sent = True
+            self._responses._owed.pop(id(self), None)
             if nbytes <= _LARGE or _AMPLE * nbytes <= free_shared_memory():
                 self._sender.send(response, flags=self._responses.final)
                 return
@@ -116,17 +136,17 @@ class Reply:
             finally:
                 self._sender.send(flags=self._responses.final)
 
+    def send_failure(self, status: Status, text: str) -> None:
+        """As `send`; raises nothing."""
+        try:
+            self.send(self._responses.failure(status, text))
+        except Exception:
+            log.exception("a request could not be answered")
+
     def cancelled(self) -> bool:
         with self._lock:
             return not self._sent and bool(self._sender.is_cancelled())
 
     def __del__(self) -> None:
         if not self._sent:
-            try:
-                self.send(
-                    self._responses.failure(
-                        Status.INTERNAL, "the request was dropped; this is a fault of rsrv"
-                    )
-                )
-            except Exception:
-                log.exception("a dropped request could not be answered")
+            self.send_failure(Status.INTERNAL, "the request was dropped; this is a fault of rsrv")

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.lane import Lane, Rejected
@@ -17,8 +18,15 @@ from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
 
-#: seconds between attempts to reach a runtime, doubling
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+DOWN = "the model runtime is not reachable; it is being restarted, try again"
+_REFUSED = "the model runtime does not load this model again; the server's log says why"
+
+#: seconds between attempts to reach a runtime, doubling; the last one if it answers, and refuses the model: each
+#: attempt has it read the whole bundle
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REFUSED = 0.05, 5.0, 60.0
+
+#: deaths of runtimes that a model's first load goes through
+_FIRST_ATTEMPTS = 10
 
 #: what reaching a runtime may raise
 UNREACHABLE = (
@@ -76,7 +84,7 @@ class Link:
 
 
 class Session:
-    """`link` is None while there is no runtime. `on_link` is called with each new one, on the thread that made it."""
+    """`link` is None while there is no runtime, and `down` says why, for clients. `on_link` is called with each new one, on the thread that made it."""
 
     def __init__(
         self,
@@ -91,12 +99,32 @@ class Session:
             self._wanted["calls"] = dict(calls)
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._lanes: WeakSet[Lane] = WeakSet()
         self.link: Link | None = None
+        self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
+
+    def begin(self) -> Link:
+        """`establish` for the first time. Raises one of UNREACHABLE.
+
+        That the runtime dies meanwhile, be it of another model, is no reason to give up: the next one says no to a
+        model that does that every time.
+        """
+        pause = _FIRST_PAUSE
+        for _ in range(_FIRST_ATTEMPTS - 1):
+            try:
+                return self.establish()
+            except (Closed, ConnectionError) as error:
+                if self._closed.is_set():
+                    raise
+                log.error("the runtime ended before the model was there: %s", error)
+            self._closed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self.establish()
 
     def establish(self) -> Link:
         """Reach the runtime and register. Raises one of UNREACHABLE."""
-        direct = Lane(self._open())
+        direct = self._open_lane()
         try:
             body = direct.register(self._wanted)
             later = self.open_lane(body["key"])
@@ -123,7 +151,7 @@ class Session:
 
     def open_lane(self, key: str) -> Lane:
         """A further connection for what is registered by that key. Raises one of UNREACHABLE."""
-        lane = Lane(self._open())
+        lane = self._open_lane()
         try:
             lane.register({"key": key})
         except BaseException:
@@ -131,12 +159,23 @@ class Session:
             raise
         return lane
 
+    def _open_lane(self) -> Lane:
+        lane = Lane(self._open())
+        self._lanes.add(lane)
+        return lane
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a runtime that serves what was registered, and takes requests."""
+        link = self.link
+        return link is not None and link.later.reads
+
     def lost(self, link: Link) -> None:
         """The runtime behind `link` is gone: find or start another, on a thread. Any thread may say so, repeatedly."""
         with self._lock:
             if self.link is not link:
                 return
-            self.link = None
+            self.link, self.down = None, DOWN
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
@@ -144,24 +183,41 @@ class Session:
     def _reconnect(self) -> None:
         pause = _FIRST_PAUSE
         while not self._closed.is_set():
+            longest = _LONGEST_PAUSE
             try:
                 self.establish()
+            except Rejected as error:
+                log.error("the runtime refuses the model: %s", error)
+                self.down = error.client or _REFUSED
+                longest = _LONGEST_REFUSED
             except UNREACHABLE as error:
                 log.error("no runtime yet: %s", error)
+                self.down = DOWN
             except Exception:
                 # Whatever it is, giving up would leave the model without a runtime for ever.
                 log.exception("no runtime yet")
+                self.down = DOWN
             else:
                 log.info("reconnected to the runtime")
                 return
             self._closed.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, longest)
 
-    def close(self, *, direct: bool = True) -> None:
-        """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""
+    def stop(self) -> Link | None:
+        """Take no more requests; returns the link that there was."""
         with self._lock:
             self._closed.set()
             link, self.link = self.link, None
+        return link
+
+    def abandon(self) -> None:
+        """In a process that was forked: let go of the connections, as the runtime must see the end of its parent."""
+        for lane in self._lanes:
+            lane.abandon()
+
+    def close(self, *, direct: bool = True) -> None:
+        """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""
+        link = self.stop()
         if link is not None:
             link.later.close()
             if direct:

@@ -8,6 +8,7 @@ import numpy as np
 
 from rsrv.stub.calls import Keep
 from rsrv.stub.endpoint import Endpoint
+from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import Remote
@@ -36,10 +37,10 @@ class Stage:
     endpoint: Endpoint
 
 
-def make_stages(remotes: Sequence[Remote], hooks: Mapping[str, Hooks]) -> dict[str, Stage]:
+def make_stages(remotes: Sequence[Remote], hooks: Mapping[str, Hooks], guard: HookGuard) -> dict[str, Stage]:
     """By name."""
     return {
-        remote.name: Stage(index, remote, Endpoint(remote.interface, hooks[remote.name]))
+        remote.name: Stage(index, remote, Endpoint(remote.interface, hooks[remote.name], guard))
         for index, remote in enumerate(remotes)
     }
 

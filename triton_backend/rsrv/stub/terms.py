@@ -1,7 +1,6 @@
 """What a request asks for beside its tensors: until when, how urgently, and as a part of what."""
 
 import json
-import time
 from typing import Any, NamedTuple
 
 from rsrv.stub.replies import Failure
@@ -20,20 +19,24 @@ class Terms(NamedTuple):
     run: int = 0
 
 
-def read_terms(request: Any) -> Terms:
-    """Raises Failure for parameters of ours that are wrong."""
+def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
+    """`now_ns` and `unix_ns` are the time, by CLOCK_MONOTONIC and by the calendar; Raises Failure for wrong parameters.
+
+    Only deadlines by the calendar depend on it, and only here, when the request arrives: whatever is done to the
+    machine's calendar later neither expires nor prolongs them.
+    """
     deadline = 0
     timeout_us = request.timeout()
     if timeout_us:
-        deadline = min(time.monotonic_ns() + timeout_us * 1000, _NEVER)
+        deadline = min(now_ns + timeout_us * 1000, _NEVER)
     text = request.parameters()
     if len(text) <= 2:
         return Terms(deadline)
     parameters = json.loads(text)
     priority = _integer(parameters, "rsrv_priority", 0xFFFF)
-    unix_ns = _integer(parameters, "rsrv_deadline_unix_ns", 1 << 63)
-    if unix_ns:
-        absolute = min(max(1, unix_ns - time.time_ns() + time.monotonic_ns()), _NEVER)
+    until_unix_ns = _integer(parameters, "rsrv_deadline_unix_ns", 1 << 63)
+    if until_unix_ns:
+        absolute = min(max(1, until_unix_ns - unix_ns + now_ns), _NEVER)
         deadline = min(deadline, absolute) if deadline else absolute
     # As text: whoever reads JSON numbers as floating-point ones would change it.
     run = str(parameters.get(RUN, "0"))

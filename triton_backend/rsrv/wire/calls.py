@@ -19,9 +19,10 @@ class Entrance(NamedTuple):
     run: int  # the token: random, so that nobody else can name it; not 0
     deadline_ns: int  # CLOCK_MONOTONIC, 0: none
     priority: int  # as a submission's
+    tag: int = 0  # likewise
 
 
-_ENTRANCE = struct.Struct("<QQqH6x")
+_ENTRANCE = struct.Struct("<QQqH6xQ")
 
 
 class Where(IntEnum):

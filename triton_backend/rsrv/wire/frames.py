@@ -9,11 +9,12 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -37,6 +38,8 @@ class Kind(IntEnum):
     LEAVE = 11
     CALL = 12
     RELEASE = 13
+    # of whoever follows what changes: snapshot first, then every change
+    WATCH = 14
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17
@@ -45,6 +48,7 @@ class Kind(IntEnum):
     STATUS_REPLY = 20
     CONFIGURED = 21
     COMMANDED = 22
+    STATE = 23
 
 
 class Status(IntEnum):
@@ -78,9 +82,10 @@ class Submission(NamedTuple):
     inputs_at: int  # byte offsets, multiples of layout.ALIGNMENT
     outputs_at: int
     run: int = 0  # token of the meta model's run that it is a sub-call of; 0: none
+    tag: int = 0  # `request_tag` of the client's id for it, by which it can be aborted; 0: it has none
 
 
-_SUBMISSION = struct.Struct("<QqIHHI4xQQQ")
+_SUBMISSION = struct.Struct("<QqIHHI4xQQQQ")
 
 
 class Completion(NamedTuple):
@@ -98,6 +103,14 @@ _COMPLETION = struct.Struct("<QHHIIIQ")
 
 #: entries in one frame, so that it stays below MAX_FRAME even with an error text for each
 MAX_ENTRIES = 1024
+
+
+def request_tag(id: str) -> int:
+    """What stands for a client's request id in frames; 0 for none."""
+    if not id:
+        return 0
+    # An id that is no proper text is somebody's all the same.
+    return int.from_bytes(blake2b(id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def pack_submissions(submissions: Sequence[Submission]) -> bytes:

@@ -5,11 +5,14 @@ the runtime, and places both the inputs and the outputs of its requests. The run
 given and checks every offset against the segment's size. Nothing has a name, so nothing is left behind.
 """
 
+import errno
 import fcntl
 import json
 import mmap
 import os
+import sys
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +113,14 @@ class Arena:
     """Segments that grow with need. First fit; whole idle segments go back beyond `keep` bytes.
 
     Not thread-safe: its lane guards it. `fresh` and `dropped` tell the lane what the runtime must be told.
+    `spare` says how many bytes the machine has left: pages come when they are touched, and if there are none then,
+    this process is killed, or another one.
     """
 
-    def __init__(self, first: int = 1 << 20, keep: int = 64 << 20) -> None:
+    def __init__(
+        self, first: int = 1 << 20, keep: int = 64 << 20, spare: Callable[[], int] = lambda: sys.maxsize
+    ) -> None:
+        self._spare = spare
         self._first = first
         self._keep = keep
         self._segments: dict[int, _Segment] = {}
@@ -135,6 +143,8 @@ class Arena:
         while size < nbytes or size < self.nbytes < self._keep:  # doubles, so that few segments do
             size *= 2
         size = size if size <= self._keep else -(-nbytes // 4096) * 4096
+        if size > self._first and size > self._spare():
+            raise OSError(errno.ENOMEM, f"the machine has no {size} bytes left")
         fd = create_sealed(size, "rsrv-tensors")
         try:
             segment = _Segment(fd, size)
@@ -149,10 +159,9 @@ class Arena:
         return Place(id, offset, nbytes)
 
     def announced(self) -> None:
-        """The runtime has all of `fresh`: our mappings do without the descriptors."""
-        for _, fd in self.fresh:
-            os.close(fd)
-        self.fresh.clear()
+        """The runtime has the first of `fresh`: our mapping does without its descriptor."""
+        _, fd = self.fresh.pop(0)
+        os.close(fd)
 
     def give(self, place: Place) -> None:
         segment = self._segments.get(place.segment)
@@ -199,7 +208,8 @@ class Arena:
     def close(self) -> None:
         self._closed = True
         self._segments.clear()
-        self.announced()
+        while self.fresh:
+            self.announced()
 
 
 def create_document(value: dict[str, Any]) -> int:

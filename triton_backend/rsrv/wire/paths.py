@@ -7,6 +7,13 @@ from pathlib import Path
 
 SOCKET = "runtime.sock"
 LOCK = "lock"
+#: of the control process: where it listens, its claim, and what operators set
+CONTROL_SOCKET = "control.sock"
+CONTROL_LOCK = "control.lock"
+OVERRIDES = "overrides.json"
+#: what the runtime was doing, and who ended the ones before
+BLACKBOX = "blackbox"
+DEATHS = "deaths.json"
 
 
 class RuntimeDirectoryError(Exception):
@@ -80,7 +87,8 @@ def sweep(base: Path) -> None:
 
 
 def remove(directory: Path) -> None:
-    for name in (SOCKET, LOCK):
+    ours = (SOCKET, LOCK, CONTROL_SOCKET, CONTROL_LOCK, OVERRIDES, BLACKBOX, DEATHS, f"{DEATHS}.new")
+    for name in ours:
         (directory / name).unlink(missing_ok=True)
     try:
         directory.rmdir()

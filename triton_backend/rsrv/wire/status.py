@@ -12,6 +12,11 @@ from rsrv.wire.socket import Receiver, connect, send
 class Refused(Exception):
     """The runtime does not do that, or not with these values; the message says why and what to do."""
 
+    def __init__(self, text: str, code: str = "INVALID_ARGUMENT") -> None:
+        super().__init__(text)
+        #: name of a gRPC status
+        self.code = code
+
 
 def read_status(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
     """What the runtime of this tritonserver and GPU says of itself and its models; keys as in docs/protocol.md.
@@ -40,7 +45,7 @@ def set_residency(server_pid: int, model: str, residency: str, gpu: str = "0", t
 
     Raises Refused, then nothing has changed; and what `read_status` raises.
     """
-    _command(server_pid, gpu, timeout, {"command": "residency", "model": model, "residency": residency})
+    command(server_pid, {"command": "residency", "model": model, "residency": residency}, gpu, timeout)
 
 
 def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
@@ -48,13 +53,18 @@ def compact(server_pid: int, gpu: str = "0", timeout: float = 10.0) -> None:
 
     Raises what `read_status` raises.
     """
-    _command(server_pid, gpu, timeout, {"command": "compact"})
+    command(server_pid, {"command": "compact"}, gpu, timeout)
 
 
-def _command(server_pid: int, gpu: str, timeout: float, command: dict[str, Any]) -> None:
-    answer = _ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, command), Kind.COMMANDED)
+def command(server_pid: int, wanted: dict[str, Any], gpu: str = "0", timeout: float = 10.0) -> dict[str, Any]:
+    """Have a command of docs/protocol.md done; what comes of it.
+
+    Raises Refused, then nothing has changed; and what `read_status` raises.
+    """
+    answer = _ask(server_pid, gpu, timeout, pack_json(Kind.COMMAND, wanted), Kind.COMMANDED)
     if "error" in answer:
-        raise Refused(answer["error"])
+        raise Refused(answer["error"], answer["code"])
+    return answer
 
 
 def _ask(server_pid: int, gpu: str, timeout: float, question: bytes, answer: Kind) -> dict[str, Any]:

@@ -61,6 +61,9 @@ class Discipline(Protocol):
         `claims`: it waits for its weights, and may make up for what it misses; else it waits for company.
         """
 
+    def hold(self, name: str) -> None:
+        """A model has work, but it does not count until the model is told of again. It claims nothing meanwhile."""
+
     def link(self, filling: bool) -> None:
         """A load starts for which nobody has to give way; or it, or any other, ends."""
 
@@ -104,6 +107,9 @@ class Fifo:
 
     def wait(self, candidate: Candidate, *, claims: bool) -> None:
         self._ranking.discard(candidate.name)
+
+    def hold(self, name: str) -> None:
+        self._ranking.discard(name)
 
     def link(self, filling: bool) -> None:
         """Nothing."""

@@ -24,6 +24,17 @@ from rsrv.runtime.scheduler.settings import SchedulerSettings
 DEFAULT_PRIORITY = 5
 
 
+class Pause(Enum):
+    """What becomes of the requests of a model that is paused. What executes, finishes; a warm-up goes on."""
+
+    #: what waits, and what running meta models call, is executed; new requests are refused.
+    DRAIN = "drain"
+    #: all wait, nothing starts to execute, and the model takes no part in what is decided.
+    HOLD = "hold"
+    #: what waits is refused, and so is what comes.
+    REJECT = "reject"
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """What the scheduler has to know of one model."""
@@ -49,6 +60,8 @@ class Program:
     weight: float = 1.0
     #: seconds that a request may be held back for others to share its execution; 0: never wait for more.
     max_delay: float = 0.0
+    #: whether, and how, it is paused from the start.
+    paused: Pause | None = None
 
 
 class Request(NamedTuple):
@@ -109,6 +122,39 @@ class Pinned:
 
     model: str
     pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """From now on these models are paused so; None: they go on. What waits keeps its order."""
+
+    models: tuple[str, ...]
+    mode: Pause | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Bring a model's weights to the device when nobody who waits needs the link. Nothing if they are there."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Free the weights of these models as soon as nothing executes on them. Pinned ones are left alone."""
+
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """Decide about one model by other values from now on, as in its program; None: it stays as it is."""
+
+    model: str
+    weight: float | None = None
+    max_delay: float | None = None
+    #: requests that wait already stay, however many they are.
+    max_queue_depth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +254,10 @@ Event = (
     | ModelRemoved
     | WarmUpEnded
     | Pinned
+    | Paused
+    | Prefetch
+    | Evict
+    | PolicyChanged
     | RequestsArrived
     | RequestsCancelled
     | RunsAsked
@@ -265,7 +315,7 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The weights of a model that was to be warmed up or pinned do not come; nobody tries again by himself."""
+    """The weights of a model that was to be warmed up, pinned or prefetched do not come; nobody tries again by himself."""
 
     model: str
     error: str
@@ -309,6 +359,10 @@ class Reason(Enum):
     UNLOADED = "unloaded"
     TOO_MANY_ROWS = "too_many_rows"
     UNKNOWN_VARIANT = "unknown_variant"
+    #: the model is paused.
+    PAUSED = "paused"
+    #: its weights are not on the device, and nobody asked for them who may (`SchedulerSettings.on_demand`).
+    NOT_RESIDENT = "not_resident"
 
 
 class Finish(NamedTuple):

@@ -30,6 +30,11 @@ elsewhere is not in the mean, but keeps its lag, and takes it up again when they
 take turns on the device share it by weight too. What the clock did during loads for which nobody had to give
 way it cannot claim: there was room for all, and a long load would lock the others out afterwards.
 
+For a model that an operator holds it is as if no time passed: it comes back with what it was owed when that began, a
+share of some executions or what it had waited for its weights, and with what is left of its debts. It claims nothing
+of what the others got meanwhile, for that was nobody's fault but the operator's, and after an hour it would lock them
+out for as long.
+
 Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
 for the model then is not eligible; so low priorities wait at most until all others are ahead of their
 shares. Only committed requests of metas go before eligibility, and are charged like all others.
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
 class _Account:
     """What one model has had."""
 
-    __slots__ = ("asked", "claims", "executing", "linked", "present", "start", "weight")
+    __slots__ = ("asked", "claims", "due", "executing", "linked", "present", "start", "weight")
 
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
@@ -62,6 +67,8 @@ class _Account:
         self.claims = False
         #: ... what the clock does during loads into free room: `Fair._linked` when it began to wait.
         self.linked = 0.0
+        #: by how much its start was behind the clock when it was held.
+        self.due = 0.0
 
 
 class Fair:
@@ -126,7 +133,7 @@ class Fair:
             self._owing.discard(name)
         else:
             self._enter(account, self._entry(account))
-        account.asked = None
+        account.asked, account.due = None, 0.0
         self._asking.discard(name)
         place = candidate.place
         assert place is not None
@@ -150,17 +157,30 @@ class Fair:
                 account.asked = account.start
                 self._leave(account)
             else:
-                account.asked = max(account.start, self._clock)
+                account.asked = self._entry(account)
+            account.due = 0.0
             self._asking.set(name, -account.asked)
         self._eligible.discard(name)
         self._early.discard(name)
         self._settle()
 
+    def hold(self, name: str) -> None:
+        account = self._accounts.get(name)
+        if account is None:
+            return
+        due = account.due
+        if account.asked is not None:
+            due = self._clock - self._entry(account)
+        elif name in self._eligible or name in self._early:
+            due = self._clock - account.start
+        self.remove(name)
+        account.due = max(0.0, due)
+
     def remove(self, name: str) -> None:
         account = self._accounts.get(name)
         if account is None:
             return
-        account.asked = None
+        account.asked, account.due = None, 0.0
         self._asking.discard(name)
         self._eligible.discard(name)
         self._early.discard(name)
@@ -240,8 +260,11 @@ class Fair:
             account = self._accounts[candidate.name] = _Account(self._clock, candidate.weight)
         elif account.weight != candidate.weight:
             if account.present:
+                # What it is owed, or owes, is device time, and stays. Else frequent changes would cost it its turns.
+                lag = (self._clock - account.start) * account.weight / candidate.weight
                 self._leave(account)
                 self._owing.discard(candidate.name)
+                account.start, account.due = self._clock - lag, max(0.0, lag)
             account.weight = candidate.weight
         return account
 
@@ -252,7 +275,7 @@ class Fair:
     def _entry(self, account: _Account) -> float:
         """With which virtual start a model comes that was not in the mean."""
         if account.asked is None:
-            return max(account.start, self._clock)
+            return max(account.start, self._clock - account.due)
         if not account.claims:
             return max(account.asked, self._clock)
         return max(account.asked, min(self._clock, account.asked + self._link_time() - account.linked))

@@ -6,7 +6,7 @@ Of requests:
     2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
     3. a lane is in the order of service, and its rows are the sum of its requests' rows;
     4. no queued request is due, and the deadline of each is known;
-    5. no queue is deeper than its model allows.
+    5. nothing waits for a model that rejects, and what waits for one that is held takes no part in anything.
 
 Of executions:
     6. each is on resident weights, its useful rows within its size;
@@ -19,7 +19,9 @@ Of models:
        once: within the budget, but for pinned models, one more that is alone, and what executes;
     9. work that waits has its weights resident, on their way, or in line for the link, which is in use
        unless nobody can give way. Pinned models, and those to be warmed up, are in line too;
-    10. a model drains only as long as something of it is on the device or on its way;
+    10. weights that were asked for are there, on their way or in line; if they do not come on demand, nobody waits
+       for others, and others are there only for a warm-up or until nothing executes on them. What is to go has
+       something in its way. A model drains only as long as something of it is on the device or on its way;
     11. the sums of expected seconds are those of the models.
 
 Of runs of meta models:
@@ -34,7 +36,8 @@ from math import inf, isclose
 from typing import TYPE_CHECKING, Any
 
 from rsrv.runtime.scheduler.errors import InvariantError
-from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY
+from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Pause
+from rsrv.runtime.scheduler.loads import evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.pieces import Piece
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry
@@ -74,7 +77,8 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
     residency = state.holding.residency
     waiting = sum(len(lane) for lane in state.lanes.values())
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
-    _require(state.queued <= state.program.max_queue_depth, "the queue is deeper than allowed (5)", state)
+    _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
+    _require(not state.held or state.place is None, "it is held, and takes part (5)", state)
     for lane in state.lanes.values():
         entries = lane.entries
         _require(
@@ -98,7 +102,7 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
         busy = state.busy or residency is Residency.LOADING
         _require(busy, "a removed model stays for nothing (10)", state)
     else:
-        cold = waiting > 0 and residency is Residency.ABSENT
+        cold = state.place is not None and residency is Residency.ABSENT
         known = state.name in scheduler._loads.cold
         _require(known == cold, "work that waits for weights is not known to the loads (9)", state)
         wanted = state.name in scheduler._loads.wanted
@@ -233,6 +237,8 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
     present = [state for state in states if state.holding.residency is not Residency.ABSENT]
     unpinned = [state for state in present if not state.holding.pinned]
+    for state in states:
+        _check_wishes(scheduler, state)
     counted = set(weights.evictable)
     _require(counted == {one.holding for one in unpinned}, "those that are not pinned are not known (8)")
     _require(
@@ -246,6 +252,31 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     if not loading and loads.first() is not None and not scheduler._memory.compaction.pauses:
         planned, _ = loads.search(scheduler._discipline, scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
+
+
+def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
+    memory, loads = scheduler._memory, scheduler._loads
+    name, holding, residency = state.name, state.holding, state.holding.residency
+    leaving, hoped, asked = state in memory.leaving, name in loads.hoped, holding.asked
+    if state.draining:
+        known = leaving or hoped or name in loads.later
+        _require(not known, "it is removed, and somebody asks for it (10)", state)
+        return
+    # One load is under way at a time.
+    gone = residency is Residency.LOADING and memory.weights.abandoning
+    gone = gone or residency is Residency.ABSENT
+    _require(not hoped or residency is not Residency.RESIDENT, "it is hoped for, and there (10)", state)
+    in_line = hoped or name in loads.wanted or holding.pinned
+    _require(in_line or not gone or not asked, "it was asked for, and nobody knows (10)", state)
+    _require(not leaving or not (holding.pinned or asked), "it is to go, and to stay (10)", state)
+    _require(not leaving or residency is not Residency.ABSENT, "it is to go, and gone (10)", state)
+    stays = not evictable(state) or (state.place is not None and holding.fresh)
+    _require(not leaving or stays, "it is to go, and does not (10)", state)
+    if not (scheduler.settings.on_demand or asked):
+        here = residency is Residency.RESIDENT
+        _require(here or not state.queued, "requests wait for nothing (10)", state)
+        expected = gone or leaving or state.warm_up or state.warming
+        _require(expected, "nobody asked for it (10)", state)
 
 
 def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:

@@ -26,6 +26,7 @@ from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.eviction import POLICIES, Resident, freed_by_all, make_room
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Rank, Ranking
+from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.runtime.scheduler.weights import Residency, Weights
 
@@ -39,40 +40,44 @@ class Loads:
     __slots__ = (
         "_changed",
         "_factor",
-        "_later",
-        "_missed",
-        "_missed_again",
-        "_missed_at",
+        "_hope_again",
+        "_hope_at",
         "_models",
         "_policy",
         "_retry_at",
         "_stuck",
         "_yields",
         "cold",
+        "hoped",
+        "later",
+        "on_demand",
         "wanted",
         "weights",
     )
 
     def __init__(
-        self, models: Mapping[str, ModelState], weights: Weights, residency_factor: float, eviction: str
+        self, models: Mapping[str, ModelState], weights: Weights, settings: SchedulerSettings
     ) -> None:
         self._models = models
         self.weights = weights
-        self._factor = residency_factor
-        self._policy = POLICIES[eviction]
+        self._factor = settings.residency_factor
+        self._policy = POLICIES[settings.eviction]
+        #: whether weights come for requests, and give way to others.
+        self.on_demand = settings.on_demand
         #: absent models that are to come first, whoever waits for them: pinned, to be warmed up, or tried again.
         self.wanted: dict[str, None] = {}
         #: whether the latest load was for a warm-up, so that those with work have their turn.
         self._yields = False
         #: models with work whose weights are absent, by the discipline's rank.
         self.cold: Ranking[str] = Ranking()
-        #: models that nobody waits for, but whose absent weights cost somebody the deadline; oldest first.
-        self._missed: dict[str, None] = {}
+        #: models that should come though nobody waits for them: they were prefetched, or their absence cost somebody
+        #: the deadline. Oldest first.
+        self.hoped: dict[str, None] = {}
         #: whether it is worth while to look for room for them, and when time alone may have made some.
-        self._missed_again = False
-        self._missed_at = inf
+        self._hope_again = False
+        self._hope_at = inf
         #: models that come back after a compaction if nobody else needs the link, into room that is free.
-        self._later: list[str] = []
+        self.later: list[str] = []
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
         #: not done again before `_retry_at`, unless one of `_changed` may give way now.
         self._stuck: str | None = None
@@ -92,28 +97,42 @@ class Loads:
         self.wanted[model.name] = None
         self.retry()
 
-    def forget(self, name: str) -> None:
-        """A model is gone, or its weights need not come for their own sake any more."""
+    def hope(self, model: ModelState) -> None:
+        """Load a model's absent weights when nobody who waits needs the link, if nobody with work has to give way."""
+        self.hoped[model.name] = None
+        self._hope_again = True
+
+    def unwant(self, name: str) -> None:
+        """A model's weights need not come before others any more."""
         if name in self.wanted:
             del self.wanted[name]
             self.retry()
+
+    def forget(self, name: str) -> None:
+        """A model is gone, or its weights need not come for their own sake any more."""
+        self.unwant(name)
+        self.hoped.pop(name, None)
+        if name in self.later:
+            self.later.remove(name)
 
     def changed(self, model: ModelState) -> None:
         """A model was touched that may have become one to give way."""
         if self._stuck is not None:
             self._changed[model] = None
         if model.place is None:
-            self._missed_again = True
+            self._hope_again = True
 
     def retry(self) -> None:
         """There may be room now."""
         self._stuck = None
+        self._hope_again = True
         self._changed.clear()
 
-    def obey(self, residency_factor: float, eviction: str) -> None:
+    def obey(self, settings: SchedulerSettings) -> None:
         """The settings have changed, or the discipline: all ranks will be told again."""
-        self._factor = residency_factor
-        self._policy = POLICIES[eviction]
+        self._factor = settings.residency_factor
+        self._policy = POLICIES[settings.eviction]
+        self.on_demand = settings.on_demand
         self.cold.clear()
         self.retry()
 
@@ -123,14 +142,12 @@ class Loads:
         Else a model whose deadlines are all shorter than its load would never be served.
         """
         if model.holding.residency is Residency.ABSENT:
-            self._missed[model.name] = None
-            self._missed_again = True
+            self.hope(model)
 
     def come_back(self, evicted: Iterable[ModelState]) -> None:
-        """These were evicted for no lack of room."""
-        latest = sorted(evicted, key=lambda model: model.holding.used, reverse=True)
-        names = [model.name for model in latest]
-        self._later = [*names, *(name for name in self._later if name not in names)]
+        """These were evicted for no lack of room; the most urgent first."""
+        names = [model.name for model in evicted]
+        self.later = [*names, *(name for name in self.later if name not in names)]
 
     # --- decisions -------------------------------------------------------------------------------------------
 
@@ -141,7 +158,7 @@ class Loads:
         name = self.first()
         if name is None:
             self._stuck = None
-            return self._plan_missed(now) or self._plan_later()
+            return self._plan_hoped(now) or self._plan_later()
         planned = self._plan_first(name, discipline, now)
         if planned is None and self._yields and self.wanted:
             # Whoever's turn it is finds no room now: the link need not wait for that.
@@ -203,6 +220,14 @@ class Loads:
             return False
         return self._would_give_way(model, self._models[self._stuck], discipline) <= now
 
+    def without_room(self) -> ModelState | None:
+        """Who is next in line, if it does not fit beside what is there and nobody gives way for it."""
+        if self.on_demand or self.wanted:
+            return None
+        first = self.cold.first()
+        in_line = (self._models[name] for name in (self.hoped if first is None else (first,)))
+        return next((model for model in in_line if self.weights.missing(model.holding) > 0), None)
+
     def in_vain(self, model: ModelState) -> bool:
         """Whether the load under way is of no use to anybody, and holds up somebody.
 
@@ -211,7 +236,7 @@ class Loads:
         if self.weights.abandoning or model.place is not None:
             return False
         holding = model.holding
-        needed = holding.pinned or holding.starved or holding.abandoned or model.warm_up
+        needed = holding.pinned or holding.asked or holding.starved or holding.abandoned or model.warm_up
         return not needed and self.first() is not None
 
     def next_try(self) -> float | None:
@@ -221,8 +246,8 @@ class Loads:
         at = inf
         if self._stuck is not None:
             at = self._retry_at
-        elif self._missed and self.first() is None:
-            at = self._missed_at
+        elif self.hoped and self.first() is None:
+            at = self._hope_at
         return None if at == inf else at
 
     def overdue(self, discipline: Discipline, now: float) -> list[ModelState]:
@@ -259,6 +284,8 @@ class Loads:
         if cold.name in self.wanted:
             # A model that is added can wait until those that came for their work have done some.
             return self._held_until(model) if cold.warm_up and model.place is not None else -inf
+        if not self.on_demand:
+            return inf
         if model.place is None:
             until = min(self._held_until(model), self._unused(model))
         elif discipline.rank(model) <= self.cold.rank(cold.name):
@@ -267,29 +294,29 @@ class Loads:
             until = self._held_until(model)
         return -inf if self._urgent(cold, until, discipline) else until
 
-    def _plan_missed(self, now: float) -> Plan | None:
-        """As `plan`, for a model that nobody waits for; nobody with work gives way for it."""
-        if not (self._missed and (self._missed_again or self._missed_at <= now)):
+    def _plan_hoped(self, now: float) -> Plan | None:
+        """As `plan`, for one that should come though nobody waits for it; nobody with work gives way for it."""
+        if not (self.hoped and (self._hope_again or self._hope_at <= now)):
             return None
-        self._missed_again = False
-        self._missed_at = inf
-        self._missed = {
+        self._hope_again = False
+        self._hope_at = inf
+        self.hoped = {
             name: None
-            for name in self._missed
+            for name in self.hoped
             if name in self._models and self._models[name].holding.residency is Residency.ABSENT
         }
-        if not self._missed:
+        if not self.hoped:
             return None
         idle: list[Resident] = []
         for one in self._models.values():
-            if evictable(one) and one.place is None:
+            if self.on_demand and evictable(one) and one.place is None:
                 # Who came because its requests were shed, too, shall be there for the next ones.
                 until = max(self._held_until(one), self._unused(one))
                 if until <= now:
                     idle.append(_resident(one))
                 else:
-                    self._missed_at = min(self._missed_at, until)
-        for name in self._missed:
+                    self._hope_at = min(self._hope_at, until)
+        for name in self.hoped:
             model = self._models[name]
             pieces, missing = model.holding.pieces, self.weights.missing(model.holding)
             victims = make_room(missing, idle, pieces, now, self._policy)
@@ -299,8 +326,8 @@ class Loads:
 
     def _plan_later(self) -> Plan | None:
         """As `plan`, for a model that was compacted away; whoever finds no free room does not come back."""
-        while self._later:
-            model = self._models.get(self._later.pop(0))
+        while self.later:
+            model = self._models.get(self.later.pop(0))
             if model is None or model.holding.residency is not Residency.ABSENT:
                 continue
             if self.weights.missing(model.holding) <= 0:

@@ -1,13 +1,14 @@
 """The scheduler's record of one model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf, isfinite
 
 from rsrv.runtime.scheduler.coalesce import Batch, plan_batch
 from rsrv.runtime.scheduler.costs import VariantCosts
 from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import Execute, Program
-from rsrv.runtime.scheduler.snapshot import Counts, ModelSnapshot
+from rsrv.runtime.scheduler.events import Execute, Pause, PolicyChanged, Program, Request
+from rsrv.runtime.scheduler.snapshot import Counts, ModelLoad, ModelSnapshot
 from rsrv.runtime.scheduler.story import Story
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Lane, Place
 from rsrv.runtime.scheduler.weights import Holding, Residency
@@ -38,6 +39,18 @@ def check_program(program: Program) -> None:
         raise CallerError(f"model {name!r}: max_delay must not be negative, not {program.max_delay}")
 
 
+def with_policy(program: Program, changed: PolicyChanged) -> Program:
+    """The same by other values; not checked."""
+    return replace(
+        program,
+        weight=program.weight if changed.weight is None else changed.weight,
+        max_delay=program.max_delay if changed.max_delay is None else changed.max_delay,
+        max_queue_depth=(
+            program.max_queue_depth if changed.max_queue_depth is None else changed.max_queue_depth
+        ),
+    )
+
+
 class ModelState:
     """One loaded or draining model: its lanes, weights, counters and story.
 
@@ -60,6 +73,7 @@ class ModelState:
         "misses",
         "name",
         "padded_rows",
+        "paused",
         "place",
         "program",
         "queued",
@@ -83,8 +97,7 @@ class ModelState:
         story_length: int,
     ) -> None:
         self.name = program.model
-        self.program = program
-        self.weight = program.weight
+        self.obey(program)
         #: variant -> its waiting requests; one lane for each compiled variant, for good.
         self.lanes = {variant: Lane(variant, table) for variant, table in costs.items()}
         #: requests that wait, over all lanes.
@@ -97,11 +110,12 @@ class ModelState:
         #: whether it is still to be warmed up, or is being warmed up now.
         self.warm_up = warm_up
         self.warming = False
+        self.paused = program.paused
         #: until when it does not execute, because others gave way for it and shall get their turn.
         self.barred = -inf
         #: requests that found its weights elsewhere.
         self.misses = 0
-        # The next six are derived from the lanes and costs by `recount`.
+        # The next six are derived from the lanes and costs by `recount`. Who is held has no work to speak of.
         #: the lane whose front request is first in the order of service, and where that stands.
         self.front: Lane | None = None
         self.place: Place | None = None
@@ -120,6 +134,11 @@ class ModelState:
         self.sizes: dict[tuple[int, int], int] = {}
         self.story = Story(story_length)
 
+    def obey(self, program: Program) -> None:
+        """Be scheduled by these values from now on."""
+        self.program = program
+        self.weight = program.weight
+
     @property
     def ready(self) -> bool:
         """Whether it has work that the device could take now, or as soon as it is ripe."""
@@ -130,6 +149,16 @@ class ModelState:
         """Whether something executes on its weights."""
         return self.executions > 0 or self.warming
 
+    @property
+    def held(self) -> bool:
+        """Whether what waits does not count for now."""
+        return self.paused is Pause.HOLD
+
+    def closed_to(self, request: Request) -> bool:
+        """Whether a request is refused because the model is paused."""
+        # What running meta models call belongs to what is under way.
+        return self.paused is Pause.REJECT or (self.paused is Pause.DRAIN and not request.run)
+
     def learn(self, costs: Mapping[int, VariantCosts]) -> None:
         """The warm-up has measured the costs."""
         for variant, lane in self.lanes.items():
@@ -137,7 +166,7 @@ class ModelState:
 
     def recount(self) -> None:
         """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
-        if not self.queued:
+        if not self.queued or self.held:
             self.front = self.place = None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
             self.ripe = -inf
@@ -186,6 +215,7 @@ class ModelState:
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""
         requests = len(execute.requests)
+        self.holding.fresh = False
         self.queued -= requests
         self.executing += requests
         self.executions += 1
@@ -200,12 +230,26 @@ class ModelState:
         self.executing -= len(execute.requests)
         self.executions -= 1
 
+    def load(self) -> ModelLoad:
+        """The part of its statistics that is asked for often. Costs O(variants)."""
+        tables = [lane.costs for lane in self.lanes.values()]
+        return ModelLoad(
+            self.queued,
+            self.executing,
+            self.holding.bytes,
+            min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
+            self.misses,
+            self.device_seconds,
+            self.useful_rows,
+        )
+
     def snapshot(self) -> ModelSnapshot:
         """Its statistics now."""
         return ModelSnapshot(
             residency=self.holding.residency,
             pinned=self.holding.pinned,
             draining=self.draining,
+            paused=self.paused,
             queued=self.queued,
             queued_rows=sum(lane.rows for lane in self.lanes.values()),
             executing=self.executing,

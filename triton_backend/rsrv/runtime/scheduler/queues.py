@@ -77,15 +77,16 @@ class Queues:
                 raise CallerError(f"request {request.id} has priority {request.priority}; 1 is the highest")
 
     def arrive(
-        self, requests: Sequence[Request], now: float, out: list[Instruction]
+        self, requests: Sequence[Request], now: float, out: list[Instruction], *, on_demand: bool
     ) -> dict[ModelState, list[int]]:
         """Queue or end each request, by the first of these that is true:
 
         (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline passed,
-        (5) queue full; else it waits.
+        (5) model paused, (6) its weights neither there nor to come, and they do not `on_demand`, (7) queue full;
+        else it waits.
 
         Returns:
-            Those of (5), by model: they have to be ended by `refuse_full`, when it is known when to retry.
+            Those of (7), by model: they have to be ended by `refuse_full`, when it is known when to retry.
         """
         # Requests that are due give up their places first.
         self.expire(now, out)
@@ -115,7 +116,13 @@ class Queues:
                 model.story.add(now, "expired on arrival", (request.id,))
                 out.append(Finish(request.id, Outcome.EXPIRED))
                 continue
-            if model.queued >= model.program.max_queue_depth:  # (5)
+            if model.paused is not None and model.closed_to(request):  # (5)
+                _refuse(model, (request.id,), Reason.PAUSED, None, now, out)
+                continue
+            if not on_demand and not model.holding.asked:  # (6)
+                _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
+                continue
+            if model.queued >= model.program.max_queue_depth:  # (7)
                 full.setdefault(model, []).append(request.id)
                 continue
             run = request.run
@@ -178,7 +185,8 @@ class Queues:
     def shed(self, entry: Entry, lane: Lane, now: float, out: list[Instruction]) -> None:
         """End one that waits and whose deadline cannot be met any more."""
         model = self._withdraw(entry, lane)
-        lane.costs.doubt()
+        if not model.held:
+            lane.costs.doubt()
         model.counts.shed += 1
         model.story.add(now, "shed", (entry.request.id,))
         out.append(Finish(entry.request.id, Outcome.SHED))
@@ -199,9 +207,9 @@ class Queues:
                         self.starts.push(entry, -inf)
                 lane.reorder()
 
-    def unload(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        """End all of a removed model that wait."""
-        _refuse(model, self._withdraw_all(model), Reason.UNLOADED, None, now, out)
+    def refuse_all(self, model: ModelState, reason: Reason, now: float, out: list[Instruction]) -> None:
+        """End all of a model that wait."""
+        _refuse(model, self._withdraw_all(model), reason, None, now, out)
 
     def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
         """End all of a model that wait, because its weights did not come."""

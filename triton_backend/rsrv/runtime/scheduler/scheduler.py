@@ -23,13 +23,14 @@ from dataclasses import replace
 from math import inf
 from typing import assert_never
 
-from rsrv.runtime.scheduler import invariants
+from rsrv.runtime.scheduler import contract, invariants
 from rsrv.runtime.scheduler.costs import VariantCosts, variant_costs
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES, Discipline
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
 from rsrv.runtime.scheduler.events import (
     Compact,
     Event,
+    Evict,
     Execute,
     ExecutionFinished,
     Finish,
@@ -39,8 +40,13 @@ from rsrv.runtime.scheduler.events import (
     ModelAdded,
     ModelRemoved,
     Outcome,
+    Pause,
+    Paused,
     Pinned,
+    PolicyChanged,
+    Prefetch,
     Program,
+    Reason,
     RequestsArrived,
     RequestsCancelled,
     RunEnded,
@@ -53,12 +59,12 @@ from rsrv.runtime.scheduler.events import (
 from rsrv.runtime.scheduler.gate import Gate
 from rsrv.runtime.scheduler.inflight import InFlight
 from rsrv.runtime.scheduler.memory import Memory
-from rsrv.runtime.scheduler.model import ModelState, check_program
+from rsrv.runtime.scheduler.model import ModelState, with_policy
 from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.shedding import SLACK, hopeless
-from rsrv.runtime.scheduler.snapshot import Counts, Snapshot
+from rsrv.runtime.scheduler.snapshot import Counts, Load, Snapshot
 from rsrv.runtime.scheduler.waiting import Lane
 from rsrv.runtime.scheduler.weights import Residency
 
@@ -77,7 +83,7 @@ class Scheduler:
         self.settings = settings or SchedulerSettings()
         self._disciplines = disciplines
         self._now = -inf
-        self._check_settings(self.settings)
+        contract.check_settings(self.settings, disciplines)
         #: loaded models. A removed one moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
@@ -102,7 +108,7 @@ class Scheduler:
         Raises:
             CallerError: the event contradicts earlier ones, or time runs backwards. Nothing has changed.
         """
-        self._check(event, now)
+        contract.check(self, event, now)
         self._discipline.advance(now)
         out: list[Instruction] = []
         match event:
@@ -127,13 +133,22 @@ class Scheduler:
             case WarmUpEnded():
                 self._warmed_up(event, now, out)
             case Pinned():
-                self._memory.pin(self._models[event.model], event.pinned, now)
+                self._memory.pin(self._models[event.model], event.pinned, now, out)
+            case Prefetch():
+                self._memory.prefetch(self._models[event.model], now)
+            case Evict():
+                self._memory.leave([self._models[name] for name in event.models], now, out)
+            case Paused():
+                for name in event.models:
+                    self._pause(self._models[name], event.mode, now, out)
+            case PolicyChanged():
+                self._change_policy(event, now)
             case Compact():
                 self._memory.compaction.ask(reload=True)
             case ModelRemoved():
                 self._remove(event.model, now, out)
             case SettingsChanged():
-                self._change(event.settings, now)
+                self._change(event.settings, now, out)
             case _:
                 assert_never(event)
         self._queues.expire(now, out)
@@ -152,46 +167,10 @@ class Scheduler:
         self._now = now
         return out
 
-    def _check(self, event: Event, now: float) -> None:
-        if not now >= self._now:
-            raise CallerError(f"time runs backwards: {now} after {self._now}")
-        match event:
-            case RequestsArrived():
-                self._queues.check(event.requests, self._gate.live.keys())
-            case ExecutionFinished():
-                if event.dispatch not in self._running:
-                    raise CallerError(
-                        f"dispatch {event.dispatch} is not in flight:"
-                        f" {[running.execute.dispatch for running in self._running]} are"
-                    )
-            case RunsAsked():
-                self._gate.check(event.runs, self._queues.live.keys())
-            case ModelAdded():
-                check_program(event.program)
-                self._memory.weights.pieces.check(event.program.tensors or {})
-                name = event.program.model
-                if name in self._models:
-                    raise CallerError(f"model {name!r} is loaded already: remove it first")
-                if name in self._draining:
-                    raise CallerError(f"model {name!r} is draining: add it again after its EvictWeights")
-            case SettingsChanged():
-                self._check_settings(event.settings)
-            case ModelRemoved() | Pinned():
-                if event.model not in self._models:
-                    raise CallerError(f"there is no model {event.model!r}")
-            case WarmUpEnded():
-                warming = self._models.get(event.model) or self._draining.get(event.model)
-                if warming is None or not warming.warming or warming in self._memory.compaction.warm_ups:
-                    raise CallerError(f"model {event.model!r} is not being warmed up")
-            case WeightsLoaded() | LoadFailed() | LoadAbandoned():
-                self._memory.weights.check_epoch(event.model, event.epoch)
-            case _:
-                pass
-
     # --- requests and executions --------------------------------------------------------------------------
 
     def _arrive(self, event: RequestsArrived, now: float, out: list[Instruction]) -> None:
-        full = self._queues.arrive(event.requests, now, out)
+        full = self._queues.arrive(event.requests, now, out, on_demand=self.settings.on_demand)
         if full:
             # One round of the device: what runs, then one batch of each model with work.
             self._settle(now)
@@ -294,6 +273,23 @@ class Scheduler:
         elif event.costs is not None:
             model.learn(self._variant_costs(model.program, event.costs))
 
+    def _pause(self, model: ModelState, mode: Pause | None, now: float, out: list[Instruction]) -> None:
+        if mode is model.paused:
+            return
+        model.paused = mode
+        model.story.add(now, "goes on" if mode is None else f"paused: {mode.value}", "")
+        if mode is Pause.REJECT:
+            self._queues.refuse_all(model, Reason.PAUSED, now, out)
+        elif mode is Pause.HOLD:
+            self._memory.hold(model)
+        self._queues.touched[model] = None
+
+    def _change_policy(self, event: PolicyChanged, now: float) -> None:
+        model = self._models[event.model]
+        model.obey(with_policy(model.program, event))
+        model.story.add(now, "policy changed", event)
+        self._queues.touched[model] = None
+
     def _variant_costs(
         self, program: Program, costs: Mapping[tuple[int, int], float]
     ) -> dict[int, VariantCosts]:
@@ -307,11 +303,11 @@ class Scheduler:
             relax=settings.cost_relax,
         )
 
-    def _change(self, settings: SchedulerSettings, now: float) -> None:
+    def _change(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._memory.obey(settings)
+        self._memory.obey(settings, now, out)
         for model in self._models.values():
             for lane in model.lanes.values():
                 lane.costs.obey(settings)
@@ -322,16 +318,10 @@ class Scheduler:
         self._gate.obey(self._discipline, settings.meta_concurrency)
         self._queues.touched.update(dict.fromkeys(self._models.values()))
 
-    def _check_settings(self, settings: SchedulerSettings) -> None:
-        if settings.discipline not in self._disciplines:
-            raise CallerError(
-                f"discipline must be one of {sorted(self._disciplines)}, not {settings.discipline!r}"
-            )
-
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
         model.story.add(now, "removed", "")
-        self._queues.unload(model, now, out)
+        self._queues.refuse_all(model, Reason.UNLOADED, now, out)
         self._settle(now)
         self._discipline.forget(name)
         del self._models[name]
@@ -349,6 +339,8 @@ class Scheduler:
 
     def _load(self, now: float, out: list[Instruction]) -> None:
         """Start the load that comes next, after making room; evict what is above the budget."""
+        if self._memory.leaving:
+            self._memory.let_go(now, out)
         self._memory.trim(now, out)
         # Who was evicted with work is in line at once: nothing else may happen for a long time.
         self._settle(now)
@@ -396,7 +388,7 @@ class Scheduler:
         name, discipline = model.name, self._discipline
         self._unripe.discard(name)
         if model.place is None:
-            discipline.remove(name)
+            (discipline.hold if model.queued else discipline.remove)(name)
             self._loads.cold.discard(name)
             self._loads.changed(model)
             return
@@ -404,6 +396,8 @@ class Scheduler:
             case Residency.RESIDENT:
                 if model.warming:
                     discipline.wait(model, claims=False)
+                elif self._memory.stops(model):
+                    discipline.wait(model, claims=True)
                 elif model.ripe <= now:
                     discipline.update(model)
                 else:
@@ -510,6 +504,11 @@ class Scheduler:
         """The latest events and instructions of a loaded or draining model, oldest first; [] for others."""
         state = self._models.get(model) or self._draining.get(model)
         return [] if state is None else state.story.lines()
+
+    def load(self) -> Load:
+        """What `snapshot` says of loaded models, as far as it is asked for often. Costs O(models)."""
+        models = {name: state.load() for name, state in self._models.items()}
+        return Load(models, self._memory.weights.bytes, self._memory.weights.budget)
 
     def snapshot(self) -> Snapshot:
         """Statistics of all loaded and draining models."""

@@ -22,6 +22,9 @@ class SchedulerSettings:
     #: a model with waiting requests keeps its weights on the device for at least this many times the time
     #: that loading them took; see `residency`.
     residency_factor: float = 4.0
+    #: whether weights come when requests wait for them, and give way to those of others. If not, they come and go only
+    #: when somebody says so (`Pinned`, `Prefetch`, `Evict`), and requests for others are refused.
+    on_demand: bool = True
     #: who gives way among models that nobody waits for; a key of `POLICIES`.
     eviction: str = "lru"
     #: device bytes that weights may take, pinned ones included; None: no limit.

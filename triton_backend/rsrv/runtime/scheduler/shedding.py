@@ -19,7 +19,7 @@ class Hopeless:
     entry: Entry
     lane: Lane
     model: ModelState
-    #: whether it is only because its weights are elsewhere.
+    #: whether it is only because its weights are elsewhere, and may not come.
     cold: bool
 
 
@@ -43,7 +43,7 @@ def hopeless(
         latest = deadline - lane.costs.request(entry.rows, coalesce=model.program.coalesce)
         loaded = now + weights.expected_wait(model.holding, now)
         if max(free, loaded) > latest + SLACK:
-            yield Hopeless(entry, lane, model, free <= latest + SLACK)
+            yield Hopeless(entry, lane, model, free <= latest + SLACK and not model.held)
         else:
             absent = model.holding.residency is Residency.ABSENT
             later.append((entry, latest - model.holding.remaining_seconds if absent else latest))

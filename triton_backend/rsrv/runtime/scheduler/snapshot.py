@@ -5,8 +5,9 @@ Counters rise from the moment a model was added (or the scheduler was made); not
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from rsrv.runtime.scheduler.events import Outcome, Reason
+from rsrv.runtime.scheduler.events import Outcome, Pause, Reason
 from rsrv.runtime.scheduler.weights import Residency
 
 
@@ -64,6 +65,8 @@ class ModelSnapshot:
     pinned: bool
     #: removed, but its last executions or its load still run.
     draining: bool
+    #: how it is paused; None: it is not.
+    paused: Pause | None
     #: requests that wait, and their rows.
     queued: int
     queued_rows: int
@@ -96,6 +99,28 @@ class ModelSnapshot:
     evictions: int
     #: expected device time of what waits.
     backlog_seconds: float
+
+
+class ModelLoad(NamedTuple):
+    """Of one model, what is asked for often: named as in its snapshot."""
+
+    queued: int
+    executing: int
+    device_bytes: int
+    #: of the execution that is expected to cost least for each of its rows when it is full.
+    row_seconds: float
+    misses: int
+    device_seconds: float
+    useful_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a snapshot says, as far as it is asked for often."""
+
+    models: Mapping[str, ModelLoad]
+    weight_bytes: int
+    weight_budget_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from rsrv.runtime.scheduler.events import (
     ExecutionFinished,
     LoadFailed,
     LoadWeights,
+    PolicyChanged,
     WeightsLoaded,
 )
 
@@ -22,6 +23,7 @@ Subject = (
     | LoadFailed
     | AbandonLoad
     | EvictWeights
+    | PolicyChanged
     | Sequence[int]
     | str
 )
@@ -63,6 +65,9 @@ def _details(subject: Subject) -> str:
             return f"epoch={subject.epoch} seconds={subject.seconds:.6f}"
         case LoadFailed():
             return f"epoch={subject.epoch} error={subject.error}"
+        case PolicyChanged():
+            changed = {key: getattr(subject, key) for key in ("weight", "max_delay", "max_queue_depth")}
+            return " ".join(f"{key}={value}" for key, value in changed.items() if value is not None)
         case LoadWeights() | AbandonLoad() | EvictWeights():
             return f"epoch={subject.epoch}"
         case _:

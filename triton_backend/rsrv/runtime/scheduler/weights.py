@@ -35,8 +35,10 @@ class Holding:
 
     __slots__ = (
         "abandoned",
+        "asked",
         "epoch",
         "evictions",
+        "fresh",
         "gap",
         "load_seconds",
         "loads",
@@ -59,6 +61,8 @@ class Holding:
         self.pieces: list[Piece] = []
         #: whether it stays on the device, whoever else needs room.
         self.pinned = program.pinned
+        #: whether somebody asked for it to come, or to stay, other than by a request. Ends when it leaves.
+        self.asked = program.pinned
         self.residency = Residency.ABSENT
         #: of the current or latest load; 0 before the first.
         self.epoch = 0
@@ -74,6 +78,8 @@ class Holding:
         self.load_seconds = program.load_seconds
         #: how long the latest load took; before the first: as long as one of all its bytes.
         self.took = program.load_seconds
+        #: whether it came for requests that wait, and nothing has executed on it since.
+        self.fresh = False
         #: when the current residency, or the load under way, began; and how long the latter was expected to take.
         self.since = 0.0
         self.takes = 0.0

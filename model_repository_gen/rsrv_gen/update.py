@@ -1,0 +1,198 @@
+"""What a repository lacks of its bundles, and bringing it up to date: for the command, and for a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rsrv.settings import Transport
+from rsrv_gen.plan import LinkMode, ModelPlan, Source, plan_repository
+from rsrv_gen.sources import Sources, read_sources
+from rsrv_gen.write import Replaced, carried, is_current, is_foreign, is_ours, open_repository, our_models
+
+#: `foreign`: somebody else's directory has the name. `internal`: there is no directory, because metas carry the model.
+Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is to be done with one model of a repository."""
+
+    name: str
+    verb: Verb
+    #: Of a model that is to be there.
+    plan: ModelPlan | None = None
+    #: What there is to say beside the name: empty, or " (...)".
+    note: str = ""
+    #: The metas that carry a model which goes because they do: they have to be in place first.
+    carriers: tuple[str, ...] = ()
+
+
+def steps(
+    repository: Path,
+    sources: Sources,
+    *,
+    link: LinkMode,
+    transport: Transport,
+    stays: Callable[[str], str],
+    only: Collection[str] | None = None,
+) -> Iterator[Step]:
+    """What would make the repository what its bundles say, in the order in which it has to be done.
+
+    `stays` says of a model without a bundle why it is not removed; empty: it is. `only` these models are looked at,
+    None: all. Reads, and writes nothing; each step is decided when it is asked for.
+    """
+    kept, go = {}, []
+    for name in sorted(our_models(repository) - set(sources.good)):
+        reason = "as it was before its bundle broke" if name in sources.broken else stays(name)
+        if reason:
+            kept[name] = reason
+        else:
+            go.append(name)
+    plan = plan_repository(
+        sources.good,
+        {name: carried(repository / name) for name in kept},
+        mode=link,
+        transport=transport,
+    )
+
+    def wanted(name: str) -> bool:
+        return only is None or name in only
+
+    for name, model in plan.models.items():
+        if wanted(name):
+            note = _note(sources.good[name], plan.internal.get(name, ()))
+            yield Step(name, _verb(repository / name, model, link), model, note)
+    # Only now: to a Triton that polls, the metas are there before their callees go.
+    for name, metas in plan.internal.items():
+        if wanted(name) and name not in plan.models:
+            yield _without_directory(repository / name, metas)
+    for name, reason in kept.items():
+        if wanted(name):
+            yield Step(name, "kept", note=f" ({reason})")
+    for name in go:
+        if wanted(name):
+            yield Step(name, "removed")
+
+
+def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
+    if is_current(folder, plan, link):
+        return "unchanged"
+    if is_foreign(folder):
+        return "foreign"
+    return "changed" if is_ours(folder) else "new"
+
+
+def _without_directory(folder: Path, metas: tuple[str, ...]) -> Step:
+    """A model that its metas carry, and that Triton does not know."""
+    called = f"called by {', '.join(metas)}"
+    if not is_ours(folder):
+        return Step(folder.name, "internal", note=f" ({called})")
+    note = f" (internal: {called}; public: true in its manifest would keep it)"
+    return Step(folder.name, "removed", note=note, carriers=metas)
+
+
+def _note(source: Source, metas: Sequence[str]) -> str:
+    """What the line of a model says beside its name: what a meta model carries, and which metas alone call it."""
+    if calls := source.bundle.manifest.meta_calls:
+        return f" (carries {', '.join(calls)})"
+    return f" (internal: called by {', '.join(metas)})" if metas else ""
+
+
+@dataclass
+class Update:
+    """What was done to a repository, and what is left to do when that has been loaded."""
+
+    #: Models that were written: each can be taken back.
+    put: dict[str, Replaced] = field(default_factory=dict)
+    #: Models that were as their bundles say.
+    unchanged: set[str] = field(default_factory=set)
+    #: Models to remove, with the metas that have to be in place before.
+    go: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Models that are not in order: their bundles, or what stands in their place. All of them, asked for or not.
+    broken: dict[str, str] = field(default_factory=dict)
+    #: Models that could not be written, with the reason.
+    failed: dict[str, str] = field(default_factory=dict)
+    #: Models that were left as they are because a bundle that they are made of is not ready to be read.
+    later: set[str] = field(default_factory=set)
+    #: Places below which no bundles were found, with the reason.
+    unusable: list[str] = field(default_factory=list)
+
+
+def update(
+    repository: Path,
+    roots: Sequence[Path],
+    names: Collection[str] | None,
+    *,
+    link: LinkMode,
+    transport: Transport,
+    stays: Callable[[str], str] = lambda name: "",
+    ready: Callable[[str], bool] = lambda name: True,
+    write: bool = True,
+    later_than: Mapping[str, int] | None = None,
+) -> Update:
+    """Writes those of the named models (None: all) that are not as their bundles below `roots` say.
+
+    With a model, those are looked at that are made of its bundle or stand in for it: metas, and what they call.
+    Nothing is removed: `remove` does that when the others have been loaded. `ready` says whether a bundle may be read
+    now; it is asked before and again after it has been read. With `write` False, what would be written is in
+    `Update.failed`. `later_than` as in `RepositoryWriter.put`.
+    """
+    sources = read_sources(roots)
+    broken = {name: "; ".join(lines) for name, lines in sources.broken.items()}
+    done = Update(broken=broken, unusable=sources.unusable)
+    only = None if names is None else _touched(names, sources, repository)
+    planned = steps(repository, sources, link=link, transport=transport, stays=stays, only=only)
+    for step in planned:
+        made_of = (step.name, *_calls(step.name, sources))
+        if step.verb in ("new", "changed", "unchanged") and not all(map(ready, made_of)):
+            done.later.add(step.name)
+            continue
+        # A link to a folder is equal whatever is in the folder: that is for whoever saw it change to say.
+        followed = link == "symlink" and names is not None and not set(names).isdisjoint(made_of)
+        match step.verb:
+            case "unchanged" if not followed:
+                done.unchanged.add(step.name)
+            case "new" | "changed" | "unchanged" if step.plan is not None and write:
+                _put(repository, link, step.name, step.plan, (later_than or {}).get(step.name, 0), done)
+                if step.name in done.put and not all(map(ready, made_of)):
+                    done.put.pop(step.name).undo()
+                    done.later.add(step.name)
+            case "new" | "changed" | "unchanged":
+                done.failed[step.name] = f"its bundle is {step.verb}, and nothing may be written"
+            case "foreign":
+                done.broken[step.name] = (
+                    f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
+                )
+            case "removed":
+                done.go[step.name] = step.carriers
+    return done
+
+
+def remove(repository: Path, name: str, link: LinkMode) -> None:
+    """Removes a model that rsrv-gen made. Raises OSError."""
+    with open_repository(repository, link) as writer:
+        writer.remove(name)
+
+
+def _put(repository: Path, link: LinkMode, name: str, plan: ModelPlan, later_than: int, done: Update) -> None:
+    try:
+        # Opened for each: a large model may take minutes to copy, and another rsrv-gen waits meanwhile.
+        with open_repository(repository, link) as writer:
+            done.put[name] = writer.put(name, plan, later_than)
+    except (OSError, ValueError) as error:
+        done.failed[name] = f"could not be written: {error}"
+
+
+def _calls(name: str, sources: Sources) -> Sequence[str]:
+    return sources.good[name].bundle.manifest.meta_calls if name in sources.good else ()
+
+
+def _touched(names: Collection[str], sources: Sources, repository: Path) -> set[str]:
+    """These models, the metas that carry one of them, and what these call or called: it may have become internal."""
+    known = {*sources.good, *our_models(repository)}
+    calls = {name: {*_calls(name, sources), *carried(repository / name)} for name in known}
+    touched = {*names, *(meta for meta, called in calls.items() if not called.isdisjoint(names))}
+    return touched.union(*(calls.get(name, set()) for name in touched))

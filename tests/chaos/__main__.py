@@ -1,0 +1,86 @@
+"""`make chaos`: every fault in turn on real servers under load, until the time is over, and a table of what it did.
+
+Leaves with 1 if an answer was wrong or missing, a model was harmed that should not have been, or one did not recover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from tests.bench.report import table
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.figures import HEADERS, Row, cells, remarks, together
+from tests.chaos.house import NotPossible, houses
+from tests.chaos.run import FULL, QUICK, run_fault
+from tests.e2e.harness import ROOT
+
+RESULT = ROOT / "build" / "chaos.md"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="each fault once, with short pauses")
+    parser.add_argument(
+        "--only", metavar="WORD", nargs="+", help="faults whose names hold one of these words"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what the clients ask (%(default)s)")
+    options = parser.parse_args(argv)
+    wanted = [kind for kind in FAULTS if not options.only or any(word in kind.name for word in options.only)]
+    if not wanted:
+        parser.error("no fault has such a name; they are:\n" + "\n".join(f"  {kind.name}" for kind in FAULTS))
+    until = time.monotonic() + (0 if options.quick else 60 * options.minutes)
+    rows: dict[type[Fault], list[Row]] = {}
+    impossible: dict[type[Fault], str] = {}
+    with houses() as get:
+        for number, kind in enumerate(_turns(wanted, until, impossible)):
+            try:
+                pace = QUICK if options.quick else FULL
+                row = run_fault(kind(), get(kind.needs_clock), pace, options.seed + number)
+            except NotPossible as why:
+                impossible[kind] = str(why)
+                print(f"{kind.name}: not tried: {why}", flush=True)
+                continue
+            rows.setdefault(kind, []).append(row)
+            _tell(kind, row)
+    text = report(rows, impossible)
+    print(f"\n{text}")
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(text + "\n")
+    return int(any(row.problems for some in rows.values() for row in some))
+
+
+def _turns(
+    wanted: Sequence[type[Fault]], until: float, impossible: Iterable[type[Fault]]
+) -> Iterator[type[Fault]]:
+    """Each fault once, and then again until the time is over."""
+    yield from wanted
+    while time.monotonic() < until and (possible := [kind for kind in wanted if kind not in set(impossible)]):
+        for kind in possible:
+            if time.monotonic() >= until:
+                return
+            yield kind
+
+
+def _tell(kind: type[Fault], row: Row) -> None:
+    line = ", ".join(f"{h} {c}" for h, c in zip(HEADERS[2:], cells(row, kind.expected)[2:], strict=True))
+    print(f"{kind.name}: {line}", *remarks(row, kind.expected), sep="\n    ", flush=True)
+
+
+def report(rows: dict[type[Fault], list[Row]], impossible: dict[type[Fault], str]) -> str:
+    """The table, and what it cannot say; as text that is Markdown, too."""
+    merged = {kind: together(some) for kind, some in rows.items()}
+    lines = ["```", table(HEADERS, [cells(row, kind.expected) for kind, row in merged.items()]), "```", ""]
+    for kind, row in merged.items():
+        if said := remarks(row, kind.expected):
+            lines += [f"{kind.name}:", *(f"- {text}" for text in said), ""]
+    lines += [f"{kind.name}: not tried: {why}" for kind, why in impossible.items()]
+    return "\n".join(lines).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The bundles of the chaos tests: what fails, hangs, is large or takes long when it is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv_bundle.export import export_bundle
+from tests.chaos.questions import BREAKS, BULKY, BULKY_STEP, HEAVY, HEAVY_FACTORS, MOODS, mixing, mood
+from tests.e2e import bundles
+from tests.e2e.harness import ROOT
+from tests.e2e.metas import write_meta, write_scale
+
+OUTPUT = ROOT / "build" / "chaos_bundles"
+
+#: of the end-to-end tests' bundles, those that are served here, too
+BORROWED = ("exact", "only_rows", "elastic", "sudden")
+
+
+def _fragile(out_dir: Path) -> None:
+    """f32 [n, 4] -> three times as much; an element of BREAKS or more makes the execution fail on the device."""
+
+    def fail(x: jax.Array) -> Any:
+        # A library's routine, called with elements of a type that it does not take: it says so when it is executed.
+        result = jax.ShapeDtypeStruct(x.shape, np.int32), jax.ShapeDtypeStruct((), np.int32)
+        call = jax.ffi.ffi_call("lapack_spotrf_ffi", result)
+        factor, _ = call(jax.lax.bitcast_convert_type(x, np.int32), uplo=np.uint8(ord("L")))
+        return jax.lax.bitcast_convert_type(factor, np.float32)
+
+    export_bundle(
+        lambda params, x: {"y": jax.lax.cond((x >= BREAKS).any(), fail, lambda x: 3 * x, x)},
+        {},
+        {"x": np.zeros((1, 4), np.float32)},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+    )
+
+
+HOOKS = f"""
+import os
+import time
+
+MOODS = {MOODS!r}
+FIRST = {float(mood(MOODS[0]).inputs["x"][0, 0])}
+
+
+def act(mood):
+    match mood:
+        case "hang":
+            while True:
+                time.sleep(1)
+        case "hoard":
+            held = []
+            for _ in range(96):
+                held.append(b"x" * 2**25)
+            raise RuntimeError("three GiB, and nobody minds")
+        case "exit":
+            os._exit(3)
+
+
+def preprocess(inputs):
+    number = int(inputs["x"][0, 0] - FIRST)
+    if 0 <= number < len(MOODS):
+        act(MOODS[number])
+    return inputs
+
+
+def postprocess(outputs):
+    return {{"y": outputs["y"] + 1}}
+"""
+
+
+def _moody(out_dir: Path) -> None:
+    """f32 [n, 4] -> twice as much and one more, unless a hook is in a mood."""
+    export_bundle(
+        lambda params, x: {"y": 2 * x},
+        {},
+        {"x": np.zeros((1, 4), np.float32)},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+        hooks=HOOKS,
+    )
+
+
+def _heavy(out_dir: Path) -> None:
+    """i32 [n, 4] -> the weights there, of which there is a second's worth of reading."""
+    weights = np.arange(HEAVY, dtype=np.uint32) * np.uint32(HEAVY_FACTORS[out_dir.name])
+    export_bundle(
+        lambda params, at: {"y": params["table"][at]},
+        {"table": weights},
+        {"at": jax.ShapeDtypeStruct((1, 4), np.int32)},
+        batch_sizes=(1, 4),
+        out_dir=out_dir,
+    )
+
+
+def _bulky(out_dir: Path) -> None:
+    """f32 [n, BULKY] -> every BULKY_STEP-th element."""
+    export_bundle(
+        lambda params, x: {"y": x[:, ::BULKY_STEP]},
+        {},
+        {"x": jax.ShapeDtypeStruct((1, BULKY), np.float32)},
+        batch_sizes=(1, 16),
+        out_dir=out_dir,
+    )
+
+
+def _compiling(out_dir: Path) -> None:
+    """u32 [n, 4] -> the same, mixed up; compiling it takes seconds for each size."""
+
+    def mix(params: Any, x: jax.Array) -> Any:
+        h = x
+        for shift, factor in mixing():
+            h = (h ^ h >> jnp.uint32(shift)) * jnp.uint32(factor)
+        return {"y": h}
+
+    export_bundle(mix, {}, {"x": np.zeros((1, 4), np.uint32)}, batch_sizes=(1, 2, 4), out_dir=out_dir)
+
+
+def _double(out_dir: Path) -> None:
+    write_scale(out_dir, 2)
+
+
+def _triple(out_dir: Path) -> None:
+    write_scale(out_dir, 3)
+
+
+def _chain(out_dir: Path) -> None:
+    """f32 [n, 8] -> six times as much, in two stages."""
+    body = """
+    def run(inputs, call):
+        return call("triple", {"x": call("double", inputs)["y"]})
+    """
+    write_meta(out_dir, body, ["double", "triple"])
+
+
+MAKERS: Mapping[str, Callable[[Path], None]] = {
+    "fragile": _fragile,
+    "moody": _moody,
+    "heavy_a": _heavy,
+    "heavy_b": _heavy,
+    "bulky": _bulky,
+    "compiling": _compiling,
+    "double": _double,
+    "triple": _triple,
+    "chain": _chain,
+}
+
+
+def ensure() -> Mapping[str, Path]:
+    """The bundles by name, built if need be."""
+    here = Path(__file__)
+    own = bundles.ensure_made(OUTPUT, MAKERS, (here, here.with_name("questions.py")))
+    borrowed = bundles.ensure()
+    return {name: own / name for name in MAKERS} | {name: borrowed / name for name in BORROWED}

@@ -1,0 +1,548 @@
+"""The faults: what each does to a server under load, whom it may harm, and how to see that it is over.
+
+`prepare` runs before the load, `strike` when it is steady; `relieve` takes the cause away, if that is not over by
+itself. `check` says afterwards what does not show in the clients' answers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import ClassVar
+
+import numpy as np
+
+from rsrv.wire.paths import DEATHS
+from tests.chaos.figures import Expected
+from tests.chaos.health import watched
+from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, NotPossible, fill
+from tests.chaos.load import Client, Load, clients
+from tests.chaos.questions import breaking, bulky, endless, mood
+from tests.e2e.harness import ROOT, is_alive, wait_until
+
+#: what Triton 24.10 does with requests that a stub had when it died (facts S6)
+NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
+
+#: who asks beside every fault, unless it names these models as its victims
+BYSTANDERS = (
+    *clients("exact", grpc=2, http=1, pause=0.03),
+    *clients("only_rows", grpc=1, http=1, pause=0.03),
+    *clients("chain", grpc=1, pause=0.05),
+)
+WORK = (*clients("elastic", grpc=2, http=1, pause=0.02),)
+
+
+class Fault:
+    """One kind of fault."""
+
+    name: ClassVar[str]
+    #: clients beside the bystanders
+    load: ClassVar[Sequence[Client]] = WORK
+    expected: ClassVar[Expected] = Expected(None)
+    #: seconds in which what should come back must
+    patience: ClassVar[float] = 20.0
+    #: of whom the health service must say within a second that it does not serve: a model, or "", the server; None: nobody
+    unhealthy: ClassVar[str | None] = None
+    #: whether its server's clock must be one that can be set
+    needs_clock: ClassVar[bool] = False
+
+    def prepare(self, house: House) -> None:
+        """Make ready, before there is load. Raises NotPossible."""
+
+    def strike(self, house: House, load: Load) -> float:
+        """Returns when it struck, on the clock of `time.monotonic`, once the cause may be taken away."""
+        raise NotImplementedError
+
+    def relieve(self, house: House, load: Load) -> None:
+        """Take the cause away."""
+
+    def check(self, house: House) -> Iterable[str]:
+        """What is not as it must be, afterwards."""
+        return ()
+
+    def notes(self) -> Iterable[str]:
+        """What is worth telling, afterwards."""
+        return ()
+
+    def tidy(self, house: House) -> None:
+        """Leave the house as it was."""
+
+
+def kill(pid: int, number: int) -> float:
+    """Send a signal; returns when."""
+    at = time.monotonic()
+    os.kill(pid, number)
+    return at
+
+
+# --- the runtime --------------------------------------------------------------------------------------------------
+
+
+class _RuntimeDies(Fault):
+    """Everybody loses what was under way, and gets another runtime."""
+
+    unhealthy: ClassVar[str | None] = ""
+
+    def __init__(self) -> None:
+        self._killed = 0
+
+    def kill_runtime(self) -> float:
+        return kill(self._killed, signal.SIGKILL)
+
+    def prepare(self, house: House) -> None:
+        self._killed = house.runtime_pid()
+
+    def check(self, house: House) -> Iterable[str]:
+        if house.runtime_pid() == self._killed:
+            yield "the runtime is still the one that was killed"
+
+
+class KillExecuting(_RuntimeDies):
+    name = "kill -9 the runtime while it executes"
+
+    def strike(self, house: House, load: Load) -> float:
+        wait_until(lambda: house.model("elastic").get("executing"), what="an execution")
+        return self.kill_runtime()
+
+
+class KillLoading(_RuntimeDies):
+    name = "kill -9 the runtime while it loads weights"
+    #: only one of these fits, so that each question for the other is a load
+    load = (*clients("heavy_a", grpc=1, pause=0.1), *clients("heavy_b", http=1, pause=0.1))
+
+    def strike(self, house: House, load: Load) -> float:
+        def loading() -> bool:
+            return any(house.model(name).get("weights") == "loading" for name in ("heavy_a", "heavy_b"))
+
+        wait_until(loading, what="a load of weights")
+        return self.kill_runtime()
+
+
+class KillCompiling(_RuntimeDies):
+    name = "kill -9 the runtime while it compiles"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loading = _Loading("compiling")
+
+    def prepare(self, house: House) -> None:
+        self._loading.prepare(house)
+        super().prepare(house)
+
+    def strike(self, house: House, load: Load) -> float:
+        self._loading.begin(house)
+        return self.kill_runtime()
+
+    def check(self, house: House) -> Iterable[str]:
+        yield from super().check(house)
+        yield from self._loading.check(house)
+
+    def notes(self) -> Iterable[str]:
+        yield f"the load: {self._loading.error or 'succeeded'}"
+
+    def tidy(self, house: House) -> None:
+        self._loading.tidy(house)
+
+
+class Freeze(Fault):
+    name = "SIGSTOP the runtime for 5 s"
+    unhealthy = ""
+
+    def strike(self, house: House, load: Load) -> float:
+        self._frozen = house.runtime_pid()
+        struck = kill(self._frozen, signal.SIGSTOP)
+        time.sleep(5)
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        os.kill(self._frozen, signal.SIGCONT)
+
+    def check(self, house: House) -> Iterable[str]:
+        if house.runtime_pid() != self._frozen:
+            yield "the runtime was only frozen, and is another one now"
+
+
+# --- stubs --------------------------------------------------------------------------------------------------------
+
+
+class KillStub(Fault):
+    name = "kill -9 a stub"
+    expected = Expected({"elastic"}, excuse=NO_ANSWER)
+    unhealthy = "elastic"
+
+    def strike(self, house: House, load: Load) -> float:
+        (stub,) = house.server.stub_pids("elastic")
+        return kill(stub, signal.SIGKILL)
+
+    def tidy(self, house: House) -> None:
+        _revive("elastic", house)
+
+
+class _MoodyHook(Fault):
+    load = (*clients("moody", grpc=2, http=1, pause=0.05), *WORK)
+    expected = Expected({"moody"}, excuse=NO_ANSWER)
+    mood: ClassVar[str]
+
+    def strike(self, house: House, load: Load) -> float:
+        return house.strike(load, "moody", mood(self.mood))
+
+    def tidy(self, house: House) -> None:
+        _revive("moody", house)
+
+
+class HookExits(_MoodyHook):
+    name = "a hook that calls os._exit"
+    mood = "exit"
+    unhealthy = "moody"
+
+
+class HookHangs(_MoodyHook):
+    name = f"a hook that hangs (limit {HOOK_TIMEOUT:.0f} s)"
+    mood = "hang"
+    patience = HOOK_TIMEOUT + 20
+
+
+class HookHoards(_MoodyHook):
+    name = "a hook that allocates without bound"
+    mood = "hoard"
+
+    def strike(self, house: House, load: Load) -> float:
+        self._mark = house.log_mark()
+        return super().strike(house, load)
+
+    def check(self, house: House) -> Iterable[str]:
+        if "nobody minds" in house.log_from(self._mark):
+            yield "the hook got all that it wanted"
+
+
+def _revive(model: str, house: House) -> None:
+    """What an operator would do when the control process has not: load it again."""
+    if house.alive and (not house.server.stub_pids(model) or not house.model(model)):
+        house.reload(model)
+
+
+# --- the control process ------------------------------------------------------------------------------------------
+
+
+class KillControl(Fault):
+    name = "kill -9 the control process"
+    expected = Expected(())
+    unhealthy = ""
+
+    def prepare(self, house: House) -> None:
+        found = house.control_pid()
+        if found is None:
+            raise NotPossible("this server has no control process")
+        self._killed = found
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = kill(self._killed, signal.SIGKILL)
+        with watched(house.control_socket(), "") as told:
+            wait_until(lambda: told.seconds_until(serving=True, since=struck) < inf, 10, what="its successor")
+            self._seconds = told.seconds_until(serving=True, since=struck)
+        return struck
+
+    def notes(self) -> Iterable[str]:
+        yield f"another control process answered after {self._seconds:.1f} s"
+
+
+# --- what the machine lacks ---------------------------------------------------------------------------------------
+
+
+class FullSharedMemory(Fault):
+    name = "full /dev/shm for 3 s"
+    load = (*clients("bulky", grpc=1, http=1, pause=0.2), *WORK)
+    expected = Expected({"bulky"})
+
+    def __init__(self) -> None:
+        #: what was said about loading another model meanwhile
+        self._said = ""
+
+    def prepare(self, house: House) -> None:
+        house.shm  # noqa: B018 - whether it can be filled at all
+        # Triton's memory for a model grows with the largest request, and never shrinks.
+        house.reload("bulky")
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+        self._give_back = fill(house.shm)
+        until = time.monotonic() + 3
+        for number in range(3):
+            house.strike(load, "bulky", bulky(np.random.default_rng(number), 16))
+        house.add("compiling")
+        self._said = house.load_model("compiling")
+        time.sleep(max(0.0, until - time.monotonic()))
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        self._give_back()
+
+    def check(self, house: House) -> Iterable[str]:
+        if self._said and (again := house.load_model("compiling")):
+            yield f"a model cannot be loaded afterwards: {again}"
+
+    def notes(self) -> Iterable[str]:
+        yield f"a model that was to be loaded meanwhile: {self._said or 'loaded'}"
+
+    def tidy(self, house: House) -> None:
+        house.remove("compiling")
+
+
+class FullDisk(Fault):
+    name = "full disk for compiled models while one is loaded"
+    expected = Expected(())
+
+    def __init__(self) -> None:
+        self._loading = _Loading("compiling")
+
+    def prepare(self, house: House) -> None:
+        house.small_disk  # noqa: B018 - as above
+        self._loading.prepare(house)
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+        self._give_back = fill(house.small_disk)
+        self._loading.begin(house)
+        self._loading.wait()
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        self._give_back()
+
+    def check(self, house: House) -> Iterable[str]:
+        if self._loading.error:
+            yield f"a model could not be loaded: {self._loading.error}"
+        yield from self._loading.check(house)
+
+    def tidy(self, house: House) -> None:
+        self._loading.tidy(house)
+
+
+class CorruptCache(_RuntimeDies):
+    name = "corrupt compilation cache, then kill -9 the runtime"
+
+    def strike(self, house: House, load: Load) -> float:
+        entries = sorted(path for path in house.disk.iterdir() if path.is_file())
+        assert entries, "there is no cache"
+        for number, entry in enumerate(entries):
+            content = bytearray(entry.read_bytes())
+            match number % 4:
+                case 0:
+                    content[len(content) // 2] ^= 0x10
+                case 1:
+                    del content[len(content) // 2 :]
+                case 2:
+                    content.clear()
+                case _:
+                    content[:] = os.urandom(len(content))
+            entry.write_bytes(content)
+        self._mark, self._entries = house.log_mark(), len(entries)
+        return self.kill_runtime()
+
+    def check(self, house: House) -> Iterable[str]:
+        yield from super().check(house)
+        self._damaged = house.log_from(self._mark).count(": damaged: compiled anew")
+
+    def notes(self) -> Iterable[str]:
+        yield f"of {self._entries} entries, all damaged, {self._damaged} were read, found out, and compiled anew"
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+class BundleVanishes(Fault):
+    name = "a bundle deleted while it loads"
+    expected = Expected(())
+
+    def __init__(self) -> None:
+        self._loading = _Loading("compiling")
+
+    def prepare(self, house: House) -> None:
+        self._loading.prepare(house)
+
+    def strike(self, house: House, load: Load) -> float:
+        self._loading.begin(house)
+        struck = time.monotonic()
+        shutil.rmtree(house.bundles / "compiling")
+        self._loading.wait()
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        house.add("compiling")
+
+    def check(self, house: House) -> Iterable[str]:
+        yield from self._loading.check(house)
+
+    def notes(self) -> Iterable[str]:
+        yield f"the load: {self._loading.error or 'succeeded'}"
+
+    def tidy(self, house: House) -> None:
+        self._loading.tidy(house)
+
+
+class DeviceFails(Fault):
+    name = "a device error"
+    load = (*clients("fragile", grpc=2, http=1, pause=0.02), *WORK)
+    expected = Expected({"fragile"})
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+        for _ in range(20):
+            house.strike(load, "fragile", breaking(), wait=True)
+        return struck
+
+
+class ExecutionHangs(_RuntimeDies):
+    name = f"an execution that hangs (watchdog {WATCHDOG:.0f} s)"
+    load = (*clients("sudden", grpc=1, http=1, pause=0.05), *WORK)
+    unhealthy = None  # until the watchdog has ended it
+    expected = Expected(None, stays={"sudden": "what hung once is refused until its bundle changes"})
+    patience = WATCHDOG + 20
+
+    def strike(self, house: House, load: Load) -> float:
+        return house.strike(load, "sudden", endless())
+
+    def tidy(self, house: House) -> None:
+        if not house.alive:
+            return
+        if house.runtime_pid() == self._killed:
+            kill(self._killed, signal.SIGKILL)
+            wait_until(lambda: not is_alive(self._killed))
+        (house.runtime_folder() / DEATHS).unlink(missing_ok=True)
+        house.reload("sudden")
+
+
+# --- clients and clocks -------------------------------------------------------------------------------------------
+
+
+class ClockJumps(Fault):
+    name = "the runtime's clock jumps a day ahead, two days back"
+    expected = Expected(())
+    needs_clock = True
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+        for day in (1, -1):
+            house.set_clock(day * 86400)
+            time.sleep(2.5)
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        house.set_clock(0)
+        time.sleep(1.5)
+
+    def check(self, house: House) -> Iterable[str]:
+        if not house.saw_days():
+            yield "the processes' clocks never jumped"
+
+
+class Crowd(Fault):
+    name = "10,000 clients that connect and cancel"
+    expected = Expected(())
+    patience = 60
+    #: clients of each protocol, and how many of them come in a second
+    count: ClassVar[int] = 5000
+    rate: ClassVar[int] = 200
+
+    def prepare(self, house: House) -> None:
+        self._cancelled = self._cancellations(house)
+
+    def strike(self, house: House, load: Load) -> float:
+        struck = time.monotonic()
+        server = house.server.server
+        kinds = {"grpc": server.grpc_url, "http": server.http_url}
+        command = [sys.executable, "-m", "tests.chaos.crowd"]
+        processes = [
+            subprocess.Popen([*command, kind, url, str(self.count), str(self.rate)], cwd=ROOT)
+            for kind, url in kinds.items()
+        ]
+        for process in processes:
+            process.wait()
+            assert process.returncode == 0, "the crowd failed"
+        return struck
+
+    def check(self, house: House) -> Iterable[str]:
+        self._cancelled = self._cancellations(house) - self._cancelled
+        if not self._cancelled:
+            yield "nobody's cancellation reached the runtime"
+
+    def notes(self) -> Iterable[str]:
+        yield f"{self._cancelled} requests were cancelled in the runtime, the others before or after it had them"
+
+    @staticmethod
+    def _cancellations(house: House) -> int:
+        return sum(model["outcomes"].get("cancelled", 0) for model in house.status()["models"].values())
+
+
+# --- a model that is being loaded ---------------------------------------------------------------------------------
+
+
+class _Loading:
+    """A model whose load takes seconds of compilation, each time anew."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._thread: threading.Thread | None = None
+        #: what Triton said about it
+        self.error = ""
+
+    def prepare(self, house: House) -> None:
+        self._known = set(house.disk.iterdir())
+
+    def begin(self, house: House) -> None:
+        """Returns when one of its modules is compiled, and others are not."""
+        mark = house.log_mark()
+        house.add(self._model)
+
+        def run() -> None:
+            self.error = house.load_model(self._model)
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        house.wait_log(f"{self._model}: compiled 1/", mark)
+
+    def wait(self) -> None:
+        assert self._thread is not None
+        self._thread.join()
+
+    def check(self, house: House) -> Iterable[str]:
+        """Whether its load was answered, and whether it can be loaded now."""
+        assert self._thread is not None
+        self._thread.join(60)
+        if self._thread.is_alive():
+            yield "Triton never answered the load"
+        if self.error and (again := house.load_model(self._model)):
+            yield f"cannot be loaded afterwards: {again}"
+
+    def tidy(self, house: House) -> None:
+        house.remove(self._model)
+        for entry in set(house.disk.iterdir()) - self._known:
+            entry.unlink(missing_ok=True)
+
+
+FAULTS: Sequence[type[Fault]] = (
+    KillLoading,
+    KillCompiling,
+    KillExecuting,
+    KillStub,
+    KillControl,
+    Freeze,
+    FullSharedMemory,
+    FullDisk,
+    CorruptCache,
+    BundleVanishes,
+    HookHangs,
+    HookHoards,
+    HookExits,
+    DeviceFails,
+    ExecutionHangs,
+    ClockJumps,
+    Crowd,
+)

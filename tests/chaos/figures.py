@@ -1,0 +1,260 @@
+"""What the clients' records say about a fault. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import NamedTuple
+
+#: how a request ended, if not with an error; errors are named by their codes
+RIGHT, WRONG, UNANSWERED = "right", "wrong", "unanswered"
+#: the protocol of requests that are a fault, or a part of it
+STRIKE = "strike"
+#: seconds within which the health service has to tell
+TELLS_WITHIN = 1.0
+#: answers that a 99th percentile needs at least
+_ENOUGH = 50
+
+
+class Record(NamedTuple):
+    """One request, as its client saw it; seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
+
+    model: str
+    protocol: str
+    sent: float
+    ended: float
+    outcome: str
+    #: the beginning of an error's text
+    said: str = ""
+
+
+class Stretch(NamedTuple):
+    """When the load was steady, the fault struck, its cause was taken away, and all was over."""
+
+    begin: float
+    strike: float
+    relief: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Whom a fault may harm, and how."""
+
+    #: models that may answer with errors, or late; None: all
+    victims: Collection[str] | None
+    #: why a request to a victim may never be answered; empty: it must be
+    excuse: str = ""
+    #: models that do not come back by themselves, and why; all others must
+    stays: Mapping[str, str] = field(default_factory=dict)
+
+    def harms(self, model: str) -> bool:
+        return self.victims is None or model in self.victims
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strike of a fault, or several."""
+
+    fault: str
+    strikes: int
+    #: requests under way at the strike
+    in_flight: int
+    #: how those ended that were under way then or sent before all was over
+    right: int
+    errors: Counter[str]
+    wrong: int
+    unanswered: int
+    #: seconds that the bystanders' right answers took
+    before: Sequence[float]
+    during: Sequence[float]
+    #: the longest that anybody waited for an answer, right or not, in seconds from the strike
+    slowest: float
+    #: seconds from the relief until victims, or bystanders, answered right for good; inf: they did not
+    victims_back: float
+    bystanders_back: float
+    #: seconds from the strike until the health service told; None: it has nothing to tell
+    told: float | None
+    #: what should not have been
+    problems: Sequence[str]
+    #: what is as it must be, but remarkable
+    notes: Sequence[str]
+
+    @property
+    def slower(self) -> float | None:
+        """The bystanders' p99 as a multiple of what it was before; None: there were none, or too few answers."""
+        if min(len(self.before), len(self.during)) < _ENOUGH:
+            return None
+        return p99(self.during) / p99(self.before)
+
+
+def p99(seconds: Sequence[float]) -> float:
+    """The 99th percentile of at least one."""
+    return sorted(seconds)[ceil(0.99 * len(seconds)) - 1]
+
+
+def judge(
+    fault: str,
+    records: Sequence[Record],
+    stretch: Stretch,
+    expected: Expected,
+    *,
+    told: float | None = None,
+    problems: Iterable[str] = (),
+    notes: Iterable[str] = (),
+) -> Row:
+    """What one strike did; `told`, `problems` and `notes` are what does not show in the records."""
+    touched = [r for r in records if r.ended > stretch.strike and r.sent < stretch.end]
+    ends = Counter(r.outcome for r in touched)
+    errors = Counter({end: n for end, n in ends.items() if end not in (RIGHT, WRONG, UNANSWERED)})
+
+    def latencies(since: float, until: float) -> list[float]:
+        mine = (r for r in records if not expected.harms(r.model) and r.outcome == RIGHT)
+        return [r.ended - r.sent for r in mine if since < r.ended <= until]
+
+    def back(harmed: bool) -> float:
+        # Strikes are meant to fail: whether the model is back is for the load to say.
+        asked = (r for r in records if r.protocol != STRIKE and r.model not in expected.stays)
+        return _back([r for r in asked if expected.harms(r.model) is harmed], stretch)
+
+    waits = [r.ended - max(r.sent, stretch.strike) for r in touched if r.outcome != UNANSWERED]
+    row = Row(
+        fault,
+        1,
+        sum(r.sent <= stretch.strike < r.ended for r in records),
+        ends[RIGHT],
+        errors,
+        ends[WRONG],
+        ends[UNANSWERED],
+        latencies(stretch.begin, stretch.strike),
+        latencies(stretch.strike, stretch.end),
+        max(waits, default=0.0),
+        back(True),
+        back(False),
+        told,
+        (),
+        tuple(notes),
+    )
+    return replace(row, problems=(*problems, *_problems(row, touched, expected)))
+
+
+def _back(records: Sequence[Record], stretch: Stretch) -> float:
+    """Seconds from the relief until the last of the models answers right for good. 0 without any."""
+    return max((_one_back(own, stretch) for own in _by_model(records).values()), default=0.0)
+
+
+def _one_back(records: Sequence[Record], stretch: Stretch) -> float:
+    failed = [r.ended for r in records if r.outcome != RIGHT and stretch.strike < r.ended < stretch.end]
+    since = max([stretch.relief, *failed])
+    return (
+        min((r.ended for r in records if r.outcome == RIGHT and r.ended > since), default=inf)
+        - stretch.relief
+    )
+
+
+def _by_model(records: Iterable[Record]) -> dict[str, list[Record]]:
+    models: dict[str, list[Record]] = {}
+    for record in records:
+        models.setdefault(record.model, []).append(record)
+    return models
+
+
+def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterable[str]:
+    wrong = Counter(r.model for r in touched if r.outcome == WRONG)
+    if wrong:
+        yield f"wrong answers: {_counts(wrong)}"
+    lost = [r for r in touched if r.outcome == UNANSWERED]
+    unexcused = Counter(r.model for r in lost if not (expected.excuse and expected.harms(r.model)))
+    if unexcused:
+        yield f"never answered: {_counts(unexcused)}"
+    failed = [
+        r for r in touched if not expected.harms(r.model) and r.outcome not in (RIGHT, WRONG, UNANSWERED)
+    ]
+    if failed:
+        kinds = _counts(Counter(f"{r.model} {r.outcome}" for r in failed))
+        yield f"errors of models that it should not touch: {kinds}"
+    if row.victims_back == inf:
+        yield "the victims did not come back"
+    if row.bystanders_back == inf:
+        yield "bystanders did not come back"
+    if row.told is not None and row.told > TELLS_WITHIN:
+        yield "the health service did not tell" + ("" if row.told == inf else f" before {row.told:.1f} s")
+
+
+def _counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} x {count}" for name, count in counts.most_common())
+
+
+def together(rows: Sequence[Row]) -> Row:
+    """Several strikes of one fault: sums, and the worst of what has no sum."""
+    return Row(
+        rows[0].fault,
+        sum(row.strikes for row in rows),
+        sum(row.in_flight for row in rows),
+        sum(row.right for row in rows),
+        sum((row.errors for row in rows), Counter()),
+        sum(row.wrong for row in rows),
+        sum(row.unanswered for row in rows),
+        [seconds for row in rows for seconds in row.before],
+        [seconds for row in rows for seconds in row.during],
+        max(row.slowest for row in rows),
+        max(row.victims_back for row in rows),
+        max(row.bystanders_back for row in rows),
+        max((row.told for row in rows if row.told is not None), default=None),
+        _once(row.problems for row in rows),
+        _once(row.notes for row in rows),
+    )
+
+
+def _once(texts: Iterable[Iterable[str]]) -> list[str]:
+    """Each text once, with how often it came if that was more."""
+    counts = Counter(text for some in texts for text in some)
+    return [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
+
+
+# --- for people ---------------------------------------------------------------------------------------------------
+
+HEADERS = (
+    "fault", "strikes", "in flight", "right", "error", "wrong", "unanswered", "p99 before ms", "during ms", "x",
+    "slowest s", "back after s", "others s", "told s", "",
+)  # fmt: skip
+
+
+def cells(row: Row, expected: Expected) -> list[str]:
+    """A line of the table, under HEADERS."""
+    everybody = expected.victims is None
+    return [
+        row.fault,
+        str(row.strikes),
+        str(row.in_flight),
+        str(row.right),
+        str(row.errors.total()),
+        str(row.wrong),
+        f"{row.unanswered}*" if row.unanswered and expected.excuse else str(row.unanswered),
+        "-" if not row.before else f"{p99(row.before) * 1e3:.1f}",
+        "-" if not row.during else f"{p99(row.during) * 1e3:.1f}",
+        "-" if row.slower is None else f"{row.slower:.1f}",
+        f"{row.slowest:.2f}",
+        _back_text(row.victims_back),
+        "-" if everybody else _back_text(row.bystanders_back),
+        "-" if row.told is None else _back_text(row.told),
+        "FAILED" if row.problems else "ok",
+    ]
+
+
+def _back_text(seconds: float) -> str:
+    return "never" if seconds == inf else f"{seconds:.2f}"
+
+
+def remarks(row: Row, expected: Expected) -> list[str]:
+    """What a line of the table cannot say."""
+    errors = [f"{count} x {name}" for name, count in row.errors.most_common()]
+    return [
+        *(f"FAILED: {text}" for text in row.problems),
+        *([f"errors: {', '.join(errors)}"] if errors else []),
+        *([f"* {expected.excuse}"] if row.unanswered and expected.excuse else []),
+        *(f"{model} does not come back by itself: {why}" for model, why in expected.stays.items()),
+        *row.notes,
+    ]

@@ -1,0 +1,53 @@
+"""What the health service says while a fault is under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+class Told:
+    """What was said of one service, and when; no answer is one, too."""
+
+    def __init__(self) -> None:
+        self._said: list[tuple[float, bool]] = []
+
+    def note(self, serving: bool) -> None:
+        self._said.append((time.monotonic(), serving))
+
+    def seconds_until(self, serving: bool, since: float) -> float:
+        """From a moment until it was said to serve, or not to; inf: it never was."""
+        return next((at - since for at, said in self._said if at >= since and said is serving), inf)
+
+
+@contextmanager
+def watched(socket: Path, service: str) -> Iterator[Told]:
+    """Beside the block, follow what is said of a model, or of the server by the empty name."""
+    told = Told()
+    over = threading.Event()
+    with grpc.insecure_channel(f"unix:{socket}", options=[("grpc.max_reconnect_backoff_ms", 100)]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        def follow() -> None:
+            while not over.wait(0.02):
+                try:
+                    for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service)):
+                        told.note(answer.status == health_pb2.HealthCheckResponse.SERVING)
+                except (grpc.RpcError, ValueError):  # the latter from a channel that is closed just now
+                    told.note(serving=False)
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        try:
+            yield told
+        finally:
+            over.set()
+            channel.close()
+            thread.join()

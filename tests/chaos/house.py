@@ -1,0 +1,383 @@
+"""A server in a house of its own: with a small /dev/shm and a small disk for compiled models, both to be filled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from local_triton import TritonServer, free_ports
+from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.chaos import bundles
+from tests.chaos.figures import STRIKE, Record
+from tests.chaos.load import Connection, Load
+from tests.chaos.questions import Question
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+
+#: of the models there are, those that are served from the start
+SERVED = (
+    "exact",
+    "only_rows",
+    "elastic",
+    "sudden",
+    "fragile",
+    "moody",
+    "heavy_a",
+    "heavy_b",
+    "bulky",
+    "chain",
+)
+#: what `chain` calls
+INTERNAL = ("double", "triple")
+#: MiB of /dev/shm and of the disk for compiled models
+_SHM, _DISK = 192, 64
+#: seconds; a hook, and an execution, that takes longer hangs
+HOOK_TIMEOUT, WATCHDOG = 3.0, 5.0
+#: bytes that a stub may have, and that weights may take on the device: one heavy model at a time
+STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
+_SETTINGS = """
+runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}}}
+stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
+lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2, poll_s: 1}}
+"""
+#: what the shell of the house does first: $0 is the disk's place, the rest the server's command
+_MOUNTS = (
+    f"mount -t tmpfs -o size={_SHM}m,mode=1777 tmpfs /dev/shm && "
+    f'mount -t tmpfs -o size={_DISK}m,mode=0700 tmpfs "$0" && exec "$@"'
+)
+
+
+class NotPossible(Exception):
+    """This machine does not let a fault be tried; the message says why."""
+
+
+def _unshare() -> list[str]:
+    """The command that gives a server mounts of its own; empty where nobody may."""
+    unshare = shutil.which("unshare")
+    for flags in ("-m", "-rm"):
+        if unshare is not None:
+            probe = [unshare, flags, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+            if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+                return [unshare, flags]
+    return []
+
+
+def clock_library() -> Path:
+    """The library that gives processes a clock that can be set (PyPI's libfaketime). Raises NotPossible."""
+    found = find_spec("libfaketime")
+    if found is None or found.origin is None:
+        raise NotPossible("the package libfaketime is not installed")
+    return Path(found.origin).parent / "vendor" / "libfaketime" / "src" / "libfaketime.so.1"
+
+
+class _HousedServer(TritonServer):
+    """`inside` is a command that runs the rest of its arguments."""
+
+    def __init__(self, *arguments: Any, inside: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._inside = list(inside)
+
+    def command(self) -> list[str]:
+        return [*self._inside, *super().command()]
+
+
+class House:
+    """A server on the chaos bundles, which may be killed and started again."""
+
+    def __init__(self, folder: Path, *, settable_clock: bool = False) -> None:
+        """`settable_clock`: the runtime, and what it starts, read a wall clock that `set_clock` sets."""
+        self._folder = folder
+        self.bundles = folder / "bundles"
+        self.gen = folder / "gen"
+        self._disk = folder / "cache"
+        self._clock = folder / "clock"
+        self._ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+        self._unshare = _unshare()
+        self._env = {
+            "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(self._disk),
+        }
+        if settable_clock:
+            self._env["RSRV_RUNTIME_PYTHON"] = str(self._clocked_python())
+        self._stack = ExitStack()
+        self._running: RunningTriton | None = None
+        self._starts = 0
+        self._prepare()
+
+    def _clocked_python(self) -> Path:
+        """An interpreter whose wall clock `set_clock` sets. Raises NotPossible."""
+        script = self._folder / "python"
+        script.write_text(
+            f"#!/bin/sh\nexport LD_PRELOAD={clock_library()} DONT_FAKE_MONOTONIC=1\n"
+            # A second after a change of the file its readers have noticed.
+            f"export FAKETIME_TIMESTAMP_FILE={self._clock} FAKETIME_CACHE_DURATION=1\n"
+            f'exec {sys.executable} "$@"\n'
+        )
+        script.chmod(0o700)
+        return script
+
+    def _prepare(self) -> None:
+        self._disk.mkdir(mode=0o700)
+        self.set_clock(0)
+        self._made = bundles.ensure()
+        for name in (*SERVED, *INTERNAL):
+            shutil.copytree(self._made[name], self.bundles / name)
+        config = self._folder / "settings.yaml"
+        config.write_text(
+            _SETTINGS.format(
+                weights=WEIGHT_BYTES,
+                watchdog=WATCHDOG,
+                hook=HOOK_TIMEOUT,
+                stub=STUB_BYTES,
+                bundles=self.bundles,
+            )
+        )
+        self._config = config
+        self._generate(self.bundles)
+
+    def _generate(self, bundles: Path) -> None:
+        """Add models to the repository."""
+        options = ["-o", str(self.gen), "--config", str(self._config), "--link", "symlink"]
+        with contextlib.redirect_stdout(None):
+            status = rsrv_gen.main([str(bundles), *options])
+        assert status == 0, "rsrv-gen failed"
+
+    # --- the server ---------------------------------------------------------------------------------------
+
+    @property
+    def has_mounts(self) -> bool:
+        return bool(self._unshare)
+
+    @property
+    def server(self) -> RunningTriton:
+        assert self._running is not None, "the server was not started"
+        return self._running
+
+    def start(self) -> None:
+        self._starts += 1
+        inside = [*self._unshare, "sh", "-c", _MOUNTS, str(self._disk)] if self._unshare else []
+        self._running = self._stack.enter_context(
+            running_triton(
+                self.gen,
+                self._folder / f"server{self._starts}.log",
+                extra_args=("--model-control-mode=explicit", "--load-model=*"),
+                env=self._env,
+                make=partial(_HousedServer, inside=inside, exit_timeout_s=3, **self._ports),
+            )
+        )
+
+    def stop(self) -> None:
+        if self._running is not None and self._running.server.process.poll() is None:
+            # After the death of a stub Triton waits as long as it may before it ends.
+            self._running.server.kill()
+        self._running = None
+        self._stack.close()
+
+    def revive(self) -> None:
+        """Start the server again, which has died."""
+        self.stop()
+        self.start()
+
+    @property
+    def alive(self) -> bool:
+        return self.server.server.process.poll() is None
+
+    # --- what faults need ---------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = read_status(self.server.pid, timeout=2)
+        return found
+
+    def model(self, name: str) -> Mapping[str, Any]:
+        """The runtime's status of a model; empty while there is none."""
+        try:
+            found: Mapping[str, Any] = self.status()["models"].get(name, {})
+        except (OSError, Closed):
+            return {}
+        return found
+
+    def runtime_pid(self) -> int:
+        pid = wait_until(self._runtime_pid, what="a runtime")
+        assert pid is not None
+        return pid
+
+    def _runtime_pid(self) -> int | None:
+        try:
+            return int(self.status()["pid"])
+        except (OSError, Closed):
+            return None
+
+    def runtime_folder(self) -> Path:
+        return runtime_directory(self.server.pid, "0")
+
+    def inside(self, path: Path | str) -> Path:
+        """Where to find what the server sees at this path."""
+        return Path(f"/proc/{self.server.pid}/root{path}") if self._unshare else Path(path)
+
+    def control_socket(self) -> Path:
+        """Where the control process listens."""
+        return self.runtime_folder() / CONTROL_SOCKET
+
+    def control_pid(self) -> int | None:
+        """Of the control process, if there is one."""
+        wanted = ["-m", "rsrv.control", "--server-pid", str(self.server.pid)]
+        for process in psutil.process_iter(["cmdline"]):
+            if set(wanted) <= set(process.info["cmdline"] or []):
+                return int(process.pid)
+        return None
+
+    @property
+    def shm(self) -> Path:
+        self._need_mounts("/dev/shm")
+        return self.inside("/dev/shm")
+
+    @property
+    def disk(self) -> Path:
+        """Where compiled models are kept."""
+        return self.inside(self._disk)
+
+    @property
+    def small_disk(self) -> Path:
+        """The same, if it is small enough to be filled. Raises NotPossible."""
+        self._need_mounts("the compilation cache")
+        return self.disk
+
+    def _need_mounts(self, what: str) -> None:
+        if not self._unshare:
+            raise NotPossible(f"{what} cannot be filled: no mount namespaces here, for root nor for users")
+
+    def set_clock(self, seconds: float) -> None:
+        """So far the runtime's wall clock is from the real one, from the next second on."""
+        fresh = self._clock.with_suffix(".new")
+        fresh.write_text(f"{seconds:+.0f}\n")
+        fresh.rename(self._clock)
+
+    def saw_days(self) -> bool:
+        """Whether the log has lines of several days."""
+        days = {line[:10] for line in self.server.log_text().splitlines() if line[4:5] == line[7:8] == "-"}
+        return len(days) > 1
+
+    def log_from(self, mark: int) -> str:
+        """What was logged since `log_mark`."""
+        return self.server.log_text()[mark:]
+
+    def log_mark(self) -> int:
+        return len(self.server.log_text())
+
+    def wait_log(self, text: str, mark: int, timeout: float = 30) -> None:
+        wait_until(lambda: text in self.log_from(mark), timeout, what=f"{text!r} in the log")
+
+    def add(self, model: str) -> None:
+        """Put a bundle where bundles are, and make a model of it."""
+        if not (self.bundles / model).exists():
+            shutil.copytree(self._made[model], self.bundles / model)
+        self._generate(self.bundles / model)
+
+    def remove(self, model: str) -> None:
+        """The opposite: unloaded and gone."""
+        shutil.rmtree(self.bundles / model, ignore_errors=True)
+        if self.alive and self.ready(model):
+            self.unload_model(model)
+        shutil.rmtree(self.gen / model, ignore_errors=True)
+
+    def ready(self, model: str) -> bool:
+        return bool(self.server.grpc.is_model_ready(model))
+
+    def load_model(self, model: str) -> str:
+        """Have Triton load it; why it did not, empty if it did."""
+        try:
+            self.server.grpc.load_model(model, client_timeout=60)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+            return " ".join(str(error).partition("\nAt:")[0].split())
+        return ""
+
+    def unload_model(self, model: str) -> None:
+        self.server.grpc.unload_model(model)
+        wait_until(lambda: not self.ready(model), what=f"{model} to be unloaded")
+
+    def reload(self, model: str) -> None:
+        """Unload it and load it: so also a model comes back whose stub died. Fails the test if it does not."""
+        self.unload_model(model)
+        said = self.load_model(model)
+        assert not said, said
+
+    def strike(self, load: Load, model: str, question: Question, *, wait: bool = False) -> float:
+        """Send a request beside the load, to be judged with it; returns when it was sent."""
+        sent = time.monotonic()
+
+        def send() -> None:
+            connection = Connection("grpc", self.server.server.grpc_url)
+            outcome, said = connection.ask(model, question)
+            connection.close()
+            load.note(Record(model, STRIKE, sent, time.monotonic(), outcome, said[:200]))
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        load.beside(thread)
+        if wait:
+            thread.join()
+        return sent
+
+
+@contextmanager
+def houses() -> Iterator[Callable[[bool], House]]:
+    """Gives the house whose clock can be set, or the other one, with a server that serves; they end with the block."""
+    base = Path(tempfile.mkdtemp(prefix="rsrv-chaos-"))
+    built: dict[bool, House] = {}
+
+    def get(settable_clock: bool) -> House:
+        if settable_clock not in built:
+            folder = base / f"house{len(built)}"
+            folder.mkdir()
+            made = House(folder, settable_clock=settable_clock)
+            made.start()
+            built[settable_clock] = made
+        return built[settable_clock]
+
+    with _environment("RSRV_RUNTIME_DIR", str(base / "run")):
+        try:
+            yield get
+        finally:
+            for made in built.values():
+                made.stop()
+            shutil.rmtree(base, ignore_errors=True)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable, here and for the server: where its runtime lives is for us to know, too."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def fill(folder: Path) -> Callable[[], None]:
+    """Fill a file system to its last byte; returns what takes it back."""
+    file = folder / "filling"
+    with file.open("wb", buffering=0) as filling, contextlib.suppress(OSError):
+        for size in (2**20, 2**12):
+            with contextlib.suppress(OSError):
+                while filling.write(b"\0" * size):
+                    pass
+    return file.unlink

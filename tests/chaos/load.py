@@ -1,0 +1,227 @@
+"""Clients that ask steadily, check every answer, and tell how each of their requests ended.
+
+`python -m tests.chaos.load GRPC_URL HTTP_URL SEED CLIENTS...` runs them in a process of their own, so that what they
+cost is not taken for the server's. It writes a line of JSON for each request, and ends when its input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from tests.chaos.figures import RIGHT, UNANSWERED, WRONG, Record
+from tests.chaos.questions import QUESTIONS, Question
+from tests.e2e.calls import Array, output_names, tensors
+from tests.e2e.harness import ROOT, wait_until
+
+#: seconds after which a client gives up waiting for an answer
+PATIENCE = 15.0
+_LIBRARIES: Mapping[str, ModuleType] = {"grpc": tritonclient.grpc, "http": tritonclient.http}
+#: HTTP's numbers for Triton's codes
+_CODES = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL", "503": "UNAVAILABLE"}
+
+
+class Client(NamedTuple):
+    """One client: request after request, the next one `pause` seconds after the last one's end."""
+
+    model: str
+    protocol: str
+    pause: float
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.protocol}/{self.pause:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> Client:
+        model, protocol, pause = text.split("/")
+        return cls(model, protocol, float(pause))
+
+
+def clients(model: str, *, grpc: int = 0, http: int = 0, pause: float) -> list[Client]:
+    return [Client(model, "grpc", pause)] * grpc + [Client(model, "http", pause)] * http
+
+
+class Connection:
+    """One client's connection, made anew after whatever may have broken it. For one thread."""
+
+    def __init__(self, protocol: str, url: str, patience: float = PATIENCE) -> None:
+        self._protocol = protocol
+        self._url = url
+        self._patience = patience
+        self._library = _LIBRARIES[protocol]
+        self._client: Any = None
+
+    def ask(self, model: str, question: Question) -> tuple[str, str]:
+        """How the request ended, and an error's text."""
+        if self._client is None:
+            waits = {"network_timeout": self._patience} if self._protocol == "http" else {}
+            self._client = self._library.InferenceServerClient(self._url, **waits)
+        options = {"client_timeout": self._patience} if self._protocol == "grpc" else {}
+        try:
+            answer = self._client.infer(model, tensors(self._library, question.inputs), **options)
+            names = output_names(answer)
+            return _compared({name: answer.as_numpy(name) for name in names}, question.wanted), ""
+        except InferenceServerException as error:
+            outcome = _code(str(error.status()), str(error.message()))
+            if outcome in (UNANSWERED, BROKEN):
+                self.close()
+            return outcome, str(error.message())
+        except TimeoutError as error:
+            self.close()
+            return UNANSWERED, repr(error)
+        except Exception as error:  # noqa: BLE001 - the HTTP library's own, of many kinds
+            self.close()
+            return BROKEN, repr(error)
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(Exception):
+                client.close()
+
+
+#: the connection broke, or none could be made
+BROKEN = "no connection"
+
+
+def _code(status: str, message: str) -> str:
+    """The name of an error: Triton's code, and rsrv's own if it has one."""
+    status = status.removeprefix("StatusCode.")
+    if status == "DEADLINE_EXCEEDED":
+        return UNANSWERED
+    code = _CODES.get(status, status)
+    if message.startswith("[rsrv:"):
+        return f"{code} {message[6:].partition(']')[0]}"
+    if code == "UNAVAILABLE" and ("failed to connect" in message or "Socket closed" in message):
+        return BROKEN
+    return code
+
+
+def _compared(got: Mapping[str, Array], wanted: Mapping[str, Array]) -> str:
+    same = set(got) == set(wanted) and all(
+        got[name].dtype == array.dtype and got[name].shape == array.shape and (got[name] == array).all()
+        for name, array in wanted.items()
+    )
+    return RIGHT if same else WRONG
+
+
+# --- the process of the clients -----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> None:
+    grpc_url, http_url, seed, *texts = arguments
+    urls = {"grpc": grpc_url, "http": http_url}
+    stop = threading.Event()
+    lock = threading.Lock()
+
+    def work(number: int, client: Client) -> None:
+        rng = np.random.default_rng([int(seed), number])
+        connection = Connection(client.protocol, urls[client.protocol])
+        while not stop.wait(client.pause):
+            question = QUESTIONS[client.model](rng)
+            sent = time.monotonic()
+            outcome, said = connection.ask(client.model, question)
+            record = Record(client.model, client.protocol, sent, time.monotonic(), outcome, said[:200])
+            with lock:
+                print(json.dumps(record), flush=True)
+            if outcome != RIGHT:
+                # As a client would: not at once again.
+                stop.wait(0.02)
+        connection.close()
+
+    threads = [threading.Thread(target=work, args=(n, Client.parse(text))) for n, text in enumerate(texts)]
+    for thread in threads:
+        thread.start()
+    sys.stdin.read()
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+# --- seen from the process that wants them ------------------------------------------------------------------------
+
+
+class Load:
+    """A running load and its records so far."""
+
+    def __init__(self, process: subprocess.Popen[str], models: frozenset[str]) -> None:
+        self._process = process
+        self.models = models
+        self.records: list[Record] = []
+        self._beside: list[threading.Thread] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.records.append(Record(*json.loads(line)))
+
+    def right_since(self, moment: float) -> set[str]:
+        """Models that answered right for good since then: no failure of theirs ended later."""
+        last: dict[str, Record] = {}
+        for record in list(self.records):
+            if record.ended > moment:
+                last[record.model] = record
+        return {name for name, record in last.items() if record.outcome == RIGHT}
+
+    def beside(self, thread: threading.Thread) -> None:
+        """It may `note` a request until the load is stopped, which waits for it."""
+        self._beside.append(thread)
+
+    def note(self, record: Record) -> None:
+        """A request of somebody else's, to be judged with the others."""
+        self.records.append(record)
+
+    def wait_warm(self) -> None:
+        began = time.monotonic()
+
+        def warm() -> bool:
+            assert self._process.poll() is None, "the clients ended"
+            return self.right_since(began) >= self.models
+
+        wait_until(warm, 60, what="right answers of all models")
+
+    def stop(self) -> None:
+        """Ends it; returns when the last request has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(2 * PATIENCE)
+        for thread in (self._reader, *self._beside):
+            thread.join()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+@contextlib.contextmanager
+def load(grpc_url: str, http_url: str, wanted: Sequence[Client], seed: int) -> Iterator[Load]:
+    """Clients beside the block."""
+    command = [sys.executable, "-m", "tests.chaos.load", grpc_url, http_url, str(seed), *map(str, wanted)]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    made = Load(process, frozenset(client.model for client in wanted))
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,152 @@
+"""What clients ask the models of the chaos tests, and what they must be told: numpy alone, and exact to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.e2e.answers import LEAST_STEPS, Array, exact_kernel, stepped
+
+Arrays = Mapping[str, Array]
+
+
+class Question(NamedTuple):
+    """Inputs of a request, and its answer."""
+
+    inputs: Arrays
+    #: empty where there is no right answer: any that is no error is wrong
+    wanted: Arrays
+
+
+# --- what the models compute --------------------------------------------------------------------------------------
+
+#: `fragile` answers three times as much, and its device fails for elements from here on
+BREAKS = 1e6
+#: elements of the weights of `heavy_a` and `heavy_b`, u32: 128 MiB
+HEAVY = 2**25
+#: element i of these weights is i times this, in 32 bits
+HEAVY_FACTORS = {"heavy_a": 2654435761, "heavy_b": 2246822519}
+#: elements in a row of `bulky`, 4 MiB of f32, and which of them it answers with
+BULKY, BULKY_STEP = 2**20, 2**12
+#: rounds of `compiling`, each of which is compiled by itself
+MIXES = 600
+#: what the hooks of `moody` do, by a request's first element; anything else is none of these
+MOODS = ("hang", "hoard", "exit")
+_FIRST_MOOD = 1000.0
+
+
+def mood(name: str) -> Question:
+    """A request of `moody` whose preprocess hook does that."""
+    x = np.zeros((1, 4), np.float32)
+    x[0, 0] = _FIRST_MOOD + MOODS.index(name)
+    return Question({"x": x}, {})
+
+
+def breaking() -> Question:
+    """A request of `fragile` that its device cannot execute."""
+    return Question({"x": np.full((1, 4), 2 * BREAKS, np.float32)}, {})
+
+
+def endless() -> Question:
+    """A request of `sudden` that takes weeks."""
+    inputs = {"x": np.ones((1, 4), np.uint32), "steps": np.full((1, 1), 2**31 - 1, np.int32)}
+    return Question(inputs, {})
+
+
+def mixing() -> list[tuple[int, int]]:
+    """The shifts and the factors of the rounds of `compiling`: h <- (h ^ h >> shift) * factor."""
+    rng = np.random.default_rng(11)
+    pairs = zip(rng.integers(1, 31, MIXES), rng.integers(0, 2**31, MIXES), strict=True)
+    return [(int(shift), 2 * int(half) + 1) for shift, half in pairs]
+
+
+# --- questions ----------------------------------------------------------------------------------------------------
+
+_KERNEL = exact_kernel()
+
+
+def _rows(rng: np.random.Generator, most: int = 8) -> int:
+    return int(rng.integers(1, most + 1))
+
+
+def _u32(rng: np.random.Generator, rows: int) -> Array:
+    return rng.integers(0, 2**32, (rows, 4), np.uint32)
+
+
+def _whole(rng: np.random.Generator, rows: int, columns: int) -> Array:
+    return rng.integers(-50, 51, (rows, columns)).astype(np.float32)
+
+
+def _exact(rng: np.random.Generator) -> Question:
+    x = _whole(rng, _rows(rng), 64)
+    return Question({"x": x}, {"y": x @ _KERNEL})
+
+
+def _only_rows(rng: np.random.Generator) -> Question:
+    x = rng.integers(-(2**20), 2**20, _rows(rng)).astype(np.int32).reshape(-1, 1)
+    return Question({"x": x}, {"y": 3 * x})
+
+
+def _elastic(rng: np.random.Generator) -> Question:
+    x, steps = _u32(rng, 1), int(rng.integers(0, 40))
+    inputs = {"x": x, "steps": np.full((1, 1), steps, np.int32)}
+    return Question(inputs, {"y": stepped(x, steps + LEAST_STEPS)})
+
+
+def _sudden(rng: np.random.Generator) -> Question:
+    x, steps = _u32(rng, 1), int(rng.integers(0, 3))
+    return Question({"x": x, "steps": np.full((1, 1), steps, np.int32)}, {"y": stepped(x, steps)})
+
+
+def _fragile(rng: np.random.Generator) -> Question:
+    x = _whole(rng, _rows(rng, 4), 4)
+    return Question({"x": x}, {"y": 3 * x})
+
+
+def _moody(rng: np.random.Generator) -> Question:
+    x = _whole(rng, _rows(rng, 4), 4)
+    return Question({"x": x}, {"y": 2 * x + 1})
+
+
+def _heavy(name: str) -> Callable[[np.random.Generator], Question]:
+    def ask(rng: np.random.Generator) -> Question:
+        at = rng.integers(0, HEAVY, (1, 4)).astype(np.int32)
+        return Question({"at": at}, {"y": at.astype(np.uint32) * np.uint32(HEAVY_FACTORS[name])})
+
+    return ask
+
+
+def bulky(rng: np.random.Generator, rows: int) -> Question:
+    """A request of `bulky` of some rows, at most 16."""
+    x = np.full((rows, BULKY), -1, np.float32)
+    x[:, ::BULKY_STEP] = rng.integers(-(2**20), 2**20, (rows, BULKY // BULKY_STEP))
+    return Question({"x": x}, {"y": x[:, ::BULKY_STEP]})
+
+
+def _compiling(rng: np.random.Generator) -> Question:
+    x = h = _u32(rng, 1)
+    for shift, factor in mixing():
+        h = (h ^ h >> np.uint32(shift)) * np.uint32(factor)
+    return Question({"x": x}, {"y": h})
+
+
+def _chain(rng: np.random.Generator) -> Question:
+    x = _whole(rng, _rows(rng), 8)
+    return Question({"x": x}, {"y": 6 * x})
+
+
+QUESTIONS: Mapping[str, Callable[[np.random.Generator], Question]] = {
+    "exact": _exact,
+    "only_rows": _only_rows,
+    "elastic": _elastic,
+    "sudden": _sudden,
+    "fragile": _fragile,
+    "moody": _moody,
+    "heavy_a": _heavy("heavy_a"),
+    "heavy_b": _heavy("heavy_b"),
+    "bulky": lambda rng: bulky(rng, 1),
+    "compiling": _compiling,
+    "chain": _chain,
+}

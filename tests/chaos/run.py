@@ -1,0 +1,92 @@
+"""Faults one after another on a real server under load, and what became of the load."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+from tests.chaos.faults import BYSTANDERS, Fault
+from tests.chaos.figures import Row, Stretch, judge
+from tests.chaos.health import watched
+from tests.chaos.house import House
+from tests.chaos.load import Load, load
+from tests.e2e.harness import crashed_by_a_cancellation
+
+
+class Pace(NamedTuple):
+    """Seconds."""
+
+    #: of load before the strike
+    before: float
+    #: of load after it, at least
+    during: float
+    #: for which all must be well again
+    settled: float
+
+
+FULL = Pace(5.0, 4.0, 1.5)
+QUICK = Pace(1.5, 1.5, 0.5)
+
+
+def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
+    """One strike of one fault, under load. Raises NotPossible."""
+    fault.prepare(house)
+    victims = {client.model for client in fault.load}
+    others = [client for client in BYSTANDERS if client.model not in victims]
+    server = house.server.server
+    expected = fault.expected
+    problems: list[str] = []
+    notes: list[str] = []
+    with (
+        load(server.grpc_url, server.http_url, [*others, *fault.load], seed) as clients,
+        watched(house.control_socket(), fault.unhealthy or "") as health,
+    ):
+        clients.wait_warm()
+        begin = time.monotonic()
+        time.sleep(pace.before)
+        strike = time.monotonic()
+        try:
+            strike = fault.strike(house, clients)
+            fault.relieve(house, clients)
+            relief = time.monotonic()
+            _settle(clients, house, fault, relief, max(relief, strike + pace.during), pace)
+        except Exception:
+            if house.alive:
+                raise
+        died = not house.alive
+        if died:
+            # Everybody is harmed, and whoever runs Triton starts it again.
+            expected = replace(expected, victims=None)
+            if crashed_by_a_cancellation(house.server):
+                notes.append(
+                    "tritonserver crashed by its own cancellation race (24.10), and was started again"
+                )
+            else:
+                problems.append("tritonserver died")
+            house.revive()
+            relief = time.monotonic()
+            _settle(clients, house, fault, relief, relief, pace)
+        end = time.monotonic()
+        clients.stop()
+    if not died:
+        problems += fault.check(house)
+        notes += fault.notes()
+    fault.tidy(house)
+    told = None if fault.unhealthy is None or died else health.seconds_until(serving=False, since=strike)
+    stretch = Stretch(begin, strike, relief, end)
+    return judge(fault.name, clients.records, stretch, expected, told=told, problems=problems, notes=notes)
+
+
+def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: float, pace: Pace) -> None:
+    """Until all models have been answering right for a while, nobody has patience any more, or the server died."""
+    awaited = clients.models - set(fault.expected.stays)
+    well_since: float | None = None
+    while house.alive and (now := time.monotonic()) < relief + fault.patience:
+        if not clients.right_since(relief) >= awaited:
+            well_since = None
+        elif well_since is None:
+            well_since = now
+        elif now >= max(well_since + pace.settled, earliest):
+            return
+        time.sleep(0.05)

@@ -1,0 +1,92 @@
+"""The lifecycle of a real server's models as its control process sees it, and bundles that say their version."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
+from rsrv_bundle.export import export_bundle
+from tests.e2e.calls import Caller
+from tests.e2e.harness import RunningTriton, wait_until
+
+#: columns of every tensor here
+COLUMNS = 4
+
+
+def write_version(path: Path, version: int, *, module: int = 0) -> Path:
+    """A model whose three outputs say which version answered; `module` is in its code, `version` in its weights."""
+    export_bundle(
+        lambda params, x: {
+            "first": x + params["first"],
+            "second": x + params["second"],
+            "code": x * 0 + module,
+        },
+        # Large enough to be shared with the repository by a hard link.
+        {
+            "first": jnp.float32(version),
+            "second": jnp.full(COLUMNS, version, jnp.float32),
+            "ballast": np.full(2**18, version, np.float32),
+        },
+        {"x": np.zeros((1, COLUMNS), np.float32)},
+        batch_sizes=(1, 4),
+        out_dir=path,
+    )
+    return path
+
+
+def version(call: Caller, name: str, x: float = 7.0, rows: int = 1) -> tuple[int, int]:
+    """The version and the module of the model that answers, which must be one in all that it answers."""
+    answer = call(name, {"x": np.full((rows, COLUMNS), x, np.float32)})
+    found = {
+        (float(a - x), float(b - x), float(c))
+        for a, b, c in zip(*(answer[k].ravel() for k in OUTPUTS), strict=True)
+    }
+    ((first, second, module),) = found
+    assert first == second, "the answer is of two versions"
+    return int(first), int(module)
+
+
+OUTPUTS = ("first", "second", "code")
+
+
+def place(source: Path, target: Path) -> None:
+    """A copy of a bundle, as a careful user makes it: under a hidden name, and then renamed."""
+    aside = target.with_name(f".{target.name}")
+    shutil.copytree(source, aside)
+    if target.exists():
+        old = target.with_name(f".{target.name}.old")
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
+
+
+class Living:
+    """What the control process of a server says of the models' lives, and does about them."""
+
+    def __init__(self, server: RunningTriton) -> None:
+        socket = runtime_directory(server.pid, "0") / CONTROL_SOCKET
+        wait_until(socket.exists, what="the control process")
+        self._channel = grpc.insecure_channel(f"unix:{socket}")
+        self._stub: Any = control_pb2_grpc.ControlStub(self._channel)
+
+    def reload(self, name: str) -> None:
+        """Raises grpc.RpcError."""
+        self._stub.ReloadWeights(pb.ReloadWeightsRequest(model=name), timeout=60)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        status = self._stub.GetStatus(pb.GetStatusRequest(), timeout=20)
+        return {failure.name: failure.text for failure in status.failures}
+
+    def close(self) -> None:
+        self._channel.close()

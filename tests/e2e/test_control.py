@@ -1,0 +1,481 @@
+"""The control service and its command, beside a real server: what operators do, and what clients see of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rsrv.control import cli
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.calls import Refused, caller, outcome, refusal
+from tests.e2e.harness import RunningTriton, is_alive, running_triton, wait_until
+from tests.e2e.lives import place, version, write_version
+
+SETTINGS = """
+lifecycle: {look_s: 0.1, poll_s: 0.5}
+models:
+  exact: {max_queue_depth: 4096}
+  steady: {max_batch_size: 1}
+"""
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+ROW = np.ones((1, 64), np.float32)
+
+
+class Control:
+    """The control service of a server, and the command that asks it."""
+
+    def __init__(self, server: RunningTriton) -> None:
+        self.server = server
+        self.directory = runtime_directory(server.pid, "0")
+        self.address = f"unix:{self.directory / CONTROL_SOCKET}"
+        wait_until((self.directory / CONTROL_SOCKET).exists, what="the control process")
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub: Any = control_pb2_grpc.ControlStub(self.channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self.channel)
+        wait_until(lambda: self.health() == SERVING, what="all models")
+
+    def status(self, model: str = "") -> pb.GetStatusResponse:
+        found: pb.GetStatusResponse = self.stub.GetStatus(pb.GetStatusRequest(model=model), timeout=20)
+        return found
+
+    def model(self, name: str) -> pb.ModelStatus:
+        found: pb.ModelStatus = self.status(name).models[0]
+        return found
+
+    def health(self, service: str = "") -> int | None:
+        """None: it does not answer."""
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        except grpc.RpcError:
+            return None
+        return int(answer.status)
+
+    def rsrv(self, *arguments: str, status: int = 0) -> str:
+        """What the command prints; its exit status must be this."""
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            found = cli.main([*arguments, "--address", self.address])
+        assert found == status
+        return out.getvalue()
+
+    @contextmanager
+    def watch(self) -> Iterator[Queue[pb.WatchStateResponse]]:
+        """All updates, as they come; the first one is a snapshot."""
+        updates: Queue[pb.WatchStateResponse] = Queue()
+        call = self.stub.WatchState(pb.WatchStateRequest())
+
+        def read() -> None:
+            with contextlib.suppress(grpc.RpcError):
+                for update in call:
+                    updates.put(update)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            yield updates
+        finally:
+            call.cancel()
+            reader.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    folder = tmp_path_factory.mktemp("control")
+    (folder / "bundles").mkdir()
+    for name in ("exact", "steady"):
+        place(bundles.ensure() / name, folder / "bundles" / name)
+    place(write_version(folder / "one", 1), folder / "bundles" / "changing")
+    (folder / "settings.yaml").write_text(f"{SETTINGS}control: {{profile_dir: {folder}/profiles}}\n")
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
+    with running_triton(folder / "gen", folder / "server.log", extra_args=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(server: RunningTriton) -> Iterator[Control]:
+    control = Control(server)
+    with control.channel:
+        yield control
+
+
+@pytest.fixture
+def control(shared: Control) -> Iterator[Control]:
+    """With nothing paused and nothing pinned before and after."""
+    yield shared
+    wait_until(lambda: shared.health() == SERVING, what="all models after the test")
+    shared.rsrv("continue", "--all")
+    shared.rsrv("unpin", "exact")
+
+
+class Requests:
+    """Requests of one model under way, from one client; how each ended, by number, in the order in which they did."""
+
+    def __init__(self, server: RunningTriton, model: str, inputs: dict[str, Any]) -> None:
+        self._client = tritonclient.grpc.InferenceServerClient(server.server.grpc_url)
+        self._model = model
+        ((name, array),) = inputs.items()
+        tensor = tritonclient.grpc.InferInput(
+            name, list(array.shape), "FP32" if array.dtype == np.float32 else "UINT32"
+        )
+        tensor.set_data_from_numpy(array)
+        self._inputs = [tensor]
+        self.ended: list[tuple[int, str | None]] = []
+        self.answers: dict[int, Any] = {}
+
+    def send(self, number: int, id: str = "") -> None:
+        def over(result: Any, error: Any) -> None:
+            if error is None:
+                self.answers[number] = result.as_numpy("y")
+            self.ended.append((number, None if error is None else str(error)))
+
+        self._client.async_infer(self._model, self._inputs, over, request_id=id)
+
+    def wait(self, count: int) -> list[tuple[int, str | None]]:
+        wait_until(lambda: len(self.ended) == count, what=f"{count} answers")
+        return self.ended
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@pytest.fixture
+def requests(server: RunningTriton) -> Iterator[Callable[[str], Requests]]:
+    made: list[Requests] = []
+
+    def make(model: str) -> Requests:
+        inputs = {"x": ROW} if model == "exact" else {"x": np.ones((1, 4), np.uint32)}
+        made.append(Requests(server, model, inputs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def queued(control: Control, model: str) -> int:
+    load: pb.GetLoadResponse = control.stub.GetLoad(pb.GetLoadRequest(), timeout=20)
+    (found,) = (one for one in load.models if one.name == model)
+    return int(found.queued)
+
+
+def test_the_status_is_that_of_the_repository(control: Control) -> None:
+    """Every model with its version, its stub, its executables, and its policy as in rsrv.yaml."""
+    status = control.status()
+
+    assert [model.name for model in status.models] == ["changing", "exact", "steady"]
+    assert not status.failures
+    assert status.server.pid == control.server.pid
+    assert is_alive(status.runtime.pid)
+    for model in status.models:
+        (only,) = model.versions
+        assert only.state == pb.STATE_READY
+        assert list(only.stubs) == control.server.stub_pids(model.name)
+        assert only.key.startswith(f"{model.name}@")
+    exact = status.models[1]
+    assert [(one.size, one.HasField("cost_s")) for one in exact.executables] == [
+        (size, True) for size in (1, 2, 4, 8, 16)
+    ]
+    assert exact.policy.max_queue_depth == 4096
+    assert "exact" in control.rsrv("status")
+    assert json.loads(control.rsrv("status", "exact", "--json"))["models"][0]["name"] == "exact"
+
+
+def test_weights_go_where_they_are_told(control: Control) -> None:
+    """Evicted, pinned, not evicted while pinned, let go, evicted, and loaded again by a request."""
+    control.rsrv("evict", "exact")
+    wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_ABSENT, what="the eviction")
+
+    control.rsrv("pin", "exact", "--wait")
+    found = control.model("exact")
+    assert (found.residency, found.weights) == (pb.RESIDENCY_DEVICE, pb.WEIGHTS_RESIDENT)
+    assert "exact" not in control.rsrv("evict", "--all")
+
+    control.rsrv("unpin", "exact")
+    assert control.rsrv("evict", "exact") == "freed: exact\n"
+    with caller(control.server) as call:
+        call("exact", {"x": ROW})
+    assert control.model("exact").misses == found.misses + 1
+
+
+def test_a_prefetch_spares_the_next_request_its_wait(control: Control) -> None:
+    """The weights are absent, and on the device before anybody asks for them."""
+    control.rsrv("evict", "exact")
+    wait_until(lambda: control.model("exact").weights == pb.WEIGHTS_ABSENT, what="the eviction")
+    before = control.model("exact").misses
+
+    control.rsrv("prefetch", "exact", "--wait")
+    with caller(control.server) as call:
+        call("exact", {"x": ROW})
+
+    assert control.model("exact").misses == before
+
+
+def test_requests_that_are_held_are_all_answered(
+    control: Control, requests: Callable[[str], Requests]
+) -> None:
+    """200 wait while the model is paused; none of them executes, and none is lost."""
+    control.rsrv("pause", "exact", "--mode", "hold")
+    before = control.model("exact").dispatches
+    sent = requests("exact")
+    for number in range(200):
+        sent.send(number)
+    wait_until(lambda: queued(control, "exact") == 200, what="200 requests to wait")
+    assert (control.model("exact").dispatches, sent.ended) == (before, [])
+
+    control.rsrv("continue", "exact")
+
+    assert {error for _, error in sent.wait(200)} == {None}
+    want = ROW @ bundles.exact_kernel()
+    assert all((answer == want).all() for answer in sent.answers.values())
+
+
+def test_requests_that_are_held_keep_their_order(
+    control: Control, requests: Callable[[str], Requests]
+) -> None:
+    """They execute one by one, oldest first, after all models were paused."""
+    control.rsrv("pause", "--all")
+    sent = requests("steady")
+    for number in range(8):
+        sent.send(number)
+        wait_until(lambda: queued(control, "steady") == number + 1, what="it to arrive")  # noqa: B023
+
+    control.rsrv("continue", "--all")
+
+    assert sent.wait(8) == [(number, None) for number in range(8)]
+
+
+def test_drained_models_answer_what_waits_and_refuse_the_rest(
+    control: Control, requests: Callable[[str], Requests]
+) -> None:
+    """Some wait; another model goes on as ever."""
+    sent = requests("steady")
+    for number in range(4):
+        sent.send(number)
+    wait_until(lambda: queued(control, "steady") >= 2, what="some to wait")
+
+    control.rsrv("pause", "steady", "--mode", "drain")
+    with caller(control.server) as call:
+        late = refusal(lambda: call("steady", {"x": np.ones((1, 4), np.uint32)}))
+        call("exact", {"x": ROW})
+
+    late.assert_is("UNAVAILABLE", "grpc")
+    assert "[rsrv:PAUSED]" in late.message
+    assert {error for _, error in sent.wait(4)} == {None}
+    assert control.model("steady").paused == pb.PAUSE_DRAIN
+
+
+def test_rejected_requests_end_at_once(control: Control, requests: Callable[[str], Requests]) -> None:
+    """Some were held; then they are refused."""
+    control.rsrv("pause", "exact", "--mode", "hold")
+    sent = requests("exact")
+    for number in range(20):
+        sent.send(number)
+    wait_until(lambda: queued(control, "exact") == 20, what="20 requests to wait")
+
+    control.rsrv("pause", "exact", "--mode", "reject")
+
+    assert all("[rsrv:PAUSED]" in (error or "") for _, error in sent.wait(20))
+
+
+def test_waiting_requests_are_aborted_by_their_id(
+    control: Control, requests: Callable[[str], Requests]
+) -> None:
+    """100 have one id, one has another: that one is answered, and none of the 100 executes."""
+    control.rsrv("pause", "exact")
+    before = control.model("exact").dispatches
+    sent = requests("exact")
+    for number in range(100):
+        sent.send(number, id="many")
+    sent.send(100, id="one")
+    wait_until(lambda: queued(control, "exact") == 101, what="101 requests to wait")
+
+    assert control.rsrv("abort", "many") == "100 aborted, 0 execute already\n"
+    aborted = sent.wait(100)
+    assert all("StatusCode.CANCELLED" in (error or "") for _, error in aborted)
+    assert control.rsrv("abort", "nobody") == "0 aborted, 0 execute already\n"
+
+    control.rsrv("continue", "exact")
+    assert sent.wait(101)[-1] == (100, None)
+    assert control.model("exact").dispatches == before + 1
+
+
+def test_a_story_has_what_happened(control: Control) -> None:
+    """The weights were evicted."""
+    control.rsrv("evict", "exact")
+
+    assert "vict" in control.rsrv("story", "exact")
+    control.rsrv("story", "nobody", status=1)
+
+
+def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
+    """Weights go and come; its copy of the state is the server's at the end."""
+    control.rsrv("pin", "exact", "--wait")
+    control.rsrv("unpin", "exact")
+    with control.watch() as updates:
+        snapshot = updates.get(timeout=20).snapshot
+        entries = {entry.version.key: entry for entry in snapshot.entries}
+        assert sorted(entry.name for entry in snapshot.entries) == ["changing", "exact", "steady"]
+        (key,) = (entry.version.key for entry in snapshot.entries if entry.name == "exact")
+
+        control.rsrv("evict", "exact")
+        control.rsrv("prefetch", "exact", "--wait")
+        control.rsrv("pause", "exact")
+
+        seen: list[pb.Version] = []
+        revision = snapshot.revision
+        while not seen or seen[-1].paused != pb.PAUSE_HOLD:
+            change = updates.get(timeout=20).change
+            assert (change.key, change.revision) == (key, revision + 1)
+            revision = change.revision
+            seen.append(change.entry.version)
+            entries[change.key] = change.entry
+    assert [one.weights for one in seen] == [
+        pb.WEIGHTS_ABSENT,
+        pb.WEIGHTS_LOADING,
+        pb.WEIGHTS_RESIDENT,
+        pb.WEIGHTS_RESIDENT,
+    ]
+    with control.watch() as updates:
+        again = updates.get(timeout=20).snapshot
+    assert ({entry.version.key: entry for entry in again.entries}, again.revision) == (entries, revision)
+
+
+def test_a_profile_is_recorded(control: Control) -> None:
+    """A trace of the requests between start and stop."""
+    folder = Path(control.rsrv("profile", "start").removeprefix("recording into ").strip())
+    with caller(control.server) as call:
+        call("exact", {"x": ROW})
+    assert control.rsrv("profile", "stop") == f"{folder}\n"
+
+    assert [found for found in folder.rglob("*") if found.suffix == ".pb"]
+    control.rsrv("profile", "stop", status=1)
+
+
+def test_a_changed_bundle_is_served_when_its_reload_returns(
+    control: Control, tmp_path: Path, server: RunningTriton
+) -> None:
+    """Other weights, and the same code."""
+    sources = Path(control.status().server.repository).parent / "bundles"
+    with caller(server) as call:
+        assert version(call, "changing") == (1, 0)
+        place(write_version(tmp_path / "two", 2), sources / "changing")
+
+        control.rsrv("reload", "changing")
+
+        assert version(call, "changing") == (2, 0)
+    control.rsrv("reload", "nobody", status=1)
+
+
+def test_a_stopped_runtime_is_seen_within_a_second(control: Control) -> None:
+    """And that it goes on, too; what was asked meanwhile fails."""
+    runtime = control.status().runtime
+    os.kill(runtime.pid, signal.SIGSTOP)
+    try:
+        took = _until(lambda: control.health() == NOT_SERVING)
+        control.rsrv("status", status=1)
+    finally:
+        os.kill(runtime.pid, signal.SIGCONT)
+
+    wait_until(lambda: control.health() == SERVING, what="the runtime")
+    assert control.status().runtime.instance == runtime.instance
+    assert took < 1.0, f"{took:.2f} s"
+
+
+def test_a_dead_stub_is_seen_within_a_second_and_mended(control: Control) -> None:
+    """The others go on."""
+    # That of the version before the last reload needs a moment to leave.
+    wait_until(lambda: len(control.server.stub_pids("changing")) == 1, what="one stub")
+    (stub,) = control.server.stub_pids("changing")
+    os.kill(stub, signal.SIGKILL)
+
+    took = _until(lambda: control.health("changing") == NOT_SERVING)
+    assert (control.health(), control.health("exact")) == (NOT_SERVING, SERVING)
+    assert took < 1.0, f"{took:.2f} s"
+    wait_until(lambda: control.health() == SERVING, what="the model that lost its stub")
+    with caller(control.server) as call:
+        version(call, "changing")
+
+
+def test_what_was_set_survives_the_runtime(control: Control) -> None:
+    """It is killed; the next one has the pin, the policy, the pause and the scheduler's settings."""
+    control.rsrv("pin", "exact", "--wait")
+    control.rsrv("policy", "steady", "--weight", "3")
+    control.rsrv("pause", "steady")
+    control.rsrv("scheduler", "launch_ahead_ms=1.5")
+    runtime = control.status().runtime
+    with control.watch() as updates:
+        assert updates.get(timeout=20).HasField("snapshot")
+        os.kill(runtime.pid, signal.SIGKILL)
+        took = _until(lambda: control.health() == NOT_SERVING)
+        while not updates.get(timeout=20).HasField("down"):
+            pass
+        while not (update := updates.get(timeout=60)).HasField("snapshot"):
+            pass
+        assert update.snapshot.instance != runtime.instance
+    assert took < 1.0, f"{took:.2f} s"
+
+    wait_until(lambda: control.health() == SERVING, timeout=60, what="the next runtime")
+    exact, steady = control.model("exact"), control.status("steady")
+    assert exact.residency == pb.RESIDENCY_DEVICE
+    assert (steady.models[0].policy.weight, steady.models[0].paused) == (3.0, pb.PAUSE_HOLD)
+    assert steady.scheduler.launch_ahead_ms == 1.5
+    control.rsrv("policy", "steady", "--weight", "1")
+
+
+def test_the_control_process_is_replaced_when_it_dies(control: Control) -> None:
+    """Requests do not notice; what was set is known to the next one."""
+    control.rsrv("policy", "steady", "--weight", "5")
+    first = control.status().server.control_pid
+    os.kill(first, signal.SIGKILL)
+    with caller(control.server) as call:
+        assert not isinstance(outcome(lambda: call("exact", {"x": ROW})), Refused)
+
+    def second() -> int:
+        with contextlib.suppress(grpc.RpcError):
+            return control.status().server.control_pid
+        return 0
+
+    assert wait_until(second, what="another control process") != first
+    assert control.model("steady").policy.weight == 5.0
+    control.rsrv("policy", "steady", "--weight", "1")
+
+
+def test_nothing_is_left_of_it_when_the_server_ends(tmp_path: Path) -> None:
+    """The server ends as it should."""
+    assert rsrv_gen.main([str(bundles.ensure() / "only_rows"), "-o", str(tmp_path / "gen")]) == 0
+    with running_triton(tmp_path / "gen", tmp_path / "server.log") as running:
+        control = Control(running)
+        pid, directory = control.status().server.control_pid, control.directory
+        control.channel.close()
+
+    wait_until(lambda: not is_alive(pid) and not directory.exists(), what="the control process to end")
+
+
+def _until(condition: Callable[[], bool]) -> float:
+    """Seconds that it took to become true."""
+    started = time.monotonic()
+    wait_until(condition)
+    return time.monotonic() - started

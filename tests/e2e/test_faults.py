@@ -1,0 +1,36 @@
+"""Each fault of `make chaos` once: nothing is answered wrongly, nobody else is harmed, and what can come back does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.chaos.faults import FAULTS, DeviceFails, Fault, KillExecuting, KillStub
+from tests.chaos.figures import remarks
+from tests.chaos.house import House, houses
+from tests.chaos.run import QUICK, run_fault
+
+#: those whose tests always run; the others take longer, or repeat what tests of single parts have
+ESSENTIAL = (KillExecuting, KillStub, DeviceFails)
+
+
+@pytest.fixture(scope="module")
+def house_for() -> Iterator[Callable[[bool], House]]:
+    """The houses of `make chaos`, each built when it is first needed."""
+    with houses() as get:
+        yield get
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.__name__, marks=[] if kind in ESSENTIAL else [pytest.mark.long])
+        for kind in FAULTS
+    ],
+)
+def test_a_fault_harms_nobody_else_and_passes(kind: type[Fault], house_for: Callable[[bool], House]) -> None:
+    """Under load from clients of several models: right answers or errors, bystanders untouched, and all come back."""
+    row = run_fault(kind(), house_for(kind.needs_clock), QUICK, seed=0)
+    assert not row.problems, remarks(row, kind.expected)

@@ -1,0 +1,190 @@
+"""What the runtime guards itself against: executions that hang, and deaths while models are built."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.blackbox import read_slots
+from rsrv.runtime.underway import Phase
+from rsrv.wire import paths
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import read_status
+from rsrv_bundle.writer import write_weights
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, random_u32, refusal
+from tests.e2e.harness import RunningTriton, StartTriton, is_alive, wait_until
+
+ONES = np.ones((1, 64), np.float32)
+
+
+@pytest.fixture
+def made() -> Mapping[str, Path]:
+    return {path.name: path for path in bundles.ensure().iterdir()}
+
+
+@pytest.fixture
+def start(start_triton: StartTriton, tmp_path: Path) -> Callable[..., RunningTriton]:
+    """Starts a server on some bundles, with a compilation cache of its own."""
+
+    def make(*sources: Path, env: Mapping[str, str] | None = None, **options: object) -> RunningTriton:
+        gen = tmp_path / "gen"
+        assert rsrv_gen.main([*map(str, sources), "-o", str(gen)]) == 0
+        own = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(tmp_path / "cache"), **(env or {})}
+        return start_triton(gen, env=own, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+def check_exact(call: Caller) -> None:
+    assert_same(call("exact", {"x": ONES}), {"y": ONES @ bundles.exact_kernel()})
+
+
+def sudden(call: Caller, steps: int) -> None:
+    x = random_u32(np.random.default_rng(steps), 1)
+    got = call("sudden", {"x": x, "steps": np.full((1, 1), steps, np.int32)})
+    assert_same(got, {"y": bundles.stepped(x, steps)})
+
+
+def works(check: Callable[[], None]) -> bool:
+    return not isinstance(outcome(check), Refused)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
+    start: Callable[..., RunningTriton], made: Mapping[str, Path], depth: int
+) -> None:
+    """Its client gets an error within seconds; the others come back; its model does not, and says why."""
+    env = {"RSRV_RUNTIME__WATCHDOG_S": "1.5", "RSRV_SCHEDULER__DEPTH": str(depth)}
+    server = start(made["sudden"], made["exact"], env=env)
+    old = read_status(server.pid)["pid"]
+    with caller(server) as call:
+        sudden(call, 3)
+        started = time.monotonic()
+
+        refused = refusal(lambda: sudden(call, 2**31 - 1))
+
+        refused.assert_is("UNAVAILABLE", "grpc")
+        assert refused.message.startswith("[rsrv:RUNTIME_DOWN]")
+        assert 1.5 < time.monotonic() - started < 10
+        wait_until(lambda: works(lambda: check_exact(call)), what="the other model to come back")
+        print(f"the others are back after {time.monotonic() - started:.1f} s")
+        assert read_status(server.pid)["pid"] != old
+
+        def verdict() -> str:
+            refused = refusal(lambda: sudden(call, 3))
+            refused.assert_is("UNAVAILABLE", "grpc")
+            return refused.message
+
+        wait_until(lambda: "it hung while executing" in verdict(), what="the verdict")
+        assert "until its bundle changes" in verdict()
+        check_exact(call)
+        assert list(read_status(server.pid)["models"]) == ["exact"]
+        directory = paths.runtime_directory(server.pid, "0")
+        (directory / paths.DEATHS).unlink()
+        wait_until(lambda: works(lambda: sudden(call, 3)), 70, what="the pardoned model to come back")
+        check_exact(call)
+    said = server.log_text()
+    assert "sudden@" in said
+    assert "hangs: it has been executing for" in said
+    assert not is_alive(old)
+
+
+def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
+    start: Callable[..., RunningTriton], made: Mapping[str, Path]
+) -> None:
+    """Frozen in an execution for six seconds of which it is allowed three: the answer is right all the same."""
+    server = start(made["sudden"], env={"RSRV_RUNTIME__WATCHDOG_S": "3"})
+    pid = read_status(server.pid)["pid"]
+    directory = paths.runtime_directory(server.pid, "0")
+
+    def executing() -> bool:
+        slots = read_slots((directory / paths.BLACKBOX).read_bytes())
+        return any(one.phase is Phase.EXECUTING for one in slots)
+
+    with caller(server) as call, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(sudden, call, 2000)
+        wait_until(executing)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(AssertionError):
+                wait_until(answer.done, 6)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        answer.result(20)
+    assert read_status(server.pid)["pid"] == pid
+
+
+def test_a_runtime_killed_while_it_compiles_comes_back(
+    start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Twice during the first load, once afterwards: all models get ready, and nobody is blamed."""
+    server = start(made["exact"], made["hooked"], made["elastic"], wait_ready=False)
+
+    directory = paths.runtime_directory(server.pid, "0")
+    killed: set[int] = set()
+
+    def kill_while_compiling() -> None:
+        def kill() -> bool:
+            try:
+                slots = read_slots((directory / paths.BLACKBOX).read_bytes())
+                pid = int(read_status(server.pid)["pid"])
+            except (OSError, Closed):
+                return False
+            if pid in killed or all(one.phase is not Phase.BUILDING for one in slots):
+                return False
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+            return True
+
+        wait_until(kill, 60, what="a compilation")
+
+    kill_while_compiling()
+    kill_while_compiling()
+    server.server.wait_ready(60)
+    with caller(server) as call:
+        check_exact(call)
+        shutil.rmtree(tmp_path / "cache")
+        pid = int(read_status(server.pid)["pid"])
+        killed.add(pid)
+        os.kill(pid, signal.SIGKILL)
+        kill_while_compiling()
+        started = time.monotonic()
+        wait_until(lambda: works(lambda: check_exact(call)), 60, what="the model to come back")
+        print(f"back after {time.monotonic() - started:.1f} s")
+    wait_until(lambda: len(read_status(server.pid)["models"]) == 3, 60, what="all models to come back")
+    wait_until(lambda: json.loads((directory / paths.DEATHS).read_text()) == {}, what="nobody to be blamed")
+
+
+def test_a_version_with_other_weights_compiles_nothing(
+    start: Callable[..., RunningTriton], made: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Loaded beside the old one it takes its executables, and keeps them when the old one has gone."""
+    tuned = tmp_path / "tuned"
+    shutil.copytree(made["exact"], tuned)
+    kernel = bundles.exact_kernel()[::-1].copy()
+    write_weights(tuned / "weights.safetensors", [("kernel", kernel)])
+    server = start(made["exact"], tuned, extra_args=["--model-control-mode=explicit", "--load-model=exact"])
+    before = read_status(server.pid)
+    assert before["compiled"] == len(before["models"]["exact"]["costs"])
+
+    server.grpc.load_model("tuned")
+
+    after = read_status(server.pid)
+    assert (after["compiled"], after["from_cache"]) == (before["compiled"], before["from_cache"])
+    assert after["shared"] == before["compiled"]
+    with caller(server) as call:
+        check_exact(call)
+        server.grpc.unload_model("exact")
+        wait_until(lambda: "exact" not in read_status(server.pid)["models"])
+        assert_same(call("tuned", {"x": ONES}), {"y": ONES @ kernel})

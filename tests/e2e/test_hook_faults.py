@@ -1,0 +1,305 @@
+"""Hooks that do their worst, on the real server: their own model pays, and nobody else notices."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import Arrays, Refused, caller, outcome
+from tests.e2e.harness import RunningTriton, is_alive, running_triton, wait_until
+from tests.e2e.metas import rows, write_meta, write_scale
+
+#: seconds
+TIMEOUT = 1.5
+LIMIT = 128 << 20
+SETTINGS = f"stub: {{hook_timeout_s: {TIMEOUT}, memory_limit_bytes: {LIMIT}}}"
+
+#: what each model's preprocess does with a request whose first number is negative
+DEEDS = {
+    "sleeps": "time.sleep(60)",
+    "spins": "while True: pass",
+    "holds": "ctypes.PyDLL(None).sleep(60)",
+    "greedy": "inputs['y'] = np.ones(10**9)",
+    "hoards": "inputs['y'] = [bytearray(1000) for _ in range(10**9)]",
+    "keeps": "kept.extend(bytearray(1000) for _ in range(10**9))",
+    "leaves": "os._exit(3)",
+    "quits": "sys.exit(3)",
+    "interrupts": "raise KeyboardInterrupt",
+    "closes": "os.closerange(3, 1000)",
+    "wanders": "os.chdir('/')",
+    "forks": "os.fork()",
+    "begets": "subprocess.Popen(['sleep', '60']); multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()",
+    "starts": "[threading.Thread(target=time.sleep, args=[60], daemon=True).start() for _ in range(10)]",
+}
+HOOKS = """
+import ctypes, multiprocessing, os, subprocess, sys, threading, time
+import numpy as np
+
+kept = []
+
+
+def preprocess(inputs):
+    if inputs["x"][0, 0] < 0:
+        {deed}
+    elif inputs["x"][0, 0] > 1000:
+        time.sleep(0.01)
+    return {{"x": inputs["x"]}}
+"""
+RUN = """
+import time
+import numpy as np
+
+
+def run(inputs, call):
+    x = inputs["x"]
+    for _ in range(10 if x[0, 0] == 7 else 0):
+        call("inner", {"x": x})
+        time.sleep(0.2)
+    if x[0, 0] < 0:
+        time.sleep(60)
+    return call("inner", {"x": x})
+"""
+ASYNC_RUN = """
+import asyncio, time
+
+
+async def run(inputs, call):
+    x = inputs["x"]
+    if x[0, 0] == -1:
+        await asyncio.sleep(60)
+    if x[0, 0] == -2:
+        time.sleep(60)
+    return await call("inner", {"x": x})
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    folder = tmp_path_factory.mktemp("hook_faults")
+    bundles = folder / "bundles"
+    calm = write_scale(bundles / "calm", 2)
+    for name, deed in DEEDS.items():
+        shutil.copytree(calm, bundles / name)
+        (bundles / name / "model.py").write_text(HOOKS.format(deed=deed))
+    shutil.copytree(calm, bundles / "inner")
+    write_meta(bundles / "meta", RUN, ["inner"])
+    write_meta(bundles / "async", ASYNC_RUN, ["inner"])
+    (folder / "settings.yaml").write_text(SETTINGS)
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(bundles), *options]) == 0
+    with running_triton(
+        folder / "gen",
+        folder / "server.log",
+        extra_args=["--disable-auto-complete-config", "--model-load-thread-count=8"],
+    ) as running:
+        yield running
+        # After the death of a stub Triton waits as long as it may before it ends.
+        running.server.kill()
+
+
+@contextmanager
+def calm(server: RunningTriton) -> Iterator[None]:
+    """Meanwhile the model without hooks answers, always right and in time."""
+    stop = threading.Event()
+    slowest = 0.0
+
+    def ask() -> None:
+        nonlocal slowest
+        with caller(server) as call:
+            while not stop.is_set():
+                started = time.monotonic()
+                assert (call("calm", rows(2, 3.0))["y"] == 6).all()
+                slowest = max(slowest, time.monotonic() - started)
+                stop.wait(0.005)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield
+        finally:
+            stop.set()
+            asking.result()
+    assert slowest < 0.9
+
+
+def ask(server: RunningTriton, model: str, value: float, **options: Any) -> Arrays | Refused:
+    with caller(server) as call:
+        return outcome(lambda: call(model, rows(1, value), **options))
+
+
+def refused(server: RunningTriton, model: str, value: float = -1.0) -> str:
+    answer = ask(server, model, value)
+    assert isinstance(answer, Refused), answer
+    assert answer.status == "StatusCode.INTERNAL", answer
+    return answer.message
+
+
+def well(server: RunningTriton, model: str) -> bool:
+    answer = ask(server, model, 4.0)
+    assert isinstance(answer, dict), answer
+    return bool((answer["y"] == 8).all())
+
+
+def stub(server: RunningTriton, model: str) -> int:
+    (pid,) = server.stub_pids(model)
+    return pid
+
+
+def gone(server: RunningTriton, model: str, pid: int) -> None:
+    """The process has ended, and the runtime knows."""
+    wait_until(lambda: not is_alive(pid), 5, what=f"end of {model}")
+    wait_until(lambda: model not in {**(s := read_status(server.pid))["models"], **s["metas"]}, 5)
+
+
+def slow_down(server: RunningTriton, model: str) -> None:
+    """Have its hooks take so long that its requests are not answered inside execute()."""
+    with caller(server) as call:
+        for _ in range(15):
+            assert (call(model, rows(1, 1001.0))["y"] == 2002).all()
+
+
+# --- hooks that hang --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["spins", "holds"])
+def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton, model: str) -> None:
+    """Also one that holds the interpreter's lock. Its client gets Triton's own error."""
+    pid = stub(server, model)
+    assert well(server, model)
+    with calm(server):
+        started = time.monotonic()
+        assert "not healthy" in refused(server, model)
+        assert TIMEOUT <= time.monotonic() - started < 2 * TIMEOUT + 2.5
+    gone(server, model, pid)
+
+
+def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(server: RunningTriton) -> None:
+    """Those whose hook hangs and those that wait for a thread are all told why, before the process ends."""
+    pid = stub(server, "sleeps")
+    slow_down(server, "sleeps")
+    with calm(server), ThreadPoolExecutor(8) as pool:
+        hanging = [pool.submit(ask, server, "sleeps", -1.0) for _ in range(4)]
+        wait_until(lambda: psutil.Process(pid).num_threads() > 4)
+        in_time = pool.submit(ask, server, "sleeps", -1.0, timeout=200_000)
+        waiting = [pool.submit(ask, server, "sleeps", 5.0) for _ in range(3)]
+        late = in_time.result()
+        assert isinstance(late, Refused)
+        assert late.message.startswith("[rsrv:DEADLINE]")
+        assert is_alive(pid)
+        for answer in (future.result() for future in (*hanging, *waiting)):
+            assert isinstance(answer, Refused)
+            answer.assert_is("INTERNAL", "grpc")
+            assert answer.message == "the model's preprocess hook hangs; the model is being restarted"
+    gone(server, "sleeps", pid)
+    log = server.log_text()
+    assert "preprocess has not returned for 1.5 s (stub.hook_timeout_s). It is here:" in log
+    assert "time.sleep(60)" in log
+
+
+@pytest.mark.parametrize(("model", "value"), [("meta", -1.0), ("async", -1.0)])
+def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, value: float) -> None:
+    """Its own time between two calls counts; a long run of many calls does not hang."""
+    pid = stub(server, model)
+    assert well(server, model)
+    if model == "meta":
+        answer = ask(server, model, 7.0)
+        assert isinstance(answer, dict), answer
+    with calm(server):
+        assert "the model's run hook hangs" in refused(server, model, value)
+    gone(server, model, pid)
+
+
+# --- hooks that want too much memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["greedy", "hoards"])
+def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTriton, model: str) -> None:
+    """In one piece or in many: its process serves on, and has as much memory as before."""
+    pid = stub(server, model)
+    assert well(server, model)
+    with calm(server):
+        for _ in range(3):
+            assert refused(server, model) == "the model's preprocess hook wants more memory than it may have"
+            assert well(server, model)
+        before = psutil.Process(pid).memory_info().rss
+        for _ in range(3):
+            refused(server, model)
+        assert psutil.Process(pid).memory_info().rss < before + (8 << 20)
+    assert stub(server, model) == pid
+
+
+def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) -> None:
+    """It would fail for ever; loaded anew, it can serve again."""
+    pid = stub(server, "keeps")
+    with calm(server):
+        refused(server, "keeps")
+    gone(server, "keeps", pid)
+
+
+# --- hooks that do other things ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["quits", "interrupts"])
+def test_a_hook_that_wants_to_leave_fails_its_request(server: RunningTriton, model: str) -> None:
+    """sys.exit() and Ctrl-C are exceptions like others."""
+    pid = stub(server, model)
+    with calm(server):
+        assert "preprocess hook failed" in refused(server, model)
+        assert well(server, model)
+    assert stub(server, model) == pid
+
+
+@pytest.mark.parametrize("model", ["wanders", "starts"])
+def test_a_hook_may_go_elsewhere_and_start_things(server: RunningTriton, model: str) -> None:
+    """Another directory, threads: its model serves on."""
+    pid = stub(server, model)
+    with calm(server):
+        assert isinstance(ask(server, model, -1.0), dict)
+        assert well(server, model)
+    assert stub(server, model) == pid
+
+
+def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: RunningTriton) -> None:
+    """They have none of its connections: when it ends, the runtime lets go of the model at once."""
+    pid = stub(server, "begets")
+    with calm(server):
+        assert isinstance(ask(server, "begets", -1.0), dict)
+        assert well(server, "begets")
+        children = psutil.Process(pid).children(recursive=True)
+        assert len(children) == 2
+        psutil.Process(pid).kill()
+        gone(server, "begets", pid)
+        for child in children:
+            child.kill()
+
+
+def test_a_hook_that_forks_and_returns_twice_is_heard_once(server: RunningTriton) -> None:
+    """The copy ends where the hook does."""
+    pid = stub(server, "forks")
+    with calm(server):
+        for _ in range(3):
+            answer = ask(server, "forks", -4.0)
+            assert isinstance(answer, dict), answer
+            assert (answer["y"] == -8).all()
+        assert well(server, "forks")
+    assert stub(server, "forks") == pid
+
+
+@pytest.mark.parametrize("model", ["leaves", "closes"])
+def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(server: RunningTriton, model: str) -> None:
+    """os._exit, and closing all files: the process ends, and its client hears that it did."""
+    pid = stub(server, model)
+    assert well(server, model)
+    with calm(server):
+        refused(server, model)
+    gone(server, model, pid)

@@ -1,0 +1,310 @@
+"""The set of models follows the bundles on a real server, without a gap."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rsrv.control.triton import State, Triton
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.lives import Living, place, version, write_version
+from tests.e2e.metas import rows, write_meta, write_scale
+
+EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
+#: A dead stub keeps Triton from ending.
+HURRY = "--exit-timeout-secs=1"
+SETTINGS = "lifecycle: {look_s: 0.1, poll_s: 0.5}\n"
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Versions of one model: `one` and `two` differ in the weights, `other` in the code as well."""
+    folder = tmp_path_factory.mktemp("versions")
+    return {
+        "one": write_version(folder / "one", 1),
+        "two": write_version(folder / "two", 2),
+        "other": write_version(folder / "other", 3, module=3),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(versions: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bundles below two roots, and the repository of them."""
+    folder = tmp_path_factory.mktemp("life")
+    for name in ("steady", "prod", "killed", "idle"):
+        place(versions["one"], folder / "bundles" / name)
+    place(versions["one"], folder / "mount" / "mounted")
+    (folder / "settings.yaml").write_text(SETTINGS)
+    roots = [str(folder / "bundles"), str(folder / "mount")]
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([*roots, *options]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningTriton]:
+    with running_triton(folder / "gen", folder / "server.log", extra_args=[*EXPLICIT, HURRY]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def life(server: RunningTriton) -> Iterator[Living]:
+    life = Living(server)
+    yield life
+    life.close()
+
+
+@pytest.fixture
+def call(server: RunningTriton, life: Living) -> Iterator[Caller]:
+    with caller(server) as call:
+        yield call
+
+
+@pytest.fixture
+def bundles(folder: Path) -> Path:
+    return folder / "bundles"
+
+
+def served(call: Caller, name: str) -> tuple[int, int] | None:
+    """The version that answers, None when there is none."""
+    found = outcome(lambda: version(call, name))
+    return None if isinstance(found, Refused) else found
+
+
+def assert_becomes(call: Caller, name: str, wanted: tuple[int, int] | None) -> None:
+    """Until it is, whatever answers is whole."""
+    wait_until(lambda: served(call, name) == wanted, what=f"{name} to be {wanted}")
+
+
+def test_a_new_bundle_is_served_and_a_removed_one_is_not(
+    call: Caller, bundles: Path, folder: Path, versions: dict[str, Path]
+) -> None:
+    """Both without anybody's doing, and the others stay."""
+    place(versions["two"], bundles / "fresh")
+    assert_becomes(call, "fresh", (2, 0))
+    shutil.rmtree(bundles / "fresh")
+    assert_becomes(call, "fresh", None)
+    wait_until(lambda: not (folder / "gen" / "fresh").exists())
+    assert served(call, "steady") == (1, 0)
+
+
+def test_changed_weights_are_served_without_compiling(
+    call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
+) -> None:
+    """The weights are swapped, written to the file in place or not, and a mere touch does nothing."""
+    place(versions["one"], bundles / "weighty")
+    assert_becomes(call, "weighty", (1, 0))
+    before = read_status(server.pid)
+    place(versions["two"], bundles / "weighty")
+    assert_becomes(call, "weighty", (2, 0))
+    # As `cp` does it.
+    file = bundles / "weighty" / "weights.safetensors"
+    file.write_bytes((versions["one"] / file.name).read_bytes())
+    assert_becomes(call, "weighty", (1, 0))
+    after = read_status(server.pid)
+    assert (after["compiled"], after["from_cache"]) == (before["compiled"], before["from_cache"])
+
+    loads = server.log_text().count("successfully loaded 'weighty'")
+    os.utime(bundles / "weighty" / "manifest.yaml")
+    place(versions["two"], bundles / "steady")
+    assert_becomes(call, "steady", (2, 0))
+    assert server.log_text().count("successfully loaded 'weighty'") == loads
+    place(versions["one"], bundles / "steady")
+    assert_becomes(call, "steady", (1, 0))
+
+
+def test_what_does_not_load_leaves_the_old_version_serving(
+    call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living
+) -> None:
+    """A broken manifest, a broken module, and a new model that never worked: each says why, and a good one mends it."""
+    place(versions["one"], bundles / "fragile")
+    assert_becomes(call, "fragile", (1, 0))
+
+    manifest = bundles / "fragile" / "manifest.yaml"
+    good = manifest.read_text()
+    manifest.write_text(good + "surprise: 1\n")
+    wait_until(lambda: "surprise" in life.failures.get("fragile", ""))
+    assert served(call, "fragile") == (1, 0)
+    manifest.write_text(good)
+    wait_until(lambda: "fragile" not in life.failures)
+
+    old = (folder / "gen/fragile/1/bundle/model.b1.mlir").read_bytes()
+    (bundles / "fragile" / "model.b1.mlir").write_bytes(b"no module")
+    wait_until(lambda: "model.b1.mlir" in life.failures.get("fragile", ""))
+    assert served(call, "fragile") == (1, 0)
+    # What the server would load now is what it serves.
+    assert (folder / "gen/fragile/1/bundle/model.b1.mlir").read_bytes() == old
+
+    shutil.copytree(bundles / "fragile", bundles / ".stillborn")
+    (bundles / ".stillborn").rename(bundles / "stillborn")
+    wait_until(lambda: "model.b1.mlir" in life.failures.get("stillborn", ""))
+    assert not (folder / "gen/stillborn").exists()
+
+    for name in ("fragile", "stillborn"):
+        place(versions["two"], bundles / name)
+        assert_becomes(call, name, (2, 0))
+    wait_until(lambda: not life.failures)
+    for name in ("fragile", "stillborn"):
+        shutil.rmtree(bundles / name)
+        assert_becomes(call, name, None)
+
+
+def test_a_chain_of_renames_compiles_nothing(
+    call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton
+) -> None:
+    """prod -> old, staging -> prod: the names move, and what is behind them stays loaded."""
+    place(versions["other"], bundles / "staging")
+    assert_becomes(call, "staging", (3, 3))
+    before = read_status(server.pid)
+    (bundles / "prod").rename(bundles / "old")
+    (bundles / "staging").rename(bundles / "prod")
+    assert_becomes(call, "prod", (3, 3))
+    assert_becomes(call, "old", (1, 0))
+    assert_becomes(call, "staging", None)
+    after = read_status(server.pid)
+    assert (after["compiled"], after["from_cache"]) == (before["compiled"], before["from_cache"])
+
+
+def test_a_missing_mount_unloads_nothing(call: Caller, folder: Path, versions: dict[str, Path]) -> None:
+    """Neither a root that is gone, nor an empty one in its place; when it is back, its changes count."""
+    mount = folder / "mount"
+    mount.rename(folder / "elsewhere")
+    place(versions["two"], folder / "bundles" / "meanwhile")
+    assert_becomes(call, "meanwhile", (2, 0))
+    mount.mkdir()
+    place(versions["one"], folder / "bundles" / "meanwhile")
+    assert_becomes(call, "meanwhile", (1, 0))
+    assert served(call, "mounted") == (1, 0)
+    mount.rmdir()
+    place(versions["two"], folder / "elsewhere" / "mounted")
+    (folder / "elsewhere").rename(mount)
+    assert_becomes(call, "mounted", (2, 0))
+    shutil.rmtree(mount / "mounted")
+    assert_becomes(call, "mounted", None)
+
+
+def test_a_meta_model_follows_its_callees(call: Caller, bundles: Path, folder: Path) -> None:
+    """A callee that changes changes the meta that carries it, and it has a name of its own again without the meta."""
+    place(write_scale(folder / "first" / "double", 2), bundles / "double")
+    wait_until(lambda: not isinstance(outcome(lambda: call("double", rows(1))), Refused))
+    body = 'def run(inputs, call):\n    return call("double", inputs)\n'
+    place(write_meta(folder / "first" / "chain", body, ["double"]), bundles / "chain")
+
+    def chain() -> float | None:
+        found = outcome(lambda: call("chain", rows(1, 5.0)))
+        return None if isinstance(found, Refused) else float(found["y"][0, 0])
+
+    wait_until(lambda: chain() == 10)
+    wait_until(lambda: isinstance(outcome(lambda: call("double", rows(1))), Refused))
+    place(write_scale(folder / "new" / "double", 3), bundles / "double")
+    wait_until(lambda: chain() == 15)
+    shutil.rmtree(bundles / "chain")
+    wait_until(lambda: not isinstance(outcome(lambda: call("double", rows(1))), Refused))
+    wait_until(lambda: chain() is None)
+
+
+def test_a_model_is_loaded_anew_when_asked(call: Caller, server: RunningTriton, life: Living) -> None:
+    """Although nothing has changed; a name that there is not is said to be unknown."""
+    (before,) = server.stub_pids("steady")
+    life.reload("steady")
+    assert served(call, "steady") == (1, 0)
+    wait_until(lambda: before not in server.stub_pids("steady"))
+    with pytest.raises(grpc.RpcError, match="there is no model 'nobody'"):
+        life.reload("nobody")
+
+
+def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living) -> None:
+    """Triton says that it was, and nothing loads it."""
+    server.grpc.unload_model("idle")
+
+    async def states() -> Mapping[str, State]:
+        async with Triton.of(server.pid) as triton:
+            return await triton.states()
+
+    wait_until(lambda: asyncio.run(states())["idle"] == "dismissed")
+    life.reload("steady")
+    assert asyncio.run(states())["idle"] == "dismissed"
+
+
+def test_a_killed_stub_comes_back(call: Caller, server: RunningTriton, life: Living) -> None:
+    """Nobody asks for it, and the time is short."""
+    wait_until(lambda: served(call, "killed") == (1, 0))
+    (stub,) = server.stub_pids("killed")
+    started = time.monotonic()
+    os.kill(stub, signal.SIGKILL)
+    wait_until(lambda: server.stub_pids("killed") not in ([], [stub]))
+    assert_becomes(call, "killed", (1, 0))
+    print(f"back after {time.monotonic() - started:.1f} s")
+
+
+# --- under load -----------------------------------------------------------------------------------------------------
+
+#: requests a second, of as many clients
+RATE, CLIENTS = 500, 16
+RELOADS = 50
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_fifty_reloads_under_load_fail_no_request(
+    call: Caller, bundles: Path, versions: dict[str, Path], server: RunningTriton, life: Living
+) -> None:
+    """500 requests/s while the bundle changes 50 times, its weights alone or its code, too: each answer is of one
+    version, and of one that was there between the request and the answer."""
+    place(versions["one"], bundles / "busy")
+    assert_becomes(call, "busy", (1, 0))
+    kinds = [(1, 0), (2, 0), (3, 3)]
+    names = ["one", "two", "other"]
+    stop = threading.Event()
+    #: What may answer: the version before the change under way, and the one after it.
+    current: list[frozenset[tuple[int, int]]] = [frozenset({kinds[0]})]
+
+    def work(call: Caller, number: int) -> tuple[int, float]:
+        count, slowest, due = 0, 0.0, time.monotonic() + number / RATE
+        while not stop.wait(max(0.0, due - time.monotonic())):
+            before, started = current[0], time.monotonic()
+            rows = 1 + count % 4
+            found = version(call, "busy", x=float(count % 100), rows=rows)
+            assert found in before | current[0], f"{found} is neither of {before | current[0]}"
+            slowest = max(slowest, time.monotonic() - started)
+            count += 1
+            due += CLIENTS / RATE
+        return count, slowest
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        clients = pool.submit(at_once, server, CLIENTS, work)
+        try:
+            at = 0
+            for reload_ in range(RELOADS):
+                next_ = (at + 1 + reload_ % 2) % 3
+                current[0] = frozenset({kinds[at], kinds[next_]})
+                place(versions[names[next_]], bundles / "busy")
+                assert_becomes(call, "busy", kinds[next_])
+                # The old version may still be answering what it began.
+                wait_until(lambda: len(server.stub_pids("busy")) == 1)
+                current[0] = frozenset({kinds[next_]})
+                at = next_
+        finally:
+            stop.set()
+        counts = clients.result()
+    took = time.monotonic() - started
+    total, slowest = sum(count for count, _ in counts), max(slow for _, slow in counts)
+    print(
+        f"{RELOADS} reloads, {total} requests in {took:.0f} s ({total / took:.0f}/s), slowest {1e3 * slowest:.0f} ms"
+    )
+    assert total / took > 0.5 * RATE
+    assert not life.failures

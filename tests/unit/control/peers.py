@@ -1,0 +1,370 @@
+"""A runtime that says what a test wants, on a real socket and on the test's own event loop."""
+
+import asyncio
+import functools
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from rsrv.control.health import Health
+from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.overrides import Overrides
+from rsrv.control.readiness import Readiness
+from rsrv.control.rounds import Failure
+from rsrv.control.runtime import RuntimeLink
+from rsrv.control.server import listen_locally
+from rsrv.control.service import ControlService
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.control.view import Entry, RuntimeView
+from rsrv.settings import load_settings
+from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
+from rsrv.wire.memory import Board, create_document
+from rsrv.wire.socket import Closed, Receiver, listen, send
+
+#: seconds for anything that a test waits for
+_PATIENCE = 30.0
+
+
+def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), _PATIENCE))
+
+    return run
+
+
+async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:
+    """Returns when a change of the view has made it true."""
+    while True:
+        seen = view.changes
+        if condition():
+            return
+        await view.wait_change(seen)
+
+
+def entry(name: str, **differs: Any) -> Entry:
+    """Of a model that is ready."""
+    common: dict[str, Any] = {
+        "name": name,
+        "kind": "model",
+        "digest": "0123456789abcdef" * 4,
+        "state": "ready",
+        "error": None,
+        "residency": "system",
+        "weights": "resident",
+        "stubs": [100],
+        "models": [],
+        "paused": None,
+    }
+    return Entry(**{**common, **differs})  # type: ignore[typeddict-item]
+
+
+def model_status(**differs: Any) -> dict[str, Any]:
+    """What STATUS says of a model."""
+    return {
+        "key": "a@0123456789ab",
+        "digest": "0123456789abcdef" * 4,
+        "state": "ready",
+        "residency": "system",
+        "weights": "resident",
+        "queued": 1,
+        "executing": 2,
+        "outcomes": {"answered": 7, "refused": 1, "expired": 0, "shed": 0, "cancelled": 0, "failed": 0},
+        "dispatches": 4,
+        "useful_rows": 30,
+        "padded_rows": 2,
+        "device_seconds": 0.25,
+        "weight_bytes": 2000,
+        "device_bytes": 1000,
+        "misses": 3,
+        "loads": 2,
+        "evictions": 1,
+        "load_seconds": 0.125,
+        "sizes": {"0/8": 4},
+        "costs": {"0/1": 0.001, "0/8": 0.002, "0/16": 0.003},
+        **differs,
+    }
+
+
+SECTION = {
+    "discipline": "fair",
+    "depth": 2,
+    "max_queue_depth": 1024,
+    "cost_ema_alpha": 0.2,
+    "launch_ahead_ms": 2.0,
+    "meta_concurrency": 2,
+    "compaction_interval": 0,
+    "residency_factor": 4.0,
+    "eviction": "lru",
+}
+
+
+class FakeRuntime:
+    """Listens at `path` until `die`. `commands` are those that came, without pings; `answers` says what comes of one."""
+
+    def __init__(self, path: Path, instance: str = "11" * 8) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._path = path
+        self.instance = instance
+        self.pid = 4711
+        self.revision = 5
+        self.entries: dict[str, Entry] = {}
+        self.models: dict[str, dict[str, Any]] = {}
+        self.metas: dict[str, dict[str, Any]] = {}
+        self.section: dict[str, Any] = dict(SECTION)
+        self.commands: list[dict[str, Any]] = []
+        self.configured: list[dict[str, Any]] = []
+        self.answers: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda command: {}
+        self._came = asyncio.Event()
+        self._silent = False
+        self._kept: list[tuple[socket.socket, bytes]] = []
+        self._watchers: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
+        self._board = Board()
+        self._listener = listen(path)
+        self._alive = True
+        self._loop.add_reader(self._listener, self._accept)
+
+    def die(self) -> None:
+        """All connections end, and nobody listens. A second time, nothing happens."""
+        if not self._alive:
+            return
+        self._alive = False
+        for sock in (self._listener, *self._sockets):
+            self._loop.remove_reader(sock)
+            sock.close()
+        self._sockets.clear()
+        self._path.unlink(missing_ok=True)
+        os.close(self._board.fd)
+
+    def stop(self) -> None:
+        """As SIGSTOP does it."""
+        self._silent = True
+
+    def go_on(self) -> None:
+        """As SIGCONT does it."""
+        self._silent = False
+        kept, self._kept = self._kept, []
+        for sock, frame in kept:
+            self._take(sock, frame)
+
+    def change(self, key: str, entry: Entry | None) -> None:
+        self.revision += 1
+        if entry is None:
+            del self.entries[key]
+        else:
+            self.entries[key] = entry
+        for watcher in self._watchers:
+            send(watcher, pack_json(Kind.STATE, {"revision": self.revision, "key": key, "entry": entry}))
+
+    def say(self, kind: Kind, value: dict[str, Any]) -> None:
+        """Anything, to all watchers."""
+        for watcher in self._watchers:
+            send(watcher, pack_json(kind, value))
+
+    async def came(self, condition: Callable[[], bool]) -> None:
+        """Returns when commands that came have made it true."""
+        while not condition():
+            self._came.clear()
+            await self._came.wait()
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        sock.setblocking(False)
+        self._sockets.append(sock)
+        receiver = Receiver(sock)
+        self._loop.add_reader(sock, lambda: self._readable(sock, receiver))
+
+    def _readable(self, sock: socket.socket, receiver: Receiver) -> None:
+        try:
+            frame, _ = receiver.receive()
+        except Closed:
+            self._loop.remove_reader(sock)
+            self._sockets.remove(sock)
+            if sock in self._watchers:
+                self._watchers.remove(sock)
+            sock.close()
+            return
+        if self._silent:
+            self._kept.append((sock, bytes(frame)))
+        else:
+            self._take(sock, bytes(frame))
+
+    def _take(self, sock: socket.socket, frame: bytes) -> None:
+        kind, _ = read_header(frame)
+        body = unpack_json(frame)
+        match kind:
+            case Kind.HELLO:
+                greeting = {"magic": MAGIC, "version": PROTOCOL_VERSION, "pid": self.pid}
+                send(sock, pack_json(Kind.WELCOME, greeting), (self._board.fd,))
+            case Kind.WATCH:
+                self._watchers.append(sock)
+                self._document(
+                    sock,
+                    Kind.STATE,
+                    {
+                        "instance": self.instance,
+                        "revision": self.revision,
+                        "entries": self.entries,
+                    },
+                )
+            case Kind.STATUS:
+                self._document(sock, Kind.STATUS_REPLY, self._status())
+            case Kind.CONFIGURE:
+                if body:
+                    self.configured.append(body)
+                self.section |= body
+                send(sock, pack_json(Kind.CONFIGURED, self.section))
+            case Kind.COMMAND if body["command"] == "ping":
+                said = {"instance": self.instance, "revision": self.revision}
+                send(sock, pack_json(Kind.COMMANDED, said))
+            case Kind.COMMAND:
+                self.commands.append(body)
+                answer = self.answers(body)
+                if answer is not None:
+                    send(sock, pack_json(Kind.COMMANDED, answer))
+        self._came.set()
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "pid": self.pid,
+            "uptime_s": 12.5,
+            "connections": len(self._sockets),
+            "compiled": 3,
+            "from_cache": 4,
+            "memory": {
+                "device": {
+                    "limit_bytes": None,
+                    "budget_bytes": 5000,
+                    "pinned_bytes": 0,
+                    "logical_bytes": 1000,
+                    "physical_bytes": 1000,
+                    "held_bytes": 1000,
+                },
+                "host": {"logical_bytes": 2000, "physical_bytes": 2000, "tensors": 3},
+            },
+            "models": self.models,
+            "metas": self.metas,
+        }
+
+    def _document(self, sock: socket.socket, kind: Kind, value: dict[str, Any]) -> None:
+        fd = create_document(value)
+        try:
+            send(sock, pack_json(kind, {}), (fd,))
+        finally:
+            os.close(fd)
+
+
+@asynccontextmanager
+async def linked(directory: Path, *, ping: float = 0.01, silence: float = 10.0) -> AsyncIterator[RuntimeLink]:
+    """A link that runs; pings often, and is patient unless a test is about silence."""
+    link = RuntimeLink(
+        directory / "runtime.sock",
+        Overrides(directory / "overrides.json"),
+        ping=ping,
+        silence=silence,
+        pause=0.01,
+    )
+    running = asyncio.create_task(link.run())
+    try:
+        yield link
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+class FakeLifecycle:
+    """Reloads nothing, and says so where `refusals` has something to say."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, Failure] = {}
+        self.loading: set[str] = set()
+        self.reloaded: list[str] = []
+        self.refusals: dict[str, LifecycleError] = {}
+        self.asked = asyncio.Event()
+
+    async def reload(self, name: str) -> None:
+        self.asked.set()
+        if name in self.refusals:
+            raise self.refusals[name]
+        self.reloaded.append(name)
+
+
+@dataclass
+class Served:
+    """The services of one fake runtime, as clients and as the control process have them."""
+
+    runtime: FakeRuntime
+    link: RuntimeLink
+    lifecycle: FakeLifecycle
+    repository: Path
+    service: ControlService
+    health: Health
+    socket: Path
+    control: Any
+    health_stub: Any
+
+
+@asynccontextmanager
+async def served(
+    tmp_path: Path,
+    *,
+    models: Iterable[str] = (),
+    settings: str = "",
+    silence: float = 10.0,
+    decides: bool = True,
+) -> AsyncIterator[Served]:
+    """On a Unix socket, over a repository of these models, which the runtime has ready; it is up already."""
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    for name in models:
+        add_model(repository, name)
+        runtime.entries[f"{name}@1"] = entry(name)
+        runtime.models[name] = model_status()
+    lifecycle = FakeLifecycle()
+    async with linked(tmp_path, silence=silence) as link:
+        health = Health(link, Readiness(link, repository, lambda: lifecycle.loading, decides=decides))
+        service = ControlService(
+            link,
+            load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),
+            repository,
+            os.getpid(),
+            lifecycle,
+            clock=lambda: 0.0,
+        )
+        noticing = asyncio.create_task(health.run())
+        server = await listen_locally(tmp_path / "control.sock", service, health)
+        try:
+            async with grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock") as channel:
+                await until(link, lambda: link.up)
+                yield Served(
+                    runtime,
+                    link,
+                    lifecycle,
+                    repository,
+                    service,
+                    health,
+                    tmp_path / "control.sock",
+                    control_pb2_grpc.ControlStub(channel),
+                    health_pb2_grpc.HealthStub(channel),
+                )
+        finally:
+            noticing.cancel()
+            await server.stop(0)
+            runtime.die()
+
+
+def add_model(repository: Path, name: str) -> None:
+    """As rsrv-gen does, as far as readiness looks."""
+    (repository / name / "1" / "bundle").mkdir(parents=True)

@@ -1,0 +1,593 @@
+"""The command rsrv: what it asks the server for, and what it prints."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from google.protobuf import json_format
+
+from rsrv.control import cli, find
+from rsrv.control.output import amount, duration, to_json
+from rsrv.control.pages import print_update
+from rsrv.control.rounds import Failure
+from rsrv.control.server import listen
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.settings import ControlSection
+from rsrv.wire.paths import start_time
+from tests.unit.control.peers import Served, entry, looped, served, until
+
+
+@dataclass
+class Said:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Shell:
+    """Runs the command beside the server, which is on this thread."""
+
+    def __init__(self, server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+        self.server = server
+        self._capsys = capsys
+
+    async def __call__(self, *arguments: str, address: str | None = None) -> Said:
+        where = ["--address", address or f"unix:{self.server.socket}"]
+        status = await asyncio.to_thread(_main, [*arguments, *where])
+        return Said(status, *self._capsys.readouterr())
+
+
+def _main(arguments: list[str]) -> int:
+    try:
+        return cli.main(arguments)
+    except SystemExit as error:  # argparse's
+        return int(error.code or 0)
+
+
+@asynccontextmanager
+async def shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], models: tuple[str, ...] = ("a", "b")
+) -> AsyncIterator[Shell]:
+    async with served(tmp_path, models=models) as server:
+        yield Shell(server, capsys)
+
+
+def test_help_comes_at_once() -> None:
+    """Nothing heavy is imported before the command knows what to do."""
+    program = (
+        "import sys, rsrv.control.cli as cli; cli.parser().format_help(); "
+        "print([name for name in ('grpc', 'google.protobuf', 'rich', 'pydantic', 'numpy') if name in sys.modules])"
+    )
+
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert said.stdout.strip() == "[]"
+
+
+def test_commands_need_no_settings_reader_and_no_numpy() -> None:
+    """Each invocation imports what it needs, no more: pydantic would double the time."""
+    program = (
+        "import sys, rsrv.control.commands; "
+        "print([name for name in ('rich', 'pydantic', 'numpy', 'asyncio') if name in sys.modules])"
+    )
+
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert "pydantic" not in said.stdout
+    assert "numpy" not in said.stdout
+    assert "rich" not in said.stdout
+
+
+def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain columns where there is no terminal; what is wrong is there, too."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.lifecycle.failures["c"] = Failure("manifest.yaml:\n  no such key", since=1.0, tries=3)
+            rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
+            await until(rsrv.server.link, lambda: "m@1" in rsrv.server.link.entries)
+
+            said = await rsrv("status")
+
+            assert (said.status, said.err) == (0, "")
+            lines = said.out.splitlines()
+            assert lines[0].startswith(f"server     tritonserver {os.getpid()}, dynamic, ")
+            assert "\x1b" not in said.out
+            head = next(line for line in lines if line.startswith("MODEL"))
+            row = next(line for line in lines if line.startswith("a "))
+            assert row.split() == [
+                *("a", "ready", "resident", "system", "1", "kB"),
+                *("1", "1", "2", "7", "1", "3", "250", "ms"),
+            ]
+            assert head.index("STATE") == row.index("ready")
+            assert any(line.startswith("m ") for line in lines)
+            assert lines[-1] == "c could not be loaded, 3 tries: manifest.yaml: no such key"
+
+    run()
+
+
+def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its versions, its executables, and its policy."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = await rsrv("status", "a")
+
+            assert said.status == 0
+            assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
+            rows = [line.split() for line in said.out.splitlines()]
+            assert ["a@1", "ready", "resident", "100"] in rows
+            assert ["0", "8", "4", "2", "ms"] in rows
+
+            assert await rsrv("status", "x") == Said(1, "", "rsrv: there is no model 'x'\n")
+
+    run()
+
+
+def test_a_table_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rich draws it; nothing that came from a server is taken for its markup."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
+            await until(rsrv.server.link, lambda: "c@1" in rsrv.server.link.entries)
+            monkeypatch.setenv("COLUMNS", "200")
+            monkeypatch.setattr("rsrv.control.output.is_terminal", lambda: True)
+
+            said = await rsrv("status", "c")
+
+            assert said.status == 0
+            assert "[bold]no[/] [x" in said.out
+            assert "━" in said.out or "─" in said.out
+
+    run()
+
+
+def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """These keys are a promise."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            status = (await rsrv("status", "--json")).json
+
+            assert set(status) == {
+                *("server", "runtime", "host", "device", "scheduler", "models", "metas", "failures")
+            }
+            assert set(status["server"]) == {"pid", "controlPid", "version", "mode", "repository"}
+            assert set(status["runtime"]) == {
+                *("pid", "instance", "revision", "uptimeS", "connections", "compiled", "fromCache")
+            }
+            assert set(status["device"]) == {
+                *("budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
+            }
+            assert set(status["scheduler"]) == {
+                *("discipline", "depth", "launchAheadMs", "metaConcurrency", "residencyFactor", "eviction"),
+                *("compactionInterval", "costEmaAlpha", "maxQueueDepth"),
+            }
+            model = status["models"][0]
+            assert set(model) == {
+                *("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes"),
+                *("dispatches", "usefulRows", "paddedRows", "deviceSeconds", "weightBytes", "deviceBytes"),
+                *("misses", "loads", "evictions", "loadSeconds", "executables", "policy"),
+            }
+            assert (model["residency"], model["queued"], model["outcomes"]["answered"]) == (
+                "RESIDENCY_SYSTEM",
+                1,
+                7,
+            )
+            assert set(model["versions"][0]) == {
+                *("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
+            }
+            assert model["executables"][0] == {"variant": 0, "size": 1, "count": 0, "costS": 0.001}
+            assert model["policy"] == {"weight": 1.0, "maxDelayUs": 0, "maxQueueDepth": 1024}
+
+    run()
+
+
+def test_json_is_protobufs_json() -> None:
+    """Protobuf's own reader makes the same message of it."""
+    message = pb.GetStatusResponse(
+        runtime=pb.Runtime(revision=2**53, uptime_s=float("inf")),
+        device=pb.DeviceMemory(limit_bytes=0),
+        models=[
+            pb.ModelStatus(
+                name="a",
+                residency=pb.RESIDENCY_DEVICE,
+                outcomes={"answered": 3},
+                executables=[pb.Executable(size=8, cost_s=float("nan"))],
+            )
+        ],
+    )
+
+    again = json_format.Parse(json.dumps(to_json(message)), pb.GetStatusResponse())
+
+    assert str(again) == str(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "out"),
+    [
+        (["pin", "a"], {"command": "residency", "model": "a", "residency": "device"}, "a: residency device"),
+        (
+            ["unpin", "a"],
+            {"command": "residency", "model": "a", "residency": "system"},
+            "a: residency system",
+        ),
+        (
+            ["residency", "a", "unpinned"],
+            {"command": "residency", "model": "a", "residency": "unpinned"},
+            "a: residency unpinned",
+        ),
+        (
+            ["policy", "a", "--weight", "2.5", "--max-delay-us", "100"],
+            {"command": "policy", "model": "a", "weight": 2.5, "max_delay_us": 100},
+            "a: weight 2.5, max_delay_us 100",
+        ),
+        (["prefetch", "a"], {"command": "prefetch", "model": "a"}, "a: the weights are loaded"),
+        (["evict", "--all"], {"command": "evict", "model": None}, "freed: a, b"),
+        (["compact"], {"command": "compact"}, "weights that are not pinned are loaded again"),
+        (["pause", "a"], {"command": "pause", "model": "a", "mode": "hold"}, "a: paused (hold)"),
+        (
+            ["pause", "--all", "--mode", "drain"],
+            {"command": "pause", "model": None, "mode": "drain"},
+            "all models: paused (drain)",
+        ),
+        (["continue", "a"], {"command": "continue", "model": "a"}, "a: not paused"),
+        (["resume", "--all"], {"command": "continue", "model": None}, "all models: not paused"),
+        (["abort", "r7"], {"command": "abort", "request": "r7"}, "2 aborted, 1 execute already"),
+        (["story", "a"], {"command": "story", "model": "a"}, "one\ntwo"),
+    ],
+)
+def test_a_subcommand_is_one_command(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    command: dict[str, Any],
+    out: str,
+) -> None:
+    """The runtime is told what the operator wants, and the operator what came of it."""
+    answers: dict[str, dict[str, Any]] = {
+        "evict": {"models": ["a", "b"]},
+        "abort": {"aborted": 2, "executing": 1},
+        "story": {"stories": {"a@1": ["one", "two"]}},
+    }
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.answers = lambda said: answers.get(said["command"], {})
+
+            assert await rsrv(*arguments) == Said(0, out + "\n", "")
+            assert rsrv.server.runtime.commands == [command]
+
+    run()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["what"],
+        ["pin"],
+        ["residency", "a", "gpu"],
+        ["pause"],
+        ["pause", "a", "--all"],
+        ["policy", "a"],
+        ["policy", "a", "--weight", "much"],
+        ["scheduler", "depth"],
+        ["scheduler", "dept=3"],
+        ["scheduler", "depth=many"],
+        ["scheduler", "discipline=lifo"],
+        ["profile"],
+        ["profile", "start", "--seconds", "1"],
+        ["profile", "--seconds", "0"],
+        ["status", "--timeout", "-1"],
+        ["status", "--tls-cert", "cert.pem"],
+    ],
+)
+def test_a_wrong_command_line_asks_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Status 2, and what is wrong on stderr."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = await rsrv(*arguments)
+            assert (said.status, said.out) == (2, "")
+            assert said.err
+            assert "Traceback" not in said.err
+            assert not rsrv.server.runtime.commands
+
+    run()
+
+
+def test_the_scheduler_is_shown_and_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values are as in rsrv.yaml."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = await rsrv("scheduler")
+            assert "discipline           fair\ndepth                2\n" in said.out
+
+            said = await rsrv("scheduler", "discipline=edf", "depth=null", "launch_ahead_ms=0.5", "--json")
+            assert said.json["scheduler"]["discipline"] == "DISCIPLINE_EDF"
+            assert rsrv.server.runtime.configured == [
+                {"discipline": "edf", "depth": None, "launch_ahead_ms": 0.5}
+            ]
+
+    run()
+
+
+def test_health_is_an_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the server and of a model; one model loses its stub."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            assert await rsrv("health") == Said(0, "serving\n", "")
+            assert (await rsrv("health", "--json")).json == {"status": "SERVING"}
+
+            rsrv.server.runtime.change("a@1", None)
+            await until(rsrv.server.link, lambda: "a@1" not in rsrv.server.link.entries)
+
+            assert await rsrv("health") == Said(1, "not serving\n", "")
+            assert await rsrv("health", "a") == Said(1, "not serving\n", "")
+            assert await rsrv("health", "b") == Said(0, "serving\n", "")
+            assert await rsrv("health", "x") == Said(1, "", "rsrv: there is no model 'x'\n")
+
+    run()
+
+
+@pytest.mark.parametrize("flag", [[], ["--json"]])
+def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag: list[str]) -> None:
+    """At once, though nobody looks at a terminal; and it ends without a word."""
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path, models=["a"]) as server:
+            watch = await asyncio.create_subprocess_exec(
+                *(
+                    sys.executable,
+                    "-m",
+                    "rsrv.control.cli",
+                    "watch",
+                    "--address",
+                    f"unix:{server.socket}",
+                    *flag,
+                ),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            assert watch.stdout is not None
+            if flag:
+                first = json.loads(await watch.stdout.readline())
+                assert first["snapshot"]["entries"][0]["version"]["state"] == "STATE_READY"
+            else:
+                assert await watch.stdout.readline() == b"runtime 1111111111111111, revision 5\n"
+                line = await watch.stdout.readline()
+                assert line == b"5 a@1 ready, resident, residency system, 1 stubs\n"
+
+            server.runtime.change("a@1", entry("a", paused="hold"))
+            line = await watch.stdout.readline()
+            if flag:
+                assert json.loads(line)["change"]["entry"]["version"]["paused"] == "PAUSE_HOLD"
+            else:
+                assert line == b"6 a@1 ready, resident, residency system, 1 stubs, paused (hold)\n"
+
+            watch.send_signal(signal.SIGINT)
+            assert await watch.communicate() == (b"", b"")
+            assert watch.returncode == 130
+
+    run()
+
+
+def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model fails and goes, and then the runtime."""
+    failed = pb.Version(key="a@1", state=pb.STATE_FAILED, error="no\nroom \x1b[2J")
+    for update in (
+        pb.WatchStateResponse(
+            change=pb.Change(revision=6, key="a@1", entry=pb.Entry(name="a", version=failed))
+        ),
+        pb.WatchStateResponse(change=pb.Change(revision=7, key="a@1")),
+        pb.WatchStateResponse(down=pb.RuntimeDown()),
+    ):
+        print_update(update)
+
+    assert capsys.readouterr().out.splitlines() == [
+        "6 a@1 failed, 0 stubs, no room ?[2J",
+        "7 a@1 gone",
+        "the runtime does not answer",
+    ]
+
+
+def test_a_profile_of_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Started, and stopped when the time is over."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+
+            def answer(command: dict[str, Any]) -> dict[str, Any]:
+                if "directory" in command:  # the runtime makes it
+                    Path(command["directory"]).mkdir()
+                return {}
+
+            rsrv.server.runtime.answers = answer
+            said = await rsrv("profile", "--seconds", "0.01")
+
+            first, second = rsrv.server.runtime.commands
+            assert said.out == first["directory"] + "\n"
+            assert second == {"command": "profile"}
+
+    run()
+
+
+def test_nobody_listens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The address is wrong, or the server has ended."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            said = await rsrv("status", address=f"unix:{tmp_path}/nobody.sock")
+            assert said.status == 1
+            assert said.err.startswith(f"rsrv: cannot connect to unix:{tmp_path}/nobody.sock: ")
+            assert len(said.err.splitlines()) == 1
+
+    run()
+
+
+def test_the_runtime_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The control process answers all the same."""
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            rsrv.server.runtime.die()
+            await until(rsrv.server.link, lambda: not rsrv.server.link.up)
+
+            said = await rsrv("status")
+            assert (said.status, said.out) == (1, "")
+            assert said.err.startswith("rsrv: the runtime does not answer")
+
+    run()
+
+
+def test_over_tcp_with_tls_and_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are given on the command line; a wrong token is refused."""
+    authority = trustme.CA()
+    pair = authority.issue_cert("localhost")
+    pair.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    pair.private_key_pem.write_to_path(tmp_path / "key.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    for name, text in (("token", "secret"), ("other", "wrong")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    section = ControlSection(
+        listen="localhost:0",
+        tls_certificate=tmp_path / "cert.pem",
+        tls_key=tmp_path / "key.pem",
+        token_file=tmp_path / "token",
+    )
+
+    @looped
+    async def run() -> None:
+        async with shell(tmp_path, capsys) as rsrv:
+            listener, port = await listen(section, rsrv.server.service, rsrv.server.health)
+            try:
+                tls = ["--tls-ca", str(tmp_path / "ca.pem")]
+                address = f"localhost:{port}"
+                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "token"), address=address)
+                assert (said.status, said.out) == (0, "serving\n")
+                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "other"), address=address)
+                assert said == Said(1, "", "rsrv: the token is missing, or wrong\n")
+                said = await rsrv("health", *tls, "--token-file", str(tmp_path / "none"), address=address)
+                assert said.status == 1
+                assert "No such file" in said.err
+            finally:
+                await listener.stop(0)
+
+    run()
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the runtimes' directories, empty."""
+    monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("RSRV_CONTROL_ADDRESS", raising=False)
+    return tmp_path
+
+
+def _server(base: Path, pid: int, gpu: int = 0, started: int | None = None) -> str:
+    directory = base / f"{pid}-{start_time(pid) if started is None else started}-gpu{gpu}"
+    directory.mkdir()
+    (directory / "control.sock").touch()
+    return f"unix:{directory}/control.sock"
+
+
+def test_the_only_server_is_found(servers: Path) -> None:
+    """Beside what a dead one left, whose pid another process has now."""
+    _server(servers, 1, started=12345)
+    address = _server(servers, os.getpid())
+
+    assert find.address(None) == address
+
+
+def test_of_several_servers_one_is_chosen(servers: Path) -> None:
+    """All are listed; a pid says which."""
+    mine, parents = _server(servers, os.getpid()), _server(servers, os.getppid())
+
+    with pytest.raises(find.NotFound, match="choose one") as found:
+        find.address(None)
+
+    assert mine in str(found.value)
+    assert f"--pid {os.getppid()} (GPU 0" in str(found.value)
+    assert find.address(os.getppid()) == parents
+
+
+def test_two_gpus_of_a_server_are_told_apart(servers: Path) -> None:
+    """The pid does not say which: the addresses do."""
+    first, second = (_server(servers, os.getpid(), gpu) for gpu in (0, 1))
+
+    with pytest.raises(find.NotFound) as found:
+        find.address(os.getpid())
+
+    assert first in str(found.value)
+    assert second in str(found.value)
+
+
+def test_no_server_is_found(servers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says where it was looked for."""
+    assert cli.main(["status"]) == 1
+    assert (
+        capsys.readouterr().err
+        == f"rsrv: no server of yours with rsrv runs here (looked in {servers}; --address "
+        "and RSRV_RUNTIME_DIR say where else)\n"
+    )
+
+
+def test_the_environment_names_the_server(servers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RSRV_CONTROL_ADDRESS; a pid on the command line wins."""
+    mine = _server(servers, os.getpid())
+    monkeypatch.setenv("RSRV_CONTROL_ADDRESS", "gpu7:8003")
+
+    assert find.address(None) == "gpu7:8003"
+    assert find.address(os.getpid()) == mine
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_600, "1 MB"), (2**40, "1.1 TB")]
+)
+def test_bytes_for_people(nbytes: int, text: str) -> None:
+    """Three digits."""
+    assert amount(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2e-6, "2 us"), (0.25, "250 ms"), (59, "59 s"), (90, "1.5 min"), (5400, "1.5 h")],
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    """With the unit that fits."""
+    assert duration(seconds) == text

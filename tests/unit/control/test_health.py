@@ -1,0 +1,236 @@
+"""The health service: whether the server, and each model, can serve now."""
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, looped, served, until
+
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+
+
+async def check(server: Served, service: str = "") -> Any:
+    return (await server.health_stub.Check(HealthCheckRequest(service=service))).status
+
+
+def watch(server: Served, service: str = "") -> Any:
+    return server.health_stub.Watch(HealthCheckRequest(service=service))
+
+
+async def settled(server: Served, revision: int) -> None:
+    await until(server.link, lambda: server.link.revision == revision)
+
+
+@looped
+async def test_all_is_well(tmp_path: Path) -> None:
+    """Two models are ready and have their stubs."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        assert [await check(server, service) for service in ("", "a", "b")] == [SERVING] * 3
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [{"stubs": []}, {"state": "loading"}, {"state": "failed", "error": "why"}, {"state": "leaving"}],
+)
+def test_a_model_without_a_ready_version_and_a_stub_does_not_serve(
+    tmp_path: Path, differs: dict[str, Any]
+) -> None:
+    """One of two; so the server as a whole does not, either."""
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path, models=["a", "b"]) as server:
+            server.runtime.change("a@1", entry("a", **differs))
+            await settled(server, 6)
+            assert [await check(server, service) for service in ("", "a", "b")] == [
+                NOT_SERVING,
+                NOT_SERVING,
+                SERVING,
+            ]
+
+    run()
+
+
+@looped
+async def test_a_dead_stub_is_seen_and_its_return_too(tmp_path: Path) -> None:
+    """The only stub of a model dies, which takes the model from the runtime; later it is there again."""
+    async with served(tmp_path, models=["a"]) as server:
+        whole, model = watch(server), watch(server, "a")
+        assert ((await whole.read()).status, (await model.read()).status) == (SERVING, SERVING)
+
+        server.runtime.change("a@1", None)
+        assert ((await whole.read()).status, (await model.read()).status) == (NOT_SERVING, NOT_SERVING)
+
+        server.runtime.change("a@1", entry("a"))
+        assert ((await whole.read()).status, (await model.read()).status) == (SERVING, SERVING)
+
+
+@looped
+async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -> None:
+    """Its new stub is ready before Triton sends requests there."""
+    async with served(tmp_path, models=["a"]) as server:
+        model = watch(server, "a")
+        assert (await model.read()).status == SERVING
+        server.runtime.change("a@1", None)
+        assert (await model.read()).status == NOT_SERVING
+
+        server.lifecycle.loading.add("a")
+        server.runtime.change("a@1", entry("a", stubs=[101]))
+        await settled(server, 7)
+        assert (await check(server), await check(server, "a")) == (NOT_SERVING, NOT_SERVING)
+
+        server.lifecycle.loading.clear()
+        assert (await model.read()).status == SERVING
+
+
+@looped
+async def test_a_model_serves_while_it_is_loaded_anew(tmp_path: Path) -> None:
+    """Triton loads its next version: the one before it is there."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.lifecycle.loading.add("a")
+        server.runtime.change("a@2", entry("a", stubs=[101]))
+        server.runtime.change("a@1", None)
+        await settled(server, 7)
+
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
+
+
+@looped
+async def test_a_dead_runtime_serves_nothing(tmp_path: Path) -> None:
+    """It dies; the next one has its models one after the other."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        whole = watch(server)
+        assert (await whole.read()).status == SERVING
+
+        server.runtime.die()
+        assert (await whole.read()).status == NOT_SERVING
+        assert await check(server, "a") == NOT_SERVING
+
+        second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
+        second.entries = {"a@1": entry("a"), "b@1": entry("b", state="loading")}
+        await until(server.link, lambda: server.link.up)
+        assert [await check(server, service) for service in ("", "a", "b")] == [
+            NOT_SERVING,
+            SERVING,
+            NOT_SERVING,
+        ]
+        second.change("b@1", entry("b"))
+        assert (await whole.read()).status == SERVING
+        second.die()
+
+
+@looped
+async def test_a_stopped_runtime_serves_nothing_until_it_goes_on(tmp_path: Path) -> None:
+    """Its process is stopped for a while."""
+    async with served(tmp_path, models=["a"], silence=0.05) as server:
+        whole = watch(server)
+        assert (await whole.read()).status == SERVING
+
+        server.runtime.stop()
+        assert (await whole.read()).status == NOT_SERVING
+
+        server.runtime.go_on()
+        assert (await whole.read()).status == SERVING
+
+
+@looped
+async def test_a_new_model_counts_once_it_is_ready(tmp_path: Path) -> None:
+    """It compiles beside the traffic of another one, is ready, and then dies."""
+    async with served(tmp_path, models=["a"]) as server:
+        add_model(server.repository, "b")
+        server.runtime.change("b@1", entry("b", state="loading"))
+        await settled(server, 6)
+        assert (await check(server), await check(server, "b")) == (SERVING, NOT_SERVING)
+
+        server.runtime.change("b@1", entry("b"))
+        await settled(server, 7)
+        assert (await check(server), await check(server, "b")) == (SERVING, SERVING)
+
+        server.runtime.change("b@1", None)
+        await settled(server, 8)
+        assert (await check(server), await check(server, "b")) == (NOT_SERVING, NOT_SERVING)
+
+
+@looped
+async def test_a_model_that_is_removed_is_not_missed(tmp_path: Path) -> None:
+    """The repository loses it, and then Triton unloads it."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        (server.repository / "b").rename(tmp_path / "b")
+        server.runtime.change("b@1", None)
+        await settled(server, 6)
+
+        assert await check(server) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await check(server, "b")
+        assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@looped
+async def test_a_model_that_fails_from_the_start_is_missed_until_it_is_removed(tmp_path: Path) -> None:
+    """The repository has two models, of which one never gets ready; nothing tells when it is taken out."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        server.runtime.change("b@1", entry("b", state="failed", error="why", stubs=[]))
+        await settled(server, 6)
+        whole = watch(server)
+        assert (await whole.read()).status == NOT_SERVING
+
+        (server.repository / "b").rename(tmp_path / "b")
+
+        assert (await whole.read()).status == SERVING
+
+
+@looped
+async def test_an_old_version_serves_while_the_new_one_loads(tmp_path: Path) -> None:
+    """Two versions of a model; the new one fails."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@2", entry("a", state="loading", stubs=[2]))
+        await settled(server, 6)
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
+
+        server.runtime.change("a@2", entry("a", state="failed", error="why", stubs=[]))
+        await settled(server, 7)
+        assert (await check(server), await check(server, "a")) == (SERVING, SERVING)
+
+
+@looped
+async def test_a_model_that_only_meta_models_call_serves_as_they_do(tmp_path: Path) -> None:
+    """It has no stub and no place in the repository of its own; the stub of its only meta model dies."""
+    async with served(tmp_path, models=["m"]) as server:
+        server.runtime.change("inner@1", entry("inner", stubs=[]))
+        server.runtime.change(
+            "m@1", entry("m", kind="meta", weights=None, residency=None, models=["inner@1"])
+        )
+        await settled(server, 7)
+        assert [await check(server, service) for service in ("", "m", "inner")] == [SERVING] * 3
+
+        server.runtime.change("m@1", None)
+        await settled(server, 8)
+        assert [await check(server, service) for service in ("", "m", "inner")] == [NOT_SERVING] * 3
+
+
+@looped
+async def test_in_explicit_mode_only_the_runtime_is_needed(tmp_path: Path) -> None:
+    """The external control plane has unloaded a model that the repository has."""
+    async with served(tmp_path, models=["a"], decides=False) as server:
+        server.runtime.change("a@1", None)
+        await settled(server, 6)
+
+        assert (await check(server), await check(server, "a")) == (SERVING, NOT_SERVING)
+
+
+@pytest.mark.parametrize("name", ["nobody", "../repository/a", "a/1", "/", ".."])
+def test_nobody_is_not_found(tmp_path: Path, name: str) -> None:
+    """Names of models that are not there, and of what is no model."""
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path, models=["a"]) as server:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await check(server, name)
+            assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+            assert (await watch(server, name).read()).status == HealthCheckResponse.SERVICE_UNKNOWN
+
+    run()

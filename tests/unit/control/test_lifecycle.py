@@ -1,0 +1,477 @@
+"""The lifecycle on real directories, with a server that pretends and a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.control import watching
+from rsrv.control.lifecycle import Lifecycle, LifecycleError
+from rsrv.control.looks import Seen
+from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.write import version_of
+from tests.unit.control.virtual import run
+from tests.unit.control.worlds import BAD, World, place, whole
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+
+
+@pytest.fixture(autouse=True)
+def _silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing says that something changed, so that only the looks count."""
+
+    async def listen(roots: Iterable[Path], hint: asyncio.Event) -> None:
+        return
+
+    monkeypatch.setattr(watching, "_listen", listen)
+
+
+@asynccontextmanager
+async def living(world: World) -> AsyncIterator[Lifecycle]:
+    """Runs the lifecycle of a world."""
+    lifecycle = Lifecycle(world.settings, world.repository, world.triton.view, world.triton)  # type: ignore[arg-type]
+    task = asyncio.create_task(lifecycle.run())
+    try:
+        yield lifecycle
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def story(
+    folder: Path,
+    bundles: dict[str, dict[str, str]],
+    tell: Callable[[World, Lifecycle], Awaitable[None]],
+    **options: Any,
+) -> World:
+    """A world, and what happens in it when it has been looked at for a while."""
+    world = World(folder, bundles, **options)
+
+    async def main() -> None:
+        async with living(world) as lifecycle:
+            await asyncio.sleep(20)
+            world.triton.log.clear()
+            await tell(world, lifecycle)
+
+    run(main())
+    return world
+
+
+def add_meta(world: World, name: str, callee: str) -> None:
+    """A meta model, with modules as well: the server that pretends looks at these."""
+    aside = write_meta(world.roots["r"] / f".{name}", [callee])
+    manifest = (aside / "manifest.yaml").read_text()
+    write_bundle(aside, "meta").joinpath("manifest.yaml").write_text(manifest)
+    aside.rename(world.roots["r"] / name)
+
+
+def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> None:
+    """The first round has Triton compare each model, and writes nothing."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
+    before = dict(world.triton.served)
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(60)
+
+    run(main())
+    assert sorted(world.triton.log) == ["load a", "load b"]
+    assert world.triton.served == before
+
+
+def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
+    """Changed, new and removed bundles, and a repository that was written and not loaded."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1", "d": "v1"}})
+    place(tmp_path / "r" / "d", "v2")
+    assert rsrv_gen([str(tmp_path / "r"), "-o", str(world.repository)]) == 0
+    place(tmp_path / "r" / "a", "v2")
+    place(tmp_path / "r" / "e", "v1")
+    shutil.rmtree(tmp_path / "r" / "b")
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(20)
+
+    run(main())
+    assert world.triton.texts() == {"a": "v2", "c": "v1", "d": "v2", "e": "v1"}
+
+
+def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
+    """Also to a control process that comes later; a model that failed when the server started is tried again."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "failed": "v1"}})
+    for name in ("a", "b", "failed"):
+        del world.triton.served[name]
+    world.triton.dismissed = {"a", "b"}
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(20)
+            assert world.triton.texts() == {"failed": "v1"}
+            place(tmp_path / "r" / "a", "v2")
+            await asyncio.sleep(20)
+
+    run(main())
+    assert world.triton.texts() == {"a": "v2", "failed": "v1"}
+
+
+def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
+    """prod -> old and staging -> prod in one look: what they share stays in the runtime."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        root = world.roots["r"]
+        (root / "prod").rename(root / "old")
+        (root / "staging").rename(root / "prod")
+        await asyncio.sleep(20)
+
+    world = story(tmp_path, {"r": {"prod": "v1", "staging": "v2"}}, tell)
+    assert world.triton.texts() == {"old": "v1", "prod": "v2"}
+    *loads, last = world.triton.log
+    assert sorted(loads[:2]) == ["load old", "load prod"]
+    assert sorted(loads[2:]) == ["loaded old", "loaded prod"]
+    assert last == "unload staging"
+
+
+def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
+    """The old directory is in the repository again, the reason is kept, and another bundle ends it at once."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        place(world.roots["r"] / "a", BAD)
+        place(world.roots["r"] / "new", BAD)
+        await asyncio.sleep(15)
+        assert lifecycle.failures["a"].text == "could not be loaded: no module"
+        assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+        assert not (world.repository / "new").exists()
+        await asyncio.sleep(3600)
+        assert 8 <= world.triton.log.count("load a") <= 12
+        assert lifecycle.failures["new"].tries == world.triton.log.count("load new")
+        assert world.triton.texts() == {"a": "v1"}
+        place(world.roots["r"] / "a", "v2")
+        shutil.rmtree(world.roots["r"] / "new")
+        await asyncio.sleep(10)
+        assert not lifecycle.failures
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen")]
+
+
+def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
+    """It is reported, and nothing is loaded because of it; when it is as it was, that is over."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        manifest = world.roots["r"] / "a" / "manifest.yaml"
+        good = manifest.read_text()
+        manifest.write_text("nothing: good\n")
+        await asyncio.sleep(20)
+        assert "format_version: is missing" in lifecycle.failures["a"].text
+        manifest.write_text(good)
+        await asyncio.sleep(20)
+        assert not lifecycle.failures
+
+    world = story(tmp_path, {"r": {"a": "v1"}}, tell)
+    assert world.triton.log == []
+
+
+def test_a_load_that_never_ends_holds_up_only_those_who_leave(tmp_path: Path) -> None:
+    """Other models are loaded meanwhile, and after ten minutes the others may leave as well."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        world.triton.seconds = 1e6
+        place(world.roots["r"] / "slow", "v2")
+        await asyncio.sleep(10)
+        world.triton.seconds = 1
+        place(world.roots["r"] / "a", "v2")
+        shutil.rmtree(world.roots["r"] / "b")
+        await asyncio.sleep(10)
+        assert world.triton.texts() == {"slow": "v1", "a": "v2", "b": "v1"}
+        await asyncio.sleep(600)
+        assert world.triton.texts() == {"slow": "v1", "a": "v2"}
+
+    story(tmp_path, {"r": {"slow": "v1", "a": "v1", "b": "v1"}}, tell)
+
+
+def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
+    """While a load that it waits for is under way; and if it was only a glimpse, it is unloaded all the same."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        root = world.roots["r"]
+        world.triton.seconds = 20
+        place(root / "slow", "v2")
+        for name in ("back", "glimpse"):
+            shutil.rmtree(root / name)
+        while "load slow" not in world.triton.log:
+            await asyncio.sleep(0.1)
+        # The next look sees them just before the load ends, and no other one agrees with it so soon.
+        await asyncio.sleep(19.9)
+        seen = dict.fromkeys(("back", "glimpse", "slow"), "1")
+        place(root / "back", "v1")
+        lifecycle._took({root: watching.scan(root, linked=True)})
+        identity = watching.scan(root, linked=True).identity
+        lifecycle._took({root: Seen(identity, seen)})
+        await asyncio.sleep(0.5)
+        assert "loaded slow" in world.triton.log
+        assert not any(line.startswith("unload") for line in world.triton.log)
+        await asyncio.sleep(40)
+        assert world.triton.texts() == {"slow": "v2", "back": "v1"}
+        assert "unload back" not in world.triton.log
+
+    story(tmp_path, {"r": {"slow": "v1", "back": "v1", "glimpse": "v1"}}, tell)
+
+
+def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
+    """The directory that is being loaded is not written to meanwhile."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        add_meta(world, "meta", "a")
+        await asyncio.sleep(20)
+        world.triton.seconds = 20
+        world.triton.log.clear()
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(10)
+        before = version_of(world.repository / "meta")
+        place(world.roots["r"] / "a", "v3")
+        await asyncio.sleep(10)
+        assert version_of(world.repository / "meta") == before
+        await asyncio.sleep(60)
+        assert world.triton.log == 2 * ["load meta", "loaded meta"]
+        assert whole(world.repository / "meta" / "1" / "calls" / "a") == "v3"
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell)
+
+
+def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
+    """Whoever asks for it is told to wait, whether the looks have seen it yet or not."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
+        for _ in ("before a look", "after the first one"):
+            with pytest.raises(LifecycleError, match="is being written") as caught:
+                await lifecycle.reload("a")
+            assert caught.value.code == "UNAVAILABLE"
+            while lifecycle._looks.settled("a") is not None:
+                await asyncio.sleep(0.1)
+        (world.roots["r"] / "a" / "model.b8.mlir").write_text("half 8")
+        await asyncio.sleep(20)
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "half"}
+
+
+def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
+    """Triton still calls the model ready, and is given a reason to load it."""
+    for mode in ("dynamic", "static", "explicit"):
+        folder = tmp_path / mode
+        folder.mkdir()
+
+        async def tell(world: World, lifecycle: Lifecycle) -> None:
+            world.triton.kill("a")
+            await asyncio.sleep(3)
+            assert not world.triton.dead
+
+        world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
+        assert world.triton.log == ["load a", "loaded a"]
+
+
+def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
+    """Changes stay on disk until somebody says so, and names that there are not are refused."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(60)
+        assert world.triton.texts() == {"a": "v1", "b": "v1"}
+        await lifecycle.reload("a")
+        assert world.triton.texts() == {"a": "v2", "b": "v1"}
+        await lifecycle.reload("b")
+        assert world.triton.log[-2:] == ["load b", "loaded b"]
+        with pytest.raises(LifecycleError, match="there is no model 'c'") as caught:
+            await lifecycle.reload("c")
+        assert caught.value.code == "NOT_FOUND"
+        place(world.roots["r"] / "a", BAD)
+        with pytest.raises(LifecycleError, match="a: could not be loaded: no module") as caught:
+            await lifecycle.reload("a")
+        assert caught.value.code == "INTERNAL"
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle="mode: static")
+
+
+def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
+    """The name is not Triton's, and stands for those that have its bundle."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        add_meta(world, "meta", "a")
+        await asyncio.sleep(20)
+        assert world.triton.texts() == {"b": "v1", "meta": "meta"}
+        assert world.triton.log.index("loaded meta") < world.triton.log.index("unload a")
+        world.triton.log.clear()
+        await lifecycle.reload("a")
+        assert world.triton.log == ["load meta", "loaded meta"]
+        world.triton.log.clear()
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(20)
+        assert world.triton.log == ["load meta", "loaded meta"]
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+
+
+def test_a_server_whose_models_are_fixed_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is written; what is not as it should be is still reported."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
+    world.triton.mode = "none"
+
+    async def main() -> None:
+        async with living(world) as lifecycle:
+            await asyncio.sleep(20)
+            place(world.roots["r"] / "a", "v2")
+            world.triton.kill("b")
+            await asyncio.sleep(60)
+            assert "nothing may be written" in lifecycle.failures["a"].text
+            assert "its stub process is dead" in lifecycle.failures["b"].text
+            with pytest.raises(LifecycleError, match="--model-control-mode=explicit") as caught:
+                await lifecycle.reload("a")
+            assert caught.value.code == "FAILED_PRECONDITION"
+            place(world.roots["r"] / "a", "v1")
+            await asyncio.sleep(20)
+            assert "a" not in lifecycle.failures
+
+    run(main())
+    assert world.triton.log == []
+    assert caplog.text.count("models can't be loaded") == 1
+
+
+# --- whatever happens -----------------------------------------------------------------------------------------------
+
+NAMES = {"r": ("a", "b", "c"), "s": ("x", "y")}
+ROOTS = st.sampled_from(sorted(NAMES))
+TEXTS = st.sampled_from(["v1", "v2", "v3", BAD])
+HELD = {
+    root: st.dictionaries(st.sampled_from(names), st.sampled_from(["v1", "v2"]))
+    for root, names in NAMES.items()
+}
+
+
+@st.composite
+def deeds(draw: st.DrawFn) -> tuple[str, str, str, str, str]:
+    """What somebody does on disk: the deed, a root, two names below it and a text."""
+    root = draw(ROOTS)
+    names = st.sampled_from(NAMES[root])
+    deed = draw(
+        st.sampled_from(
+            ["place", "slowly", "remove", "rename", "swap", "break", "touch", "unmount", "mount", "kill"]
+        )
+    )
+    return deed, root, draw(names), draw(names), draw(TEXTS)
+
+
+class Disk:
+    """What somebody does to the bundles of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        #: Roots that are out of sight.
+        self.away: set[str] = set()
+
+    def aside(self, root: str) -> Path:
+        return self.world.repository.parent / f"aside-{root}"
+
+    def held(self, root: str) -> set[str]:
+        """Names of the bundles below a root, in sight or not."""
+        folder = self.aside(root) if root in self.away else self.world.roots[root]
+        return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+    async def do(self, deed: str, root: str, name: str, other: str, text: str) -> None:
+        folder = self.world.roots[root]
+        one, two = folder / name, folder / other
+        match deed:
+            case "mount" if root in self.away:
+                shutil.rmtree(folder, ignore_errors=True)
+                self.aside(root).rename(folder)
+                self.away.remove(root)
+            case "unmount" if root not in self.away:
+                folder.rename(self.aside(root))
+                self.away.add(root)
+                if text != "v1":
+                    folder.mkdir()  # what a disk is mounted on
+            case "kill" if name in self.world.triton.served:
+                self.world.triton.kill(name)
+            case _ if root in self.away:
+                return
+            case "place":
+                place(one, text)
+            case "slowly":
+                # Never for as long as two looks are apart.
+                write_bundle(one, text)
+                (one / "model.b8.mlir").write_text("half 8")
+                await asyncio.sleep(0.4)
+                (one / "model.b8.mlir").write_text(f"{text} 8")
+            case "remove" if one.exists():
+                shutil.rmtree(one)
+            case "rename" if one.exists() and not two.exists():
+                one.rename(two)
+            case "swap" if one.exists() and two.exists() and one != two:
+                one.rename(folder / ".swap")
+                two.rename(one)
+                (folder / ".swap").rename(two)
+            case "break" if one.exists():
+                (one / "manifest.yaml").write_text("nothing: good\n")
+            case "touch" if one.exists():
+                (one / "manifest.yaml").touch()
+
+
+def good(bundle: Path) -> bool:
+    return "nothing" not in (bundle / "manifest.yaml").read_text() and whole(bundle) != BAD
+
+
+@settings(max_examples=40)
+@given(
+    held=st.fixed_dictionaries(HELD),
+    done=st.lists(st.tuples(deeds(), st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0])), max_size=14),
+    seconds=st.sampled_from([0.1, 1.0, 8.0]),
+)
+def test_the_models_become_those_on_disk(
+    held: dict[str, dict[str, str]],
+    done: list[tuple[tuple[str, str, str, str, str], float]],
+    seconds: float,
+) -> None:
+    """Whatever is done, in whatever order: nothing half-written is served, nothing is unloaded whose bundle is out of
+    sight, and in the end each good bundle is served, each bad one's model never as it is, and nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), held)
+        world.triton.seconds = seconds
+        disk = Disk(world)
+        unload = world.triton.unload
+
+        async def checked(name: str) -> None:
+            assert not any(name in disk.held(root) for root in disk.away), f"{name} is only out of sight"
+            await unload(name)
+
+        world.triton.unload = checked  # type: ignore[method-assign]
+
+        async def main() -> None:
+            async with living(world):
+                for deed, pause in done:
+                    await disk.do(*deed)
+                    await asyncio.sleep(pause)
+                for root in NAMES:
+                    await disk.do("mount", root, "", "", "")
+                await asyncio.sleep(120)
+
+        run(main())
+        served = world.triton.texts()
+        assert BAD not in served.values()
+        for root, names in NAMES.items():
+            for name in names:
+                bundle = world.roots[root] / name
+                if not bundle.exists() and disk.held(root):
+                    assert name not in served, f"{name} is gone"
+                elif bundle.exists() and good(bundle):
+                    assert served.get(name) == whole(bundle)
+        assert not world.triton.dead & served.keys()

@@ -1,0 +1,130 @@
+"""What counts as a change of a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rsrv.control.looks import Looks, Seen, Signature, signature
+
+ROOT, OTHER = Path("/r"), Path("/s")
+HERE, NEW = (1, 100), (2, 2)
+
+
+def seen(identity: tuple[int, int] = HERE, **bundles: Signature) -> Seen:
+    return Seen(identity, bundles)
+
+
+def told(looks: Looks, now: float, *roots: Seen) -> list[str]:
+    return looks.look(dict(zip((ROOT, OTHER), roots, strict=False)), now)[1]
+
+
+def changed(looks: Looks, now: float, *roots: Seen) -> set[str]:
+    return set(looks.look(dict(zip((ROOT, OTHER), roots, strict=False)), now)[0])
+
+
+@pytest.fixture
+def looks() -> Looks:
+    """Two looks agreed that there are `a` and `b`."""
+    looks = Looks(pause=1.0)
+    assert changed(looks, 0.0, seen(a="1", b="1")) == set()
+    restless = [looks.restless]
+    assert changed(looks, 1.0, seen(a="1", b="1")) == {"a", "b"}
+    assert [*restless, looks.restless] == [True, False]
+    return looks
+
+
+def test_two_looks_have_to_agree(looks: Looks) -> None:
+    """And they have to be far enough apart, whatever comes in between."""
+    assert changed(looks, 2.0, seen(a="2", b="1")) == set()
+    assert changed(looks, 2.9, seen(a="2", b="1")) == set()
+    assert changed(looks, 3.0, seen(a="3", b="1")) == set()
+    assert looks.settled("a") is None
+    assert changed(looks, 3.9, seen(a="3", b="1")) == set()
+    assert changed(looks, 4.0, seen(a="3", b="1")) == {"a"}
+    assert changed(looks, 5.0, seen(a="3", b="1")) == set()
+    assert looks.settled("a") == ((ROOT, "3"),)
+
+
+def test_a_change_that_is_taken_back_was_none(looks: Looks) -> None:
+    """Nobody hears of it."""
+    assert changed(looks, 2.0, seen(a="2")) == set()
+    assert changed(looks, 9.0, seen(a="1", b="1")) == set()
+    assert not looks.restless
+
+
+def test_one_bundle_that_never_rests_holds_up_no_other(looks: Looks) -> None:
+    """Each goes by its own looks, also one that can't be read."""
+    counted = [changed(looks, 2.0 + i, seen(a=str(i), b="2", c=None)) for i in range(5)]
+    assert counted == [set(), {"b"}, set(), set(), set()]
+    assert looks.settled("c") is None
+    assert not looks.gone("c")
+
+
+def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: Looks) -> None:
+    """Also the last one of a directory that is still the same."""
+    assert changed(looks, 2.0, seen()) == set()
+    assert not looks.gone("a")
+    assert changed(looks, 3.0, seen()) == {"a", "b"}
+    assert looks.gone("a")
+    assert looks.gone("never there")
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [Seen(None, trouble="is not there"), seen(NEW)],
+    ids=["no directory", "what a disk is mounted on"],
+)
+def test_nothing_is_gone_with_a_missing_root(looks: Looks, missing: Seen) -> None:
+    """It is told once when it goes and once when it is back; what changed meanwhile counts then."""
+    (line,) = told(looks, 2.0, missing)
+    assert "is a disk not mounted?" in line
+    assert told(looks, 10.0, missing) == []
+    assert changed(looks, 20.0, missing) == set()
+    assert not looks.gone("a")
+    (line,) = told(looks, 30.0, seen(NEW, a="1", c="1"))
+    assert "is back" in line
+    assert changed(looks, 31.0, seen(NEW, a="1", c="1")) == {"b", "c"}
+    assert looks.gone("b")
+
+
+def test_a_root_that_was_never_there_may_hold_anything() -> None:
+    """So no name is known to be gone, except those that were seen below another one."""
+    looks, away = Looks(pause=1.0), Seen(None, trouble="is not there")
+    assert not looks.gone("x")
+    for now in (0.0, 1.0):
+        changed(looks, now, seen(a="1"), away)
+    assert not looks.gone("x")
+    for now in (2.0, 3.0):
+        changed(looks, now, seen(HERE), away)
+    assert looks.gone("a")
+    assert not looks.gone("x")
+
+
+def test_another_directory_with_bundles_is_taken_as_it_is(looks: Looks) -> None:
+    """As when a link is set to another one."""
+    changed(looks, 2.0, seen(NEW, a="1", c="1"))
+    assert changed(looks, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
+    assert looks.gone("b")
+
+
+def test_a_name_below_two_roots_is_two_bundles(looks: Looks) -> None:
+    """And one again when one of them goes."""
+    for now in (2.0, 3.0):
+        changed(looks, now, seen(a="1", b="1"), seen(a="7"))
+    assert looks.settled("a") == ((ROOT, "1"), (OTHER, "7"))
+    for now in (4.0, 5.0):
+        changed(looks, now, seen(b="1"), seen(a="7"))
+    assert looks.settled("a") == ((OTHER, "7"),)
+
+
+def test_a_signature_is_of_every_file_in_any_order() -> None:
+    """Names, sizes, times and inodes count; the order in which they are listed does not."""
+    files = [("a", 1, 2, 3, 4), ("b/c", 1, 2, 3, 5)]
+    same = signature(files)
+    assert signature(reversed(files)) == same
+    for index in range(5):
+        other = [*files[0]]
+        other[index] = "z" if index == 0 else 9
+        assert signature([tuple(other), files[1]]) != same  # type: ignore[list-item]

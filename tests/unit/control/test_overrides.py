@@ -1,0 +1,93 @@
+"""What operators set, as it is kept for the next runtime."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.control.overrides import Overrides
+
+_NAMES = st.sampled_from(["a", "b", None])
+_MODES = st.sampled_from(["drain", "hold", "reject"])
+_PAUSES = st.lists(
+    st.one_of(
+        st.builds(lambda model, mode: {"command": "pause", "model": model, "mode": mode}, _NAMES, _MODES),
+        st.builds(lambda model: {"command": "continue", "model": model}, _NAMES),
+    )
+)
+
+
+def _paused(commands: list[dict[str, Any]]) -> dict[str, str | None]:
+    """How a runtime with the models a, b and c ends up."""
+    paused: dict[str, str | None] = dict.fromkeys("abc")
+    for command in commands:
+        for name in paused if command["model"] is None else [command["model"]]:
+            paused[name] = command.get("mode")
+    return paused
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for many examples."""
+    return tmp_path_factory.mktemp("kept") / "overrides.json"
+
+
+@given(_PAUSES)
+def test_a_new_runtime_ends_up_paused_as_the_old_one(kept: Path, commands: list[dict[str, Any]]) -> None:
+    """Models and all of them are paused and continued in any order."""
+    kept.unlink(missing_ok=True)
+    overrides = Overrides(kept)
+    for command in commands:
+        overrides.commanded(command)
+
+    again = [*overrides.for_all(), *(told for name in "abc" for told in overrides.for_model(name))]
+
+    assert _paused(again) == _paused(commands)
+
+
+def test_what_was_kept_is_read_back(tmp_path: Path) -> None:
+    """Everything that can be set is set."""
+    path = tmp_path / "overrides.json"
+    first = Overrides(path)
+    first.configured({"discipline": "edf", "depth": None})
+    for command in (
+        {"command": "residency", "model": "a", "residency": "device"},
+        {"command": "policy", "model": "a", "weight": 2.0},
+        {"command": "pause", "model": "b", "mode": "hold"},
+    ):
+        first.commanded(command)
+
+    second = Overrides(path)
+
+    assert second.scheduler == {"discipline": "edf", "depth": None}
+    assert second.models == {"a", "b"}
+    for name in "ab":
+        assert second.for_model(name) == first.for_model(name)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"scheduler": 3}', '{"scheduler": {}}', "\x00", '{"scheduler": []}']
+)
+def test_a_file_that_cannot_be_read_is_as_none(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk was full, or somebody wrote something else there."""
+    path = tmp_path / "overrides.json"
+    path.write_text(text)
+
+    overrides = Overrides(path)
+
+    assert not overrides.models
+    assert "cannot be read" in caplog.text
+
+
+def test_a_full_disk_does_not_fail_what_was_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file cannot be written."""
+    overrides = Overrides(tmp_path / "missing" / "overrides.json")
+
+    overrides.commanded({"command": "residency", "model": "a", "residency": "device"})
+
+    assert overrides.models == {"a"}
+    assert "will not know" in caplog.text

@@ -1,0 +1,160 @@
+"""The control process as a process: who starts it twice, what it leaves, when it ends."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.wire.paths import make_private
+from tests.unit.control.peers import FakeRuntime, entry, looped
+
+Process = asyncio.subprocess.Process
+
+
+@dataclass
+class Place:
+    """A server that does nothing, and the directory of its runtime."""
+
+    server: Process
+    directory: Path
+    settings: Path
+
+    async def control(self) -> Process:
+        """Started; to be waited for."""
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rsrv.control", "--directory", str(self.directory)),
+            *("--server-pid", str(self.server.pid), "--settings", str(self.settings)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def end(self) -> None:
+        """The server's process."""
+        with suppress(ProcessLookupError):
+            self.server.kill()
+        await self.server.wait()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    make_private(tmp_path / "private")
+    return tmp_path / "private"
+
+
+@asynccontextmanager
+async def placed(directory: Path, settings: str = "") -> AsyncIterator[Place]:
+    """Ends with all that was started in it."""
+    repository = directory.parent / "repository"
+    repository.mkdir()
+    (repository / "rsrv.yaml").write_text(settings)
+    place = Place(await asyncio.create_subprocess_exec("sleep", "600"), directory, repository / "rsrv.yaml")
+    try:
+        yield place
+    finally:
+        await place.end()
+
+
+async def listening(control: Process) -> None:
+    """Returns when its log says that it listens."""
+    assert control.stderr is not None
+    async for line in control.stderr:
+        if b" listens in " in line:
+            return
+    raise AssertionError("it ended")
+
+
+async def said(control: Process) -> str:
+    """All that its log has from now on; it has ended then."""
+    _, log = await control.communicate()
+    return log.decode()
+
+
+@looped
+async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path) -> None:
+    """A runtime, a client, and then the server ends."""
+    runtime = FakeRuntime(directory / "runtime.sock")
+    runtime.entries["a@1"] = entry("a")
+    async with placed(directory) as place:
+        control = await place.control()
+        await listening(control)
+        async with grpc.aio.insecure_channel(f"unix:{directory}/control.sock") as channel:
+            stub: Any = control_pb2_grpc.ControlStub(channel)
+            updates = stub.WatchState(pb.WatchStateRequest())
+            while not (update := await updates.read()).HasField("snapshot"):
+                pass
+            assert update.snapshot.entries[0].name == "a"
+            status = await stub.GetStatus(pb.GetStatusRequest())
+            assert (status.server.pid, status.server.control_pid) == (place.server.pid, control.pid)
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service="a"))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert os.getpriority(os.PRIO_PROCESS, control.pid) == 5 + os.getpriority(os.PRIO_PROCESS, 0)
+
+            await place.end()
+
+            assert "tritonserver is gone" in await said(control)
+            assert control.returncode == 0
+        runtime.die()
+        assert not directory.exists()
+
+
+@looped
+async def test_there_is_one_of_it(directory: Path) -> None:
+    """A second one leaves at once, and the first one serves on; when that is killed, the next one takes its place."""
+    async with placed(directory) as place:
+        first = await place.control()
+        await listening(first)
+        second = await place.control()
+        assert (await said(second), second.returncode) == ("", 0)
+
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+        third = await place.control()
+        await listening(third)
+        await place.end()
+        await third.communicate()
+
+
+@looped
+async def test_without_its_server_it_does_not_begin(directory: Path) -> None:
+    """The server ended while it started."""
+    async with placed(directory) as place:
+        await place.end()
+        control = await place.control()
+
+        assert (await said(control), control.returncode) == ("", 0)
+        assert not list(directory.iterdir())
+
+
+@looped
+async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) -> None:
+    """rsrv.yaml wants a port without TLS and without a token: the socket serves all the same."""
+    async with placed(directory, "control: {listen: 'localhost:0'}") as place:
+        control = await place.control()
+        assert control.stderr is not None
+        line = (await control.stderr.readline()).decode()
+
+        assert "control.listen needs tls_certificate and tls_key, or token_file" in line
+        await listening(control)
+        await place.end()
+        await control.communicate()
+
+
+@looped
+async def test_wrong_settings_end_it_with_their_reason(directory: Path) -> None:
+    """rsrv.yaml has an unknown key."""
+    async with placed(directory, "contrl: {}") as place:
+        control = await place.control()
+
+        assert "did you mean 'control'?" in await said(control)
+        assert control.returncode == 70

@@ -1,0 +1,272 @@
+"""Where the services listen, and who is let in."""
+
+import asyncio
+import os
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from rsrv.control.server import ListenError, listen
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.settings import ControlSection
+from tests.unit.control.peers import looped, served
+
+SECRET = "correct-horse"
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    """A file with a token."""
+    path = tmp_path / "token"
+    path.write_text(SECRET + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def tls(tmp_path: Path, authority: trustme.CA) -> dict[str, Path]:
+    """Settings for TLS."""
+    pair = authority.issue_cert("localhost")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate.write_bytes(b"".join(blob.bytes() for blob in pair.cert_chain_pems))
+    key.write_bytes(pair.private_key_pem.bytes())
+    return {"tls_certificate": certificate, "tls_key": key}
+
+
+@asynccontextmanager
+async def listening(tmp_path: Path, **settings: Any) -> AsyncIterator[str]:
+    """The address of the services on a port of this machine."""
+    async with served(tmp_path, models=["a"]) as server:
+        section = ControlSection(listen="localhost:0", **settings)
+        listener, port = await listen(section, server.service, server.health)
+        try:
+            yield f"localhost:{port}"
+        finally:
+            await listener.stop(0)
+
+
+async def pid(channel: Any, token: str | None = None) -> int:
+    """Of the runtime, as the status has it."""
+    metadata = () if token is None else (("authorization", token),)
+    async with channel:
+        status = await control_pb2_grpc.ControlStub(channel).GetStatus(
+            pb.GetStatusRequest(), metadata=metadata, timeout=20
+        )
+        return int(status.runtime.pid)
+
+
+async def refused(channel: Any, token: str | None = None) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await pid(channel, token)
+    return failed.value.code()
+
+
+def secure(address: str, *pems: bytes | None) -> Any:
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(*pems))
+
+
+@looped
+async def test_the_unix_socket_is_of_this_user_only(tmp_path: Path) -> None:
+    """Mode 0600."""
+    async with served(tmp_path) as server:
+        found = server.socket.stat()
+
+        assert stat.S_ISSOCK(found.st_mode)
+        assert (stat.S_IMODE(found.st_mode), found.st_uid) == (0o600, os.getuid())
+
+
+@looped
+async def test_a_socket_that_a_dead_process_left_is_replaced(tmp_path: Path) -> None:
+    """Something lies at its place."""
+    (tmp_path / "control.sock").write_text("left")
+    async with served(tmp_path) as server:
+        await server.control.GetStatus(pb.GetStatusRequest())
+
+
+@looped
+async def test_reflection_lists_the_services_and_has_their_messages(tmp_path: Path) -> None:
+    """As grpcurl asks: which services, and what is in one."""
+    async with (
+        served(tmp_path) as server,
+        grpc.aio.insecure_channel(f"unix:{server.socket}") as channel,
+    ):
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        wanted = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol="rsrv.control.v1.Control"),
+        ]
+
+        listed, described = [answer async for answer in stub.ServerReflectionInfo(wanted)]
+
+        assert {service.name for service in listed.list_services_response.service} == {
+            "rsrv.control.v1.Control",
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        file = FileDescriptorProto.FromString(described.file_descriptor_response.file_descriptor_proto[0])
+        assert "WatchState" in {method.name for method in file.service[0].method}
+
+
+@looped
+async def test_large_requests_are_refused(tmp_path: Path) -> None:
+    """Two megabytes where a name should be."""
+    async with served(tmp_path) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await server.control.GetStory(pb.GetStoryRequest(model="a" * 2_000_000))
+        assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
+    """The right one; a wrong one, none, and one without its scheme are refused, of health and reflection, too."""
+
+    @looped
+    async def run() -> None:
+        async with listening(tmp_path, token_file=token) as address:
+            assert await pid(grpc.aio.insecure_channel(address), f"Bearer {SECRET}") == 4711
+            for wrong in (None, "Bearer wrong", SECRET, f"Bearer {SECRET}x", "Bearer ", ""):
+                assert (
+                    await refused(grpc.aio.insecure_channel(address), wrong)
+                    is grpc.StatusCode.UNAUTHENTICATED
+                )
+            async with grpc.aio.insecure_channel(address) as channel:
+                health: Any = health_pb2_grpc.HealthStub(channel)
+                control: Any = control_pb2_grpc.ControlStub(channel)
+                for call in (
+                    health.Check(health_pb2.HealthCheckRequest()),
+                    control.WatchState(pb.WatchStateRequest()).read(),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as failed:
+                        await call
+                    assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    run()
+
+
+def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the right one nor a wrong one."""
+
+    @looped
+    async def run() -> None:
+        with caplog.at_level("DEBUG"):
+            async with listening(tmp_path, token_file=token) as address:
+                await pid(grpc.aio.insecure_channel(address), f"Bearer {SECRET}")
+                await refused(grpc.aio.insecure_channel(address), "Bearer almost-right")
+
+    run()
+    assert SECRET not in caplog.text
+    assert "almost-right" not in caplog.text
+    assert "with a token" in caplog.text
+
+
+def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
+    """The file's mode says who is let in there."""
+
+    @looped
+    async def run() -> None:
+        async with listening(tmp_path, token_file=token):
+            channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock")
+            assert await pid(channel) == 4711
+
+    run()
+
+
+def test_tls_refuses_who_does_not_speak_it_or_trusts_others(
+    tmp_path: Path, tls: dict[str, Path], authority: trustme.CA
+) -> None:
+    """A client that trusts the authority is let in; plain text and a client of another authority are not."""
+
+    @looped
+    async def run() -> None:
+        async with listening(tmp_path, **tls) as address:
+            ours, other = authority.cert_pem.bytes(), trustme.CA().cert_pem.bytes()
+            assert await pid(secure(address, ours)) == 4711
+            assert await refused(grpc.aio.insecure_channel(address)) is grpc.StatusCode.UNAVAILABLE
+            assert await refused(secure(address, other)) is grpc.StatusCode.UNAVAILABLE
+
+    run()
+
+
+def test_client_certificates_are_asked_for(
+    tmp_path: Path, tls: dict[str, Path], authority: trustme.CA
+) -> None:
+    """A client with a certificate of the right authority is let in, without one, or with another's, not."""
+    clients = tmp_path / "clients.pem"
+    authority.cert_pem.write_to_path(clients)
+    ours = authority.cert_pem.bytes()
+
+    def pair(of: trustme.CA) -> tuple[bytes, bytes]:
+        issued = of.issue_cert("client")
+        return issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
+
+    @looped
+    async def run() -> None:
+        async with listening(tmp_path, tls_client_ca=clients, **tls) as address:
+            assert await pid(secure(address, ours, *pair(authority))) == 4711
+            assert await refused(secure(address, ours)) is grpc.StatusCode.UNAVAILABLE
+            assert await refused(secure(address, ours, *pair(trustme.CA()))) is grpc.StatusCode.UNAVAILABLE
+
+    run()
+
+
+def test_tls_and_a_token_are_both_asked_for(
+    tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
+) -> None:
+    """The right authority alone does not let in."""
+
+    @looped
+    async def run() -> None:
+        async with listening(tmp_path, token_file=token, **tls) as address:
+            ours = authority.cert_pem.bytes()
+            assert await refused(secure(address, ours)) is grpc.StatusCode.UNAUTHENTICATED
+            assert await pid(secure(address, ours), f"Bearer {SECRET}") == 4711
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "needs tls_certificate and tls_key, or token_file"),
+        ({"tls_certificate": "cert.pem"}, "needs both tls_certificate and tls_key"),
+        ({"tls_client_ca": "cert.pem"}, "needs both tls_certificate and tls_key"),
+        ({"tls_certificate": "missing", "tls_key": "key.pem"}, "control.tls_certificate: "),
+        ({"tls_certificate": "cert.pem", "tls_key": "empty"}, "cannot listen on"),
+        ({"token_file": "missing"}, "control.token_file: "),
+        ({"token_file": "empty"}, "is empty"),
+        ({"token_file": "public"}, "everybody can read"),
+        ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not host:port"),
+    ],
+)
+def test_a_listener_that_anybody_could_use_is_refused(
+    tmp_path: Path, tls: dict[str, Path], token: Path, settings: dict[str, str], text: str
+) -> None:
+    """And so are one with half of what it needs and one that cannot be; the text names the setting."""
+    (tmp_path / "empty").touch(mode=0o600)
+    (tmp_path / "public").write_text(SECRET)
+    (tmp_path / "public").chmod(0o644)
+    paths = {key: str(value if key == "listen" else tmp_path / value) for key, value in settings.items()}
+    section = ControlSection.model_validate({"listen": "localhost:0", **paths})
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            with pytest.raises(ListenError, match=text.replace(".", r"\.")) as refused:
+                await asyncio.wait_for(listen(section, server.service, server.health), 20)
+            assert SECRET not in str(refused.value)
+
+    run()

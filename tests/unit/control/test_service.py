@@ -1,0 +1,459 @@
+"""rsrv.control.v1.Control over gRPC: what its calls come to at the runtime, and what they answer."""
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.rounds import Failure
+from rsrv.control.v1 import control_pb2 as pb
+from tests.unit.control.peers import entry, looped, model_status, served, until
+
+A = pb.Target(model="a")
+ALL = pb.Target(all=True)
+
+
+async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    """How a call fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await call
+    return failed.value.code(), failed.value.details() or ""
+
+
+@looped
+async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: Path) -> None:
+    """A model in two versions, one that failed, a meta model, and a bundle that cannot be read."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@2", entry("a", state="loading", weights="loading", stubs=[101]))
+        server.runtime.change("b@1", entry("b", state="failed", error="no room", weights="absent", stubs=[]))
+        server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
+        server.runtime.metas["m"] = {
+            "models": ["a"],
+            "waiting": 1,
+            "running": 2,
+            "outcomes": {"ok": 3},
+            "calls": 9,
+            "device_seconds": 0.5,
+            "kept_bytes": 64,
+        }
+        server.lifecycle.failures["c"] = Failure("manifest.yaml: not YAML", since=1000.0, tries=2)
+        await until(server.link, lambda: "m@1" in server.link.entries)
+
+        status = await server.control.GetStatus(pb.GetStatusRequest())
+
+        a, b = status.models
+        assert [(one.key, one.state) for one in a.versions] == [
+            ("a@1", pb.STATE_READY),
+            ("a@2", pb.STATE_LOADING),
+        ]
+        assert (a.residency, a.weights, a.queued, a.executing) == (
+            pb.RESIDENCY_SYSTEM,
+            pb.WEIGHTS_RESIDENT,
+            1,
+            2,
+        )
+        assert (a.outcomes["answered"], a.misses, a.device_bytes) == (7, 3, 1000)
+        assert [(one.size, one.count, one.cost_s) for one in a.executables] == [
+            (1, 0, 0.001),
+            (8, 4, 0.002),
+            (16, 0, 0.003),
+        ]
+        assert a.policy == pb.Policy(weight=1.0, max_delay_us=0, max_queue_depth=1024)
+        assert (b.versions[0].error, b.versions[0].state) == ("no room", pb.STATE_FAILED)
+        (m,) = status.metas
+        assert (list(m.models), m.running, list(m.versions[0].calls)) == (["a"], 2, ["a@1"])
+        assert status.failures[0] == pb.Failure(
+            name="c", text="manifest.yaml: not YAML", since_unix_s=1000.0, tries=2
+        )
+        assert (status.runtime.instance, status.runtime.pid) == ("11" * 8, 4711)
+        assert status.device.budget_bytes == 5000
+        assert not status.device.HasField("limit_bytes")
+        assert (status.scheduler.discipline, status.scheduler.depth) == (pb.DISCIPLINE_FAIR, 2)
+        assert status.server.mode == pb.MODE_DYNAMIC
+
+
+@looped
+async def test_the_status_of_one_model_has_nothing_of_the_others(tmp_path: Path) -> None:
+    """One of two is asked for, then one that is not there."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        status = await server.control.GetStatus(pb.GetStatusRequest(model="b"))
+        assert [model.name for model in status.models] == ["b"]
+
+        code, text = await refusal(server.control.GetStatus(pb.GetStatusRequest(model="x")))
+        assert (code, text) == (grpc.StatusCode.NOT_FOUND, "there is no model 'x'")
+
+
+@looped
+async def test_the_policy_shows_what_was_set(tmp_path: Path) -> None:
+    """rsrv.yaml says one thing, an operator another."""
+    settings = "models: {a: {weight: 3, max_queue_depth: 9}}"
+    async with served(tmp_path, models=["a"], settings=settings) as server:
+        await server.control.SetPolicy(pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=5)))
+
+        status = await server.control.GetStatus(pb.GetStatusRequest(model="a"))
+
+        assert status.models[0].policy == pb.Policy(weight=5, max_delay_us=0, max_queue_depth=9)
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "command"),
+    [
+        (
+            "SetResidency",
+            pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_UNPINNED),
+            {"command": "residency", "model": "a", "residency": "unpinned"},
+        ),
+        (
+            "SetPolicy",
+            pb.SetPolicyRequest(model="a", policy=pb.Policy(weight=0.5, max_delay_us=0)),
+            {"command": "policy", "model": "a", "weight": 0.5, "max_delay_us": 0},
+        ),
+        ("Prefetch", pb.PrefetchRequest(model="a"), {"command": "prefetch", "model": "a"}),
+        ("Evict", pb.EvictRequest(target=A), {"command": "evict", "model": "a"}),
+        ("Evict", pb.EvictRequest(target=ALL), {"command": "evict", "model": None}),
+        ("Compact", pb.CompactRequest(), {"command": "compact"}),
+        (
+            "Pause",
+            pb.PauseRequest(target=A, mode=pb.PAUSE_DRAIN),
+            {"command": "pause", "model": "a", "mode": "drain"},
+        ),
+        (
+            "Pause",
+            pb.PauseRequest(target=ALL, mode=pb.PAUSE_HOLD),
+            {"command": "pause", "model": None, "mode": "hold"},
+        ),
+        ("Continue", pb.ContinueRequest(target=ALL), {"command": "continue", "model": None}),
+        ("Abort", pb.AbortRequest(request_id="r"), {"command": "abort", "request": "r"}),
+        ("GetStory", pb.GetStoryRequest(model="a"), {"command": "story", "model": "a"}),
+        ("GetLoad", pb.GetLoadRequest(), {"command": "load"}),
+        ("StopProfile", pb.StopProfileRequest(), {"command": "profile"}),
+    ],
+)
+def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, command: dict[str, Any]) -> None:
+    """What the client says arrives at the runtime, and its answer at the client."""
+    answers: dict[str, dict[str, Any]] = {
+        "evict": {"models": ["b", "a"]},
+        "abort": {"aborted": 2, "executing": 1},
+        "story": {"stories": {"a@1": ["one", "two"]}},
+        "load": {"backlog_s": 0.5, "free_bytes": None, "budget_bytes": None, "models": {}},
+    }
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path, models=["a"]) as server:
+            server.runtime.answers = lambda said: answers.get(said["command"], {})
+            answer = await getattr(server.control, call)(request_)
+            assert server.runtime.commands == [command]
+            match call:
+                case "Evict":
+                    assert list(answer.models) == ["a", "b"]
+                case "Abort":
+                    assert (answer.aborted, answer.executing) == (2, 1)
+                case "GetStory":
+                    assert [(one.key, list(one.lines)) for one in answer.stories] == [("a@1", ["one", "two"])]
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("call", "request_", "text"),
+    [
+        (
+            "SetResidency",
+            pb.SetResidencyRequest(model="a"),
+            "residency must be one of unpinned, system, device",
+        ),
+        ("SetResidency", pb.SetResidencyRequest(model="a", residency=99), "residency must be one of"),  # type: ignore[arg-type]
+        ("SetResidency", pb.SetResidencyRequest(residency=pb.RESIDENCY_SYSTEM), "model is empty"),
+        (
+            "SetResidency",
+            pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_SYSTEM, wait=True),
+            "wait is for the residency device only",
+        ),
+        ("SetPolicy", pb.SetPolicyRequest(model="a"), "at least one of weight"),
+        ("Evict", pb.EvictRequest(), "target must be a model, or all"),
+        ("Evict", pb.EvictRequest(target=pb.Target(all=False)), "target must be a model, or all"),
+        ("Pause", pb.PauseRequest(target=A), "mode must be one of drain, hold, reject"),
+        ("Pause", pb.PauseRequest(mode=pb.PAUSE_HOLD), "target must be a model, or all"),
+        ("Continue", pb.ContinueRequest(target=pb.Target(model="")), "model is empty"),
+        ("Abort", pb.AbortRequest(), "request_id is empty"),
+        ("Prefetch", pb.PrefetchRequest(), "model is empty"),
+        ("Prefetch", pb.PrefetchRequest(model="a" * 200_000), "exceeds a frame"),
+        ("GetStory", pb.GetStoryRequest(), "model is empty"),
+        ("ReloadWeights", pb.ReloadWeightsRequest(), "model is empty"),
+        (
+            "SetScheduler",
+            pb.SetSchedulerRequest(scheduler=pb.Scheduler(max_queue_depth=3)),
+            "max_queue_depth cannot be changed while the server runs",
+        ),
+        (
+            "SetScheduler",
+            pb.SetSchedulerRequest(scheduler=pb.Scheduler(discipline=pb.DISCIPLINE_UNSPECIFIED)),
+            "discipline must be one of fair, fifo, edf",
+        ),
+    ],
+)
+def test_a_wrong_request_reaches_nobody(tmp_path: Path, call: str, request_: Message, text: str) -> None:
+    """INVALID_ARGUMENT, and the text says what would be right."""
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            code, said = await refusal(getattr(server.control, call)(request_))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert text in said
+            assert not server.runtime.commands
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("NOT_FOUND", grpc.StatusCode.NOT_FOUND),
+        ("FAILED_PRECONDITION", grpc.StatusCode.FAILED_PRECONDITION),
+        ("WHAT", grpc.StatusCode.INTERNAL),
+        ("mro", grpc.StatusCode.INTERNAL),
+    ],
+)
+def test_the_runtimes_refusal_is_the_calls(tmp_path: Path, said: str, code: grpc.StatusCode) -> None:
+    """Its code by name, and INTERNAL for a name that is none."""
+
+    @looped
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            server.runtime.answers = lambda command: {"error": "because", "code": said}
+            assert await refusal(server.control.Compact(pb.CompactRequest())) == (code, "because")
+
+    run()
+
+
+@looped
+async def test_without_a_runtime_calls_say_so(tmp_path: Path) -> None:
+    """It died."""
+    async with served(tmp_path) as server:
+        server.runtime.die()
+        await until(server.link, lambda: not server.link.up)
+
+        for call, request in (
+            ("GetStatus", pb.GetStatusRequest()),
+            ("Compact", pb.CompactRequest()),
+            ("StopProfile", pb.StopProfileRequest()),
+        ):
+            code, text = await refusal(getattr(server.control, call)(request))
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "the runtime does not answer" in text
+
+
+@looped
+async def test_the_schedulers_settings_are_asked_for_and_changed(tmp_path: Path) -> None:
+    """First nothing is given, then a discipline and the depth that the device asks for."""
+    async with served(tmp_path) as server:
+        answer = await server.control.SetScheduler(pb.SetSchedulerRequest())
+        assert (answer.scheduler.discipline, answer.scheduler.max_queue_depth) == (pb.DISCIPLINE_FAIR, 1024)
+
+        changes = pb.Scheduler(discipline=pb.DISCIPLINE_EDF, depth=0, launch_ahead_ms=1.5)
+        answer = await server.control.SetScheduler(pb.SetSchedulerRequest(scheduler=changes))
+
+        assert server.runtime.configured == [{"discipline": "edf", "depth": None, "launch_ahead_ms": 1.5}]
+        assert answer.scheduler.discipline == pb.DISCIPLINE_EDF
+
+
+@looped
+async def test_a_prefetch_that_waits_returns_when_the_weights_are_there(tmp_path: Path) -> None:
+    """They are on their way for a while; a meta model's are those of what it calls."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        server.runtime.change("a@1", entry("a", weights="absent"))
+        server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1", "b@1"]))
+        await until(server.link, lambda: "m@1" in server.link.entries)
+        call = asyncio.ensure_future(server.control.Prefetch(pb.PrefetchRequest(model="m", wait=True)))
+        await server.runtime.came(lambda: bool(server.runtime.commands))
+
+        server.runtime.change("a@1", entry("a", weights="loading"))
+        await until(server.link, lambda: server.link.entries["a@1"]["weights"] == "loading")
+        assert not call.done()
+        server.runtime.change("a@1", entry("a", weights="resident"))
+
+        await call
+
+
+@looped
+async def test_a_prefetch_whose_load_fails_says_so(tmp_path: Path) -> None:
+    """The weights were on their way, and are not any more."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@1", entry("a", weights="absent"))
+        call = asyncio.ensure_future(server.control.Prefetch(pb.PrefetchRequest(model="a", wait=True)))
+        await server.runtime.came(lambda: bool(server.runtime.commands))
+        server.runtime.change("a@1", entry("a", weights="loading"))
+        server.runtime.change("a@1", entry("a", weights="absent"))
+
+        code, text = await refusal(call)
+
+        assert code is grpc.StatusCode.ABORTED
+        assert "the load failed, or gave way" in text
+
+
+@looped
+async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
+    """The runtime dies while the weights are on their way."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.change("a@1", entry("a", weights="loading"))
+        request = pb.SetResidencyRequest(model="a", residency=pb.RESIDENCY_DEVICE, wait=True)
+        call = asyncio.ensure_future(server.control.SetResidency(request))
+        await server.runtime.came(lambda: bool(server.runtime.commands))
+        await server.link.status()
+        server.runtime.die()
+
+        assert (await refusal(call))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+@looped
+async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
+    """One that works answers with what is served; one that does not, with the reason."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        server.lifecycle.refusals["b"] = LifecycleError("FAILED_PRECONDITION", "the mode is static")
+
+        answer = await server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a"))
+        assert server.lifecycle.reloaded == ["a"]
+        assert [one.key for one in answer.versions] == ["a@1"]
+
+        assert await refusal(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="b"))) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "the mode is static",
+        )
+
+
+@looped
+async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
+    """The looks do not agree on it yet; later they do. Of another bundle they never do."""
+    settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
+    async with served(tmp_path, models=["a", "b"], settings=settings) as server:
+        late = LifecycleError("UNAVAILABLE", "the bundle is being written")
+        server.lifecycle.refusals["a"] = server.lifecycle.refusals["b"] = late
+        call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
+        await server.lifecycle.asked.wait()
+        del server.lifecycle.refusals["a"]
+        await call
+        assert server.lifecycle.reloaded == ["a"]
+
+        assert await refusal(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="b"))) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the bundle is being written",
+        )
+
+
+@looped
+async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> None:
+    """It is started and stopped; who stops it learns the folder, too."""
+    async with served(tmp_path) as server:
+        started = await server.control.StartProfile(pb.StartProfileRequest())
+        assert server.runtime.commands == [{"command": "profile", "directory": started.directory}]
+        assert Path(started.directory).parent == tmp_path / "profiles"
+        assert (tmp_path / "profiles").stat().st_mode & 0o777 == 0o700
+        Path(started.directory).mkdir()  # as the runtime does
+
+        stopped = await server.control.StopProfile(pb.StopProfileRequest())
+        assert stopped.directory == started.directory
+
+
+@looped
+async def test_a_profile_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """One runs already; and then the folder for profiles cannot be made."""
+    async with served(tmp_path) as server:
+        server.runtime.answers = lambda command: {"error": "one runs already", "code": "FAILED_PRECONDITION"}
+        assert await refusal(server.control.StartProfile(pb.StartProfileRequest())) == (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "one runs already",
+        )
+
+        (tmp_path / "profiles").rmdir()
+        (tmp_path / "profiles").write_text("in the way")
+        code, text = await refusal(server.control.StartProfile(pb.StartProfileRequest()))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "control.profile_dir" in text
+
+
+@looped
+async def test_a_profile_that_takes_its_time_does_not_make_the_runtime_look_dead(tmp_path: Path) -> None:
+    """Its answer comes late, while the runtime answers everything else."""
+    async with served(tmp_path, silence=0.05) as server:
+        server.runtime.answers = lambda command: None if command["command"] == "profile" else {}
+        call = asyncio.ensure_future(server.control.StopProfile(pb.StopProfileRequest()))
+        await server.runtime.came(lambda: bool(server.runtime.commands))
+
+        for _ in range(20):
+            await server.control.Compact(pb.CompactRequest())
+
+        assert server.link.up
+        call.cancel()
+
+
+@looped
+async def test_a_watcher_sees_the_snapshot_the_changes_and_the_next_runtime(tmp_path: Path) -> None:
+    """A model becomes resident and goes; the runtime dies and is replaced."""
+    async with served(tmp_path, models=["a"]) as server:
+        updates = server.control.WatchState(pb.WatchStateRequest())
+        first = (await updates.read()).snapshot
+        assert (first.instance, first.revision) == ("11" * 8, 5)
+        assert [(one.name, one.version.key, one.residency) for one in first.entries] == [
+            ("a", "a@1", pb.RESIDENCY_SYSTEM)
+        ]
+
+        server.runtime.change("a@1", entry("a", weights="absent", paused="hold"))
+        server.runtime.change("a@1", None)
+        changed, gone = (await updates.read()).change, (await updates.read()).change
+        assert (changed.revision, changed.entry.version.weights) == (6, pb.WEIGHTS_ABSENT)
+        assert changed.entry.version.paused == pb.PAUSE_HOLD
+        assert (gone.revision, gone.key, gone.HasField("entry")) == (7, "a@1", False)
+
+        server.runtime.die()
+        assert (await updates.read()).HasField("down")
+        again = type(server.runtime)(tmp_path / "runtime.sock", instance="22" * 8)
+        assert (await updates.read()).snapshot.instance == "22" * 8
+        again.die()
+
+
+@looped
+async def test_the_load_is_complete(tmp_path: Path) -> None:
+    """One model has executed, another has not; weights have a budget."""
+    model = {
+        "queued": 3,
+        "executing": 1,
+        "weights": "loading",
+        "bytes": 10,
+        "misses": 2,
+        "device_seconds": 0.5,
+    }
+    async with served(tmp_path) as server:
+        server.runtime.answers = lambda command: {
+            "backlog_s": 0.25,
+            "free_bytes": 40,
+            "budget_bytes": 50,
+            "models": {"a": {**model, "cost_s": 0.5, "rows": 8}, "b": {**model, "cost_s": None, "rows": 0}},
+        }
+
+        load = await server.control.GetLoad(pb.GetLoadRequest())
+
+        assert (load.backlog_s, load.free_bytes, load.budget_bytes) == (0.25, 40, 50)
+        a, b = load.models
+        assert (a.name, a.queued, a.executing, a.weights, a.bytes) == ("a", 3, 1, pb.WEIGHTS_LOADING, 10)
+        assert (a.cost_s, a.misses, a.device_seconds, a.rows) == (0.5, 2, 0.5, 8)
+        assert not b.HasField("cost_s")
+
+
+@looped
+async def test_a_model_of_which_nobody_knows_anything_else_is_shown(tmp_path: Path) -> None:
+    """The status has a version that is still being built: it has no figures yet."""
+    async with served(tmp_path) as server:
+        server.runtime.change("a@1", entry("a", state="loading", weights="absent"))
+        await until(server.link, lambda: "a@1" in server.link.entries)
+
+        (model,) = (await server.control.GetStatus(pb.GetStatusRequest())).models
+
+        assert (model.name, model.dispatches, len(model.executables)) == ("a", 0, 0)
+        assert model_status().keys() > {"dispatches", "sizes"}

@@ -1,0 +1,54 @@
+"""How tritonserver's command line is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.control.triton import Door, door
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("tritonserver --model-repository=gen", Door()),
+        ("tritonserver --grpc-port=7 --model-control-mode=explicit", Door("127.0.0.1:7", "explicit")),
+        ("tritonserver --grpc-port 7 --model-control-mode POLL --load-model *", Door("127.0.0.1:7", "poll")),
+        ("tritonserver --grpc-address 10.0.0.1 --grpc-port=7 --grpc-port=8", Door("10.0.0.1:8")),
+        ("tritonserver --grpc-address=::", Door("[::1]:8001")),
+        ("tritonserver --log-verbose --grpc-port=7", Door("127.0.0.1:7")),
+        ("tritonserver --grpc-use-ssl=false --allow-grpc true", Door()),
+        ("tritonserver --model-control-mode=explicit -- --grpc-port=7", Door(mode="explicit")),
+        ("", Door()),
+    ],
+)
+def test_the_address_and_the_mode_are_found(line: str, expected: Door) -> None:
+    """In both spellings of a flag's value; the last one wins."""
+    assert door(line.split()) == expected
+
+
+def test_the_settings_address_wins() -> None:
+    """The mode is still the command line's."""
+    assert door(["--grpc-port=7", "--model-control-mode=poll"], "host:9") == Door("host:9", "poll")
+
+
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [
+        ("--grpc-use-ssl=true", "TLS"),
+        ("--grpc-use-ssl-mutual=1", "TLS"),
+        ("--allow-grpc=false", "--allow-grpc"),
+    ],
+)
+def test_what_cannot_be_spoken_to_is_said(flag: str, word: str) -> None:
+    """With what to do about it."""
+    assert word in door([flag]).trouble
+
+
+def test_a_restricted_repository_is_opened_with_its_key() -> None:
+    """Of several restrictions, only the one that concerns the repository."""
+    flags = [
+        "--grpc-restricted-protocol=inference,health:other=7",
+        "--grpc-restricted-protocol",
+        "shm-memory,model-repository:Admin-Key=secret=word",
+    ]
+    assert door(flags).metadata == (("triton-grpc-protocol-admin-key", "secret=word"),)

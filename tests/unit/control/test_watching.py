@@ -1,0 +1,112 @@
+"""What a look at a directory of bundles sees."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from rsrv.control.looks import Seen
+from rsrv.control.watching import scan, sign, watch
+from rsrv.settings import LifecycleSection
+from rsrv_gen.write import LINK_BYTES
+from tests.unit.gen.bundles_for_tests import write_bundle
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "bundles"
+    write_bundle(root / "one", files={"labels.txt": "a"})
+    (root / "one" / "nested").mkdir()
+    (root / "one" / "nested" / "deep.txt").write_text("b")
+    write_bundle(root / ".hidden")
+    (root / "no_bundle").mkdir()
+    (root / "a file").write_text("")
+    return root
+
+
+def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
+    """Hidden ones are being made, and what has no manifest is no bundle."""
+    found = scan(root, linked=False)
+    assert set(found.bundles) == {"one"}
+    assert found.identity == (root.stat().st_dev, root.stat().st_ino)
+    assert scan(root / "one", linked=False).bundles == found.bundles
+    assert scan(root / "no_bundle", linked=False) == Seen(
+        found.identity and scan(root / "no_bundle", linked=False).identity
+    )
+    for missing in (tmp_path / "missing", root / "a file"):
+        assert scan(missing, linked=False).identity is None
+        assert scan(missing, linked=False).trouble
+
+
+@pytest.mark.parametrize(
+    "path", ["manifest.yaml", "model.b1.mlir", "labels.txt", "nested/deep.txt", "nested/new.py", "linked"]
+)
+def test_every_file_of_a_bundle_counts(root: Path, path: str) -> None:
+    """Also auxiliary ones, those in folders, and what a link leads to; a change back is one as well."""
+    bundle = root / "one"
+    (bundle / "linked").symlink_to("labels.txt")
+    before = sign(bundle, linked=True)
+    assert sign(bundle, linked=True) == before
+    target = bundle / path
+    age = target.stat() if target.exists() else bundle.stat()
+    target.write_text("z" * age.st_size)
+    os.utime(target, ns=(age.st_atime_ns, age.st_mtime_ns))
+    after = sign(bundle, linked=True)
+    assert after not in (before, None)
+
+
+def test_what_python_leaves_does_not_count(root: Path) -> None:
+    """Nor does an empty folder, which is in no repository."""
+    before = sign(root / "one", linked=True)
+    (root / "one" / "__pycache__").mkdir()
+    (root / "one" / "__pycache__" / "model.pyc").write_text("")
+    (root / "one" / "empty").mkdir()
+    assert sign(root / "one", linked=True) == before
+
+
+def test_a_hard_link_to_a_large_file_does_not_count(root: Path, tmp_path: Path) -> None:
+    """rsrv-gen makes one, and must not see itself; of a copied file every write counts."""
+    large = root / "one" / "large"
+    large.write_bytes(bytes(LINK_BYTES))
+    linked, copied = (sign(root / "one", linked=linked) for linked in (True, False))
+    os.link(large, tmp_path / "link")
+    assert sign(root / "one", linked=True) == linked
+    assert sign(root / "one", linked=False) != copied
+
+
+def test_a_link_to_nothing_is_a_fact_and_not_a_riddle(root: Path) -> None:
+    """The bundle is broken, which somebody has to be told."""
+    (root / "one" / "dangling").symlink_to("nothing")
+    assert sign(root / "one", linked=True) is not None
+
+
+def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
+    """Long before the next one is due; a root that comes later is listened to as well."""
+    settings = LifecycleSection(look_s=0.05, poll_s=3600)
+
+    async def main() -> None:
+        looks: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()
+
+        def took(seen: Mapping[Path, Seen]) -> bool:
+            looks.put_nowait(seen)
+            return False
+
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(watch([root], settings, took))
+            before = (await looks.get())[root]
+            while True:
+                # Again and again: when the kernel has begun to listen is not known.
+                (root / "one" / "labels.txt").write_text(f"{asyncio.get_running_loop().time()}")
+                try:
+                    after = await asyncio.wait_for(looks.get(), 0.5)
+                except TimeoutError:
+                    continue
+                if after[root].bundles != before.bundles:
+                    break
+            watcher.cancel()
+
+    asyncio.run(main())

@@ -1,0 +1,138 @@
+"""A disk with bundles and a tritonserver that pretends, for tests of the lifecycle."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from rsrv.control.triton import Mode, State, TritonError
+from rsrv.control.view import Entry
+from rsrv.settings import load_settings
+from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.write import newest
+from tests.unit.gen.bundles_for_tests import write_bundle
+
+#: Text of a module that no server loads.
+BAD = "bad"
+
+
+class FakeTriton:
+    """Serves what is in the repository; a load takes `seconds`."""
+
+    def __init__(self, repository: Path, mode: Mode = "explicit") -> None:
+        self.repository = repository
+        self.mode: Mode = mode
+        self.address = "nowhere"
+        self.trouble = ""
+        self.seconds = 1.0
+        #: Model -> the text of its modules, and the time of the newest file that was seen.
+        self.served: dict[str, tuple[str, int]] = {}
+        #: Models that somebody unloaded by hand.
+        self.dismissed: set[str] = set()
+        #: Models whose stub is dead.
+        self.dead: set[str] = set()
+        self.view = FakeView(self)
+        #: What was asked for, in order: "load NAME", "loaded NAME", "unload NAME".
+        self.log: list[str] = []
+
+    async def states(self) -> Mapping[str, State]:
+        states: dict[str, State] = dict.fromkeys(self.dismissed, "dismissed")
+        return {**states, **dict.fromkeys(self.served, "ready")}
+
+    async def load(self, name: str) -> None:
+        self.log.append(f"load {name}")
+        folder = self.repository / name
+        seen = newest(folder)
+        # As the stub, which reads when it has been started.
+        await asyncio.sleep(self.seconds)
+        if not (folder / "config.pbtxt").exists():
+            raise TritonError(f"failed to load '{name}', failed to poll from model repository")
+        if name in self.served and seen <= self.served[name][1]:
+            return
+        text = whole(folder / "1" / "bundle")
+        if text == BAD:
+            raise TritonError(
+                f"load failed: Internal: TritonModelException: {name}: no module\n\nAt:\n  x.py"
+            )
+        self.served[name] = text, seen
+        self.dead.discard(name)
+        self.log.append(f"loaded {name}")
+        self.view.stir()
+
+    async def unload(self, name: str) -> None:
+        self.log.append(f"unload {name}")
+        self.served.pop(name, None)
+        self.view.stir()
+
+    def kill(self, name: str) -> None:
+        self.dead.add(name)
+        self.view.stir()
+
+    def texts(self) -> dict[str, str]:
+        return {name: text for name, (text, _) in self.served.items()}
+
+
+class FakeView:
+    """A runtime that is there, with the stubs that live."""
+
+    def __init__(self, triton: FakeTriton) -> None:
+        self._triton = triton
+        self.up = True
+        self.since = 0.0
+        self.entries: Mapping[str, Entry] = {}
+        self.changes = 0
+        self._changed = asyncio.Event()
+
+    def stubs(self) -> Mapping[str, frozenset[int]]:
+        alive = self._triton.served.keys() - self._triton.dead if self.up else ()
+        return {name: frozenset({1}) for name in alive}
+
+    def stir(self) -> None:
+        self.changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, seen: int | None = None) -> None:
+        if seen is None or seen == self.changes:
+            await self._changed.wait()
+
+
+def whole(bundle: Path) -> str:
+    """The text of its modules, which must be of one version."""
+    one, eight = ((bundle / f"model.b{size}.mlir").read_text().split()[0] for size in (1, 8))
+    assert one == eight, "a half-written bundle was taken"
+    return one
+
+
+def place(path: Path, text: str) -> None:
+    """A bundle at once, with this text in its modules."""
+    aside = path.with_name(f".{path.name}")
+    write_bundle(aside, text)
+    shutil.rmtree(path, ignore_errors=True)
+    aside.rename(path)
+
+
+class World:
+    """Two roots with bundles, their repository, and a server that has loaded it."""
+
+    def __init__(
+        self, folder: Path, bundles: Mapping[str, Mapping[str, str]], *, lifecycle: str = ""
+    ) -> None:
+        """`bundles`: root -> name -> text of the modules."""
+        self.roots = {root: folder / root for root in bundles}
+        for root, held in bundles.items():
+            self.roots[root].mkdir()
+            for name, text in held.items():
+                place(self.roots[root] / name, text)
+        self.repository = folder / "gen"
+        config = folder / "settings.yaml"
+        config.write_text(f"lifecycle: {{look_s: 1, poll_s: 5{lifecycle and ', ' + lifecycle}}}\n")
+        places = [str(path) for path in self.roots.values()]
+        rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])
+        self.settings = load_settings((self.repository / "rsrv.yaml").read_text())
+        self.triton = FakeTriton(self.repository)
+        for path in sorted(self.repository.iterdir()):
+            if path.is_dir() and (path / "1" / "bundle").is_dir():
+                self.triton.served[path.name] = whole(path / "1" / "bundle"), newest(path)

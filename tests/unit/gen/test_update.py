@@ -1,0 +1,277 @@
+"""rsrv-gen for a running server: chosen models, the way back, and where the bundles are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv_gen import write
+from rsrv_gen.cli import main
+from rsrv_gen.sources import read_sources
+from rsrv_gen.update import Update, remove, update
+from rsrv_gen.write import is_ours, newest, open_repository, our_models, touch, version_of
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """A directory with the bundles `one` and `two`."""
+    for name in ("one", "two"):
+        write_bundle(tmp_path / "bundles" / name, "v1")
+    return tmp_path / "bundles"
+
+
+@pytest.fixture
+def gen(bundles: Path, tmp_path: Path) -> Path:
+    """Their repository."""
+    assert run(bundles, "-o", tmp_path / "gen") == 0
+    return tmp_path / "gen"
+
+
+def run(*arguments: str | Path) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def bring(gen: Path, bundles: Path, *names: str, **options: object) -> Update:
+    """These models, up to date; all if none is named."""
+    return update(gen, [bundles], names or None, link="hard", transport="direct", **options)  # type: ignore[arg-type]
+
+
+def text(gen: Path, name: str) -> str:
+    return (gen / name / "1/bundle/model.b1.mlir").read_text()
+
+
+def left_aside(gen: Path) -> list[str]:
+    return [path.name for path in gen.parent.iterdir() if path.name.startswith(f".{gen.name}.")]
+
+
+# --- chosen models --------------------------------------------------------------------------------------------------
+
+
+def test_only_the_chosen_models_are_looked_at(gen: Path, bundles: Path) -> None:
+    """What else has changed waits for its turn, and nothing is removed before others are loaded."""
+    for name in ("one", "two", "three"):
+        write_bundle(bundles / name, "v2")
+    done = bring(gen, bundles, "one", "three")
+    assert set(done.put) == {"one", "three"}
+    assert (text(gen, "one"), text(gen, "two"), text(gen, "three")) == ("v2 1", "v1 1", "v2 1")
+    shutil.rmtree(bundles / "two")
+    shutil.rmtree(bundles / "one")
+    done = bring(gen, bundles, "two", "three")
+    assert (set(done.put), done.unchanged, done.go) == (set(), {"three"}, {"two": ()})
+    assert is_ours(gen / "two")
+    remove(gen, "two", "hard")
+    assert our_models(gen) == {"one", "three"}
+
+
+def test_metas_come_with_what_they_carry(gen: Path, bundles: Path) -> None:
+    """A callee that changes, goes or comes back concerns the metas, and they concern whether it has a directory."""
+    write_meta(bundles / "meta", ["one"])
+    done = bring(gen, bundles, "meta")
+    assert (set(done.put), done.go) == ({"meta"}, {"one": ("meta",)})
+    remove(gen, "one", "hard")
+    write_bundle(bundles / "one", "v2")
+    assert set(bring(gen, bundles, "one").put) == {"meta"}
+    (bundles / "one").rename(bundles / "elsewhere")
+    done = bring(gen, bundles, "one", "elsewhere")
+    assert "calls 'one', which is no bundle here" in done.broken["meta"]
+    assert set(done.put) == {"elsewhere"}
+    (bundles / "elsewhere").rename(bundles / "one")
+    assert bring(gen, bundles, "one").unchanged == {"meta"}
+    shutil.rmtree(bundles / "meta")
+    done = bring(gen, bundles, "meta")
+    assert (set(done.put), done.go) == ({"one"}, {"meta": ()})
+
+
+def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Path) -> None:
+    """Also if that shows only after it has been read, and with it the metas that carry it."""
+    write_bundle(bundles / "one", "v2")
+    write_meta(bundles / "meta", ["one"])
+    done = bring(gen, bundles, ready=lambda name: name != "one")
+    assert (set(done.put), done.later) == (set(), {"meta"})
+    answers = iter([True, False])
+    done = bring(gen, bundles, "two", ready=lambda name: next(answers))
+    assert (done.unchanged, done.put) == ({"two"}, {})
+    write_bundle(bundles / "two", "v2")
+    answers = iter([True, False])
+    done = bring(gen, bundles, "two", ready=lambda name: next(answers))
+    assert (done.later, done.put) == ({"two"}, {})
+    assert text(gen, "two") == "v1 1"
+    assert not left_aside(gen)
+
+
+def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Path, tmp_path: Path) -> None:
+    """Nobody can compare what is behind it, and a new directory is what has the server load it."""
+    gen = tmp_path / "gen"
+    assert run(bundles, "-o", gen, "--link", "symlink") == 0
+    before = version_of(gen / "one")
+    done = update(gen, [bundles], {"one"}, link="symlink", transport="direct")
+    assert set(done.put) == {"one"}
+    assert version_of(gen / "one") != before
+    assert update(gen, [bundles], None, link="symlink", transport="direct").unchanged == {"one", "two"}
+
+
+def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
+    """Another's directory, and a repository that nothing may be written to."""
+    write_bundle(bundles / "taken")
+    (gen / "taken").mkdir()
+    write_bundle(bundles / "one", "v2")
+    done = bring(gen, bundles, write=False)
+    assert "was not made by rsrv-gen" in done.broken["taken"]
+    assert done.failed == {"one": "its bundle is changed, and nothing may be written"}
+    assert text(gen, "one") == "v1 1"
+
+
+def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles: Path) -> None:
+    """A hard link shows it at once, so there is nothing to compare; only its time tells."""
+    large = bundles / "one" / "model.b1.mlir"
+    large.write_bytes(bytes(write.LINK_BYTES))
+    assert set(bring(gen, bundles).put) == {"one"}
+    assert (gen / "one/1/bundle/model.b1.mlir").samefile(large)
+    assert bring(gen, bundles).unchanged == {"one", "two"}
+    large.write_bytes(bytes(write.LINK_BYTES - 1) + b"x")
+    after = (gen / "one/config.pbtxt").stat().st_mtime_ns + 1
+    os.utime(large, ns=(after, after))
+    assert set(bring(gen, bundles).put) == {"one"}
+    # Whatever its time: what is linked now is current.
+    os.utime(large, ns=(2**62, 2**62))
+    assert set(bring(gen, bundles).put) == {"one"}
+    assert bring(gen, bundles).unchanged == {"one", "two"}
+
+
+# --- the way back ---------------------------------------------------------------------------------------------------
+
+
+def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
+    """The very directory that was there before is there again, or none if there was none; nothing is left aside."""
+    before = {name: version_of(gen / name) for name in ("one", "two", "three")}
+    for name in ("one", "two", "three"):
+        write_bundle(bundles / name, "v2")
+    done = bring(gen, bundles)
+    assert len(left_aside(gen)) == 3
+    assert done.put["one"].undo()
+    assert done.put["three"].undo()
+    done.put["two"].forget()
+    assert version_of(gen / "one") == before["one"]
+    assert text(gen, "one") == "v1 1"
+    assert not (gen / "three").exists()
+    assert text(gen, "two") == "v2 1"
+    assert version_of(gen / "two") != before["two"]
+    assert not left_aside(gen)
+
+
+def test_nothing_is_undone_that_somebody_else_has_replaced(gen: Path, bundles: Path) -> None:
+    """Then the old directory is forgotten."""
+    write_bundle(bundles / "one", "v2")
+    put = bring(gen, bundles).put["one"]
+    write_bundle(bundles / "one", "v3")
+    assert run(bundles, "-o", gen) == 0
+    assert not put.undo()
+    assert text(gen, "one") == "v3 1"
+    assert not left_aside(gen)
+
+
+def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Path) -> None:
+    """What a crash left is cleared away, what a living process keeps is not."""
+    write_bundle(bundles / "one", "v2")
+    put = bring(gen, bundles).put["one"]
+    (gen.parent / ".gen.rsrv-gen-crashed" / "one").mkdir(parents=True)
+    assert run(bundles, "-o", gen) == 0
+    assert len(left_aside(gen)) == 1
+    assert put.undo()
+    assert text(gen, "one") == "v1 1"
+
+
+def test_a_crash_between_two_renames_is_put_right(gen: Path, bundles: Path) -> None:
+    """Where directories can't be exchanged in one step, the model may be missing: the next run has it again."""
+    aside = gen.parent / ".gen.rsrv-gen-crashed"
+    aside.mkdir()
+    shutil.copytree(gen / "one", aside / "one")
+    (gen / "one").rename(aside / ".one")
+    with open_repository(gen, "hard"):
+        pass
+    assert is_ours(gen / "one")
+    assert not left_aside(gen)
+
+
+def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -> None:
+    """Whatever the clock or the times of the files say, for Triton takes nothing else for a change."""
+    future = 2**61
+    os.utime(gen / "one/1/bundle/manifest.yaml", ns=(future, future))
+    write_bundle(bundles / "one", "v2")
+    put = bring(gen, bundles).put["one"]
+    assert put.stamp == newest(gen / "one") > future
+    before = version_of(gen / "one")
+    stamp = touch(gen / "one")
+    assert stamp == newest(gen / "one") > put.stamp
+    assert version_of(gen / "one") == before
+    assert touch(gen / "one", later_than=2 * future) > 2 * future
+    assert bring(gen, bundles).unchanged == {"one", "two"}
+
+
+# --- where the bundles are ------------------------------------------------------------------------------------------
+
+
+def recorded(gen: Path) -> tuple[list[Path], str]:
+    lifecycle = load_settings((gen / "rsrv.yaml").read_text()).lifecycle
+    return lifecycle.bundles, lifecycle.link
+
+
+def test_the_settings_say_where_the_bundles_are(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Absolute, of all runs that added to the repository, until a run prunes it; a slip of the pen is not among them."""
+    assert recorded(gen) == ([bundles], "hard")
+    monkeypatch.chdir(bundles)
+    assert run("one", "-o", gen) == 0
+    assert recorded(gen) == ([bundles], "hard")
+    write_bundle(tmp_path / "more" / "three")
+    assert run("../more/three", "../mroe", "-o", gen, "--link", "copy") == 1
+    assert recorded(gen) == ([bundles, tmp_path / "more" / "three"], "copy")
+    assert run("../more", "-o", gen) == 0
+    assert recorded(gen) == ([bundles, tmp_path / "more"], "hard")
+    assert run("../more", "-o", gen, "--prune") == 0
+    assert recorded(gen) == ([tmp_path / "more"], "hard")
+    assert our_models(gen) == {"three"}
+
+
+def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: Path, tmp_path: Path) -> None:
+    """The same bundles elsewhere make the same repository; another setting is still a difference."""
+    shutil.copytree(bundles, tmp_path / "copy")
+    assert run(tmp_path / "copy", "-o", gen, "--check", "--link", "copy") == 0
+    config = tmp_path / "settings.yaml"
+    config.write_text("lifecycle: {poll_s: 7}\n")
+    assert run(bundles, "-o", gen, "--check", "--config", config) == 1
+
+
+def test_settings_may_say_it_themselves(
+    bundles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for a container, where the bundles lie elsewhere; what is given and not watched is named."""
+    config = tmp_path / "settings.yaml"
+    config.write_text("lifecycle: {bundles: [/models], link: copy}\n")
+    assert run(bundles, "-o", tmp_path / "gen", "--config", config) == 0
+    assert recorded(tmp_path / "gen") == ([Path("/models")], "copy")
+    assert f"{bundles} will not be watched" in capsys.readouterr().err
+
+
+def test_unreadable_settings_of_a_repository_are_written_anew(gen: Path, bundles: Path) -> None:
+    """Whatever stands there."""
+    for nonsense in ("lifecycle: 7\n", "- a\n", "lifecycle: {bundles: 7}\n", "{"):
+        (gen / "rsrv.yaml").write_text(nonsense)
+        assert run(bundles, "-o", gen, "--check") == 1
+        assert run(bundles, "-o", gen) == 0
+        assert recorded(gen) == ([bundles], "hard")
+
+
+def test_sources_that_hold_nothing_are_named(gen: Path, bundles: Path, tmp_path: Path) -> None:
+    """A missing place is no reason to stop."""
+    done = update(
+        gen, [bundles, tmp_path / "missing"], None, link="hard", transport="direct", stays=lambda _: "kept"
+    )
+    assert len(done.unusable) == len(read_sources([tmp_path / "missing"]).unusable) == 1
+    assert done.unchanged == {"one", "two"}

@@ -1,0 +1,176 @@
+"""Requests and runs of meta models are aborted by their clients' ids."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.calls import CallError
+from rsrv.stub.engine import Engine
+from rsrv.wire.frames import Status
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import (
+    Pause,
+    answer_of,
+    ask,
+    assert_fails,
+    assert_served,
+    assert_y,
+    chain,
+    queued,
+    request,
+    rows,
+    send,
+    status_of,
+)
+from tests.unit.runtime.test_meta_gate import stopping
+from tests.unit.runtime.test_stub_and_runtime import make_engine
+from tests.unit.runtime.watchers import Operator
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    """One run of a meta model at a time."""
+    return start_runtime(load_settings("stub: {in_place_ms: 0}\nscheduler: {meta_concurrency: 1}"))
+
+
+@pytest.fixture
+def operator(runtime: Runtime) -> Iterator[Operator]:
+    with Operator(runtime) as operator:
+        yield operator
+
+
+@pytest.fixture
+def engine(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[Engine]:
+    """Of model `c`."""
+    engine = make_engine(runtime, doublings["c"], name="c")
+    yield engine
+    runtime.device.gate.set()
+    engine.close()
+
+
+def named(id: str, value: float = 1.0) -> FakeRequest:
+    return FakeRequest({"x": rows(1, value)}, id=id)
+
+
+def test_what_waits_is_aborted_and_what_executes_is_not(
+    runtime: Runtime, engine: Engine, operator: Operator
+) -> None:
+    """All that have the id, which need not be one only; others are answered."""
+    runtime.device.gate.clear()
+    requests = [named("ours")]
+    engine.execute(requests)
+    assert runtime.device.gate.waiting.wait(10)
+    requests += [named("ours"), named("theirs"), named("ours"), named("")]
+    engine.execute(requests[1:])
+    until(lambda: queued("c") == 4)
+
+    assert operator.do("abort", request="ours") == {"aborted": 2, "executing": 1}
+
+    for one in (requests[1], requests[3]):
+        assert_fails(answer_of(one), FakeError.CANCELLED, "the request was cancelled")
+    runtime.device.gate.set()
+    for one in (requests[0], requests[2], requests[4]):
+        assert_y(answer_of(one), rows(1, 5))
+    assert operator.do("abort", request="ours") == {"aborted": 0, "executing": 0}
+
+
+def test_no_id_is_nobodys(runtime: Runtime, engine: Engine, operator: Operator) -> None:
+    """Requests without one are not aborted together."""
+    runtime.device.gate.clear()
+    requests = [named(""), named("")]
+    engine.execute(requests)
+
+    assert operator.do("abort", request="") == {"aborted": 0, "executing": 0}
+
+    runtime.device.gate.set()
+    for one in requests:
+        assert_y(answer_of(one), rows(1, 5))
+
+
+def test_a_run_that_waits_is_turned_away(runtime: Runtime, start_meta: StartMeta, operator: Operator) -> None:
+    """It has not begun, and never does; the one before it goes on."""
+    pause = Pause()
+    meta = start_meta(runtime, stopping(pause))
+    first, second = named("first"), named("second")
+    threads = [send(meta, first)]
+    pause.reached()
+    threads.append(send(meta, second))
+    until(lambda: status_of()["waiting"] == 1)
+
+    assert operator.do("abort", request="second") == {"aborted": 1, "executing": 0}
+
+    assert_fails(answer_of(second), FakeError.CANCELLED, "the request was aborted")
+    pause.go()
+    assert_y(answer_of(first), rows(1, 8))
+    for thread in threads:
+        thread.join()
+    pause.go()
+    assert_served(meta)
+
+
+def test_a_run_under_way_ends_with_its_next_call(
+    runtime: Runtime, start_meta: StartMeta, operator: Operator
+) -> None:
+    """What it has called already is answered; it is told why, and the next run is let in."""
+    pause = Pause()
+    told: list[CallError] = []
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        first = call("a", inputs)
+        pause()
+        try:
+            return {"y": call("b", {"x": first["y"]})["y"]}
+        except CallError as error:
+            told.append(error)
+            raise
+
+    meta = start_meta(runtime, run)
+    asked = named("ours")
+    thread = send(meta, asked)
+    pause.reached()
+
+    assert operator.do("abort", request="ours") == {"aborted": 1, "executing": 0}
+    assert operator.do("abort", request="ours") == {"aborted": 0, "executing": 0}
+
+    pause.go()
+    assert_fails(answer_of(asked), FakeError.CANCELLED, "stage 'b': the request was aborted")
+    assert [error.status for error in told] == [Status.CANCELLED]
+    thread.join()
+    assert status_of()["outcomes"] == {"cancelled": 1}
+    pause.go()
+    assert_served(meta)
+
+
+def test_the_calls_of_a_run_end_with_it(
+    runtime: Runtime, start_meta: StartMeta, engine: Engine, operator: Operator
+) -> None:
+    """One waits, and ends at once; one executes, and is answered: it counts as what cannot be stopped."""
+    meta = start_meta(runtime, lambda inputs, call: call.many([("a", inputs), ("b", inputs)])[1])
+    runtime.device.gate.clear()
+    asked = named("ours")
+    thread = send(meta, asked)
+    assert runtime.device.gate.waiting.wait(10)
+    until(lambda: queued("a") + queued("b") == 1)
+
+    assert operator.do("abort", request="ours") == {"aborted": 1, "executing": 1}
+
+    runtime.device.gate.set()
+    assert_fails(answer_of(asked), FakeError.CANCELLED, "the request was cancelled")
+    thread.join()
+
+
+def test_requests_of_others_are_served_on(
+    runtime: Runtime, start_meta: StartMeta, engine: Engine, operator: Operator
+) -> None:
+    """An id that nobody has changes nothing."""
+    meta = start_meta(runtime, chain)
+
+    assert operator.do("abort", request="\ud800") == {"aborted": 0, "executing": 0}
+
+    assert_served(meta)
+    (served,) = ask(engine, request())
+    assert_y(served, rows(1, 5))

@@ -1,0 +1,218 @@
+"""The black box: what one runtime leaves and the next one makes of it; and models that end runtimes."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.blackbox import BlackBox, Death, Deaths, Open, blame, read_slots, verdict
+from rsrv.runtime.underway import PLACES, SLOT, Phase, Underway
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.wire import paths
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import StartRuntime, until
+from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, refused, rows
+
+BUILDING = Open(Phase.BUILDING, hung=False, key="b@1")
+WARMING = Open(Phase.WARMING, hung=False, key="w@1")
+LOADING = Open(Phase.LOADING, hung=False, key="l@1")
+EXECUTING = Open(Phase.EXECUTING, hung=False, key="e@1")
+HUNG = Open(Phase.EXECUTING, hung=True, key="h@1")
+
+
+@pytest.mark.parametrize(
+    ("found", "crashed", "who"),
+    [
+        ([], True, []),
+        ([EXECUTING], False, []),
+        ([EXECUTING, LOADING], False, []),
+        (
+            [EXECUTING, LOADING],
+            True,
+            [("e@1", Phase.EXECUTING, "crashed"), ("l@1", Phase.LOADING, "crashed")],
+        ),
+        ([EXECUTING, BUILDING], True, [("b@1", Phase.BUILDING, "crashed")]),
+        ([EXECUTING, BUILDING], False, [("b@1", Phase.BUILDING, "killed")]),
+        ([WARMING, BUILDING], False, [("w@1", Phase.WARMING, "killed"), ("b@1", Phase.BUILDING, "killed")]),
+        ([WARMING, HUNG, EXECUTING], False, [("h@1", Phase.EXECUTING, "hung")]),
+    ],
+)
+def test_who_is_to_blame(found: list[Open], crashed: bool, who: list[tuple[str, Phase, str]]) -> None:
+    """What hung; else what is untried; else, after a crash, what ran. A kill -9 is nobody's fault that runs."""
+    assert blame(found, crashed=crashed) == who
+
+
+def deaths(*how: str) -> list[Death]:
+    return [Death("EXECUTING", one, 1.7e9) for one in how]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("how", "tried"),
+    [
+        ([], True),
+        (["crashed"], True),
+        (["killed", "crashed"], True),
+        (["killed", "crashed", "killed"], False),
+        (["hung"], False),
+        (["crashed", "hung"], False),
+    ],
+)
+def test_how_often_is_too_often(how: list[str], tried: bool) -> None:
+    """Three deaths, or having hung once."""
+    assert (verdict(deaths(*how)) is None) == tried
+
+
+def test_a_verdict_says_what_happened_and_what_helps() -> None:
+    """How often, when, doing what; and three ways to have it tried again. No path: clients are told, too."""
+    assert verdict(deaths("crashed", "hung")) == (
+        "the model has ended the runtime 2 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
+        "tried again until its bundle changes, the server starts anew, or deaths.json in the runtime's private "
+        "directory is removed"
+    )
+
+
+def test_the_box_outlives_its_process(tmp_path: Path) -> None:
+    """What was under way when a process was killed is read by the next one; what had ended is not."""
+    underway = Underway(BlackBox(tmp_path).memory)
+    underway.build.begin(Phase.BUILDING, "a-long-name@1")
+    underway.build.end()
+    underway.build.begin(Phase.BUILDING, "b@1")
+    underway.launch.begin(Phase.EXECUTING, "m@1")
+    underway.launch.end()
+    underway.round.begin(Phase.LOOPING, "")
+
+    assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == [BUILDING]
+    assert (tmp_path / paths.BLACKBOX).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_model_that_builds_well_in_the_end_was_not_to_blame(tmp_path: Path) -> None:
+    """Two kills while it was built count until it is there; a third one later is the first again."""
+    for _ in range(2):
+        Underway(BlackBox(tmp_path).memory).build.begin(Phase.BUILDING, "m@1")
+    box = BlackBox(tmp_path)
+    assert len(json.loads((tmp_path / paths.DEATHS).read_text())["m@1"]) == 2
+    assert box.deaths.verdict("m@1") is None
+
+    box.deaths.survived("m@1")
+    Underway(box.memory).build.begin(Phase.BUILDING, "m@1")
+
+    assert BlackBox(tmp_path).deaths.verdict("m@1") is None
+
+
+def test_what_executed_badly_stays_on_record(tmp_path: Path) -> None:
+    """That it builds well says nothing about how it executes."""
+    book = Deaths(tmp_path / paths.DEATHS)
+    book.add("m@1", Death("EXECUTING", "hung", 0.0))
+    book.add("m@1", Death("BUILDING", "killed", 0.0))
+    book.add("n@1", Death("BUILDING", "killed", 0.0))
+
+    book.survived("m@1")
+    book.survived("n@1")
+    book.survived("never heard of")
+
+    assert list(json.loads((tmp_path / paths.DEATHS).read_text())) == ["m@1"]
+    assert book.verdict("m@1") is not None
+    (tmp_path / paths.DEATHS).unlink()
+    assert book.verdict("m@1") is None
+
+
+@given(st.binary(max_size=SLOT * PLACES + 100))
+def test_a_box_with_anything_in_it_is_read(content: bytes) -> None:
+    """Nothing in it ends the runtime that reads it."""
+    assert len(read_slots(content)) <= PLACES
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"m@1": 7}', '{"m@1": [{"phase": "X"}]}', "\0" * 100])
+def test_an_account_that_cannot_be_read_blames_nobody(tmp_path: Path, text: str) -> None:
+    """It is a file like any other."""
+    (tmp_path / paths.DEATHS).write_text(text)
+
+    assert Deaths(tmp_path / paths.DEATHS).verdict("m@1") is None
+
+
+def test_without_a_place_for_the_box_there_is_none(tmp_path: Path) -> None:
+    """The runtime starts all the same."""
+    box = BlackBox(tmp_path / "not there")
+
+    Underway(box.memory).build.begin(Phase.BUILDING, "m@1")
+    box.catch_signals()
+
+
+_DIE = """
+import os, sys
+from pathlib import Path
+from rsrv.runtime.blackbox import BlackBox
+from rsrv.runtime.underway import Phase, Underway
+box = BlackBox(Path(sys.argv[1]))
+box.catch_signals()
+Underway(box.memory).launch.begin(Phase.EXECUTING, "m@1")
+os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "counts"), [(signal.SIGSEGV, True), (signal.SIGABRT, True), (signal.SIGKILL, False)]
+)
+def test_a_crash_while_executing_counts_and_a_kill_does_not(
+    tmp_path: Path, number: signal.Signals, counts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A deadly signal leaves its stacks behind, which the next runtime puts into the log."""
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", _DIE, str(tmp_path), str(number.value)], check=False)
+        assert ended.returncode == -number
+
+    box = BlackBox(tmp_path)
+
+    assert (box.deaths.verdict("m@1") is not None) == counts
+    assert ("Fatal Python error" in caplog.text) == counts
+    assert "while m@1 was executing" in caplog.text
+
+
+# --- models that are not tried any more ---------------------------------------------------------------------------
+
+
+def told(engine: Engine) -> str:
+    """The error that a request gets."""
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    return "" if answer.error is None else answer.error.message
+
+
+def test_a_model_that_hung_is_refused_and_the_others_come_back(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its clients are told why, its stub asks now and then, and removing the account brings it back by itself."""
+    settings = load_settings("stub: {in_place_ms: 0}")
+    runtime = start_runtime(settings, asynchronous=True, blackbox=BlackBox(tmp_path))
+    good, bad = (make_engine(runtime, doublings[a], name=name) for a, name in (("a", "good"), ("b", "bad")))
+    runtime.device.gate.clear()
+    request = FakeRequest({"x": rows(1)})
+    bad.execute([request])
+    assert runtime.device.gate.waiting.wait(10)
+    place = runtime.loop.underway.front(runtime.loop.launcher)
+    assert place is not None
+    place.hangs()
+    # As if the process ended now: what this one still writes is not seen there.
+    after = tmp_path / "after"
+    after.mkdir()
+    shutil.copy(tmp_path / paths.BLACKBOX, after)
+    runtime.stop()
+    assert refused(request.answers.get(timeout=10), FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    runtime.device.gate.set()
+
+    start_runtime(settings, blackbox=BlackBox(after))
+
+    until(lambda: ask(good, FakeRequest({"x": rows(1)}))[0].error is None)
+    until(lambda: "it hung while executing" in told(bad))
+    assert told(bad).startswith("[rsrv:RUNTIME_DOWN] bad@")
+    assert ask(good, FakeRequest({"x": rows(1)}))[0].error is None
+    (after / paths.DEATHS).unlink()
+    until(lambda: ask(bad, FakeRequest({"x": rows(1)}))[0].error is None)
+    good.close()
+    bad.close()

@@ -1,0 +1,562 @@
+"""What operators want of a running runtime is done, or refused with a reason and without a trace."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.wire.frames import Kind, pack_json
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import Refused, command, read_status
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import chain, queued
+from tests.unit.runtime.test_pipelining import answer
+from tests.unit.runtime.test_residency import answered, register
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
+from tests.unit.runtime.watchers import Operator, Watcher
+
+#: of a model of `doublings`
+_BYTES = 12
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(load_settings("stub: {in_place_ms: 0}"))
+
+
+@pytest.fixture
+def operator(runtime: Runtime) -> Iterator[Operator]:
+    with Operator(runtime) as operator:
+        yield operator
+
+
+@pytest.fixture
+def engines(runtime: Runtime, doublings: dict[str, Path]) -> Iterator[dict[str, Engine]]:
+    """Of models `a` and `b`."""
+    made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
+    yield made
+    runtime.device.gate.set()
+    for engine in made.values():
+        engine.close()
+
+
+def ask(engine: Engine) -> FakeRequest:
+    request = FakeRequest({"x": rows(1)})
+    assert engine.execute([request]) is None
+    return request
+
+
+# --- pausing -----------------------------------------------------------------------------------------------
+
+
+def test_a_drained_model_answers_what_waits_and_refuses_what_comes(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator
+) -> None:
+    """Others are served as before; so is it when it goes on."""
+    runtime.device.gate.clear()
+    executing = ask(engines["a"])
+    assert runtime.device.gate.waiting.wait(10)
+    waiting = ask(engines["a"])
+    until(lambda: queued("a") == 1)
+
+    assert operator.do("pause", model="a", mode="drain") == {}
+
+    assert refused(answer(ask(engines["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED] the model is paused")
+    runtime.device.gate.set()
+    assert [answered(one) for one in (executing, waiting, ask(engines["b"]))] == [1, 1, 2]
+    assert operator.do("continue", model="a") == {}
+    assert answered(ask(engines["a"])) == 1
+
+
+def test_what_a_held_model_is_asked_waits(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator
+) -> None:
+    """Until it goes on; nothing of it executes meanwhile."""
+    operator.do("pause", model="a", mode="hold")
+    waiting = ask(engines["a"])
+    until(lambda: queued("a") == 1)
+    runtime.device.executed.clear()
+
+    assert answered(ask(engines["b"])) == 2
+
+    assert (queued("a"), runtime.device.executed) == (1, [1])
+    operator.do("continue")
+    assert answered(waiting) == 1
+
+
+def test_a_rejecting_model_refuses_what_waits_and_what_comes(
+    engines: dict[str, Engine], operator: Operator
+) -> None:
+    """With the same words."""
+    operator.do("pause", model="a", mode="hold")
+    waiting = ask(engines["a"])
+    until(lambda: queued("a") == 1)
+
+    operator.do("pause", model="a", mode="reject")
+
+    assert all(
+        refused(answer(one), FakeError.UNAVAILABLE, "[rsrv:PAUSED]") for one in (waiting, ask(engines["a"]))
+    )
+
+
+def test_a_pause_of_all_holds_for_models_that_come_later(
+    runtime: Runtime, doublings: dict[str, Path], operator: Operator
+) -> None:
+    """But not for one that was told to go on; and another pause of all is for that one, too."""
+    operator.do("pause", mode="reject")
+    made = {name: make_engine(runtime, doublings[name], name=name) for name in "ab"}
+    operator.do("continue", model="b")
+
+    assert refused(answer(ask(made["a"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
+    assert answered(ask(made["b"])) == 2
+    made["b"].close()
+    made["b"] = make_engine(runtime, doublings["b"], name="b")
+    assert answered(ask(made["b"])) == 2
+    operator.do("pause", model=None, mode="reject")
+    assert refused(answer(ask(made["b"])), FakeError.UNAVAILABLE, "[rsrv:PAUSED]")
+    for engine in made.values():
+        engine.close()
+
+
+def test_the_name_of_a_meta_model_means_all_that_it_calls(
+    runtime: Runtime, doublings: dict[str, Path], start_meta: StartMeta, operator: Operator
+) -> None:
+    """Its entry shows it, too; another model does not take part."""
+    start_meta(runtime, chain)
+    other = make_engine(runtime, doublings["c"], name="c")
+    with Watcher(runtime) as watcher:
+        operator.do("pause", model="meta", mode="hold")
+        operator.do("residency", model="meta", residency="device")
+        watcher.until(lambda: len(watcher.seen) == 5)
+
+        assert all(watcher.is_(name, paused="hold", residency="device") for name in "ab")
+        assert watcher.is_("meta", paused="hold")
+        assert watcher.is_("c", paused=None, residency="system")
+        operator.do("continue", model="meta")
+    other.close()
+
+
+# --- weights -----------------------------------------------------------------------------------------------
+
+
+def test_weights_are_freed_when_somebody_says_so_and_come_when_somebody_says_so(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator
+) -> None:
+    """Nobody asks for the model meanwhile; pinned ones are left alone."""
+    operator.do("residency", model="b", residency="device")
+    with Watcher(runtime) as watcher:
+        assert operator.do("evict", model="a") == {"models": ["a"]}
+        assert operator.do("evict") == {"models": []}
+        watcher.until(lambda: watcher.is_("a", weights="absent"))
+        until(lambda: runtime.device.resident == 1)
+
+        assert operator.do("prefetch", model="a") == {}
+
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        assert watcher.history("b", "weights") == []
+
+
+def test_a_model_that_is_not_built_yet_cannot_be_fetched(
+    runtime: Runtime, doublings: dict[str, Path], operator: Operator
+) -> None:
+    """It can be paused, though."""
+    runtime.device.compiles.clear()
+    registering = register(runtime, "a", doublings["a"])
+    assert runtime.device.compiles.waiting.wait(10)
+
+    assert operator.do("prefetch", model="a")["code"] == "FAILED_PRECONDITION"
+    assert operator.do("pause", model="a", mode="drain") == {}
+
+    runtime.device.compiles.set()
+    registering.join()
+    registering.lane.close()
+
+
+def test_in_explicit_mode_only_what_was_fetched_is_served(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """A model warms up and leaves the device; requests for it are refused until somebody brings it back."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
+    engine = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
+        watcher.until(lambda: watcher.is_("a", weights="absent", state="ready"))
+        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+
+        operator.do("prefetch", model="a")
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        assert answered(ask(engine)) == 1
+
+        operator.do("evict", model="a")
+        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        operator.do("residency", model="a", residency="device")
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        assert answered(ask(engine)) == 1
+    engine.close()
+
+
+# --- policy ------------------------------------------------------------------------------------------------
+
+
+def test_a_shorter_queue_holds_at_once_and_for_versions_that_come_later(
+    runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
+) -> None:
+    """One may wait; null is the general length again."""
+    assert operator.do("policy", model="a", max_queue_depth=1) == {}
+    newer = make_engine(runtime, doublings["c"], name="a")
+    runtime.device.gate.clear()
+    occupying = ask(engines["b"])
+    assert runtime.device.gate.waiting.wait(10)
+    for engine in (engines["a"], newer):
+        ask(engine)
+        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+
+    operator.do("policy", model="a", max_queue_depth=None)
+
+    more = ask(newer)
+    runtime.device.gate.set()
+    assert (answered(occupying), answered(more)) == (2, 3)
+    newer.close()
+
+
+def test_a_delay_and_a_share_are_taken(engines: dict[str, Engine], operator: Operator) -> None:
+    """The request is held back, for longer than it may take, until the delay is taken back."""
+    assert operator.do("policy", model="a", weight=2, max_delay_us=60_000_000) == {}
+    waiting = ask(engines["a"])
+    until(lambda: queued("a") == 1)
+    assert answered(ask(engines["b"])) == 2
+
+    assert operator.do("policy", model="a", max_delay_us=0) == {}
+
+    assert answered(waiting) == 1
+
+
+def test_the_policy_of_a_meta_model_is_also_that_of_its_runs(
+    runtime: Runtime, start_meta: StartMeta, operator: Operator
+) -> None:
+    """So many may wait to be let in."""
+    start_meta(runtime, chain)
+
+    operator.do("policy", model="meta", max_queue_depth=3)
+
+    policy = runtime.loop._catalog.policy
+    assert [policy.queue_depth(name) for name in ("meta", "a", "b", "c")] == [3, 3, 3, 1024]
+
+
+# --- asking ------------------------------------------------------------------------------------------------
+
+
+def test_a_ping_says_which_runtime_and_how_much_has_changed(runtime: Runtime, operator: Operator) -> None:
+    """As watchers know it."""
+    with Watcher(runtime) as watcher:
+        assert operator.do("ping") == {"instance": watcher.instance, "revision": watcher.revision}
+
+
+def test_the_story_of_all_versions(
+    runtime: Runtime, doublings: dict[str, Path], engines: dict[str, Engine], operator: Operator
+) -> None:
+    """By key; others' are not among them."""
+    newer = make_engine(runtime, doublings["c"], name="a")
+
+    stories = operator.do("story", model="a")["stories"]
+
+    assert len(stories) == 2
+    assert all(key.startswith("a@") for key in stories)
+    assert all("warmed up" in lines[-1] for lines in stories.values())
+    newer.close()
+
+
+def test_a_long_story_is_told_in_a_document(
+    runtime: Runtime, doublings: dict[str, Path], operator: Operator
+) -> None:
+    """Of a name that no frame holds several times."""
+    name = "n" * 60_000
+    registering = register(runtime, name, doublings["a"])
+    registering.join()
+
+    with Watcher(runtime) as watcher:
+        assert watcher.is_(name, state="ready")
+        operator.do("pause", model=name, mode="hold")
+        watcher.until(lambda: watcher.is_(name, paused="hold"))
+    (key,) = operator.do("story", model=name)["stories"]
+    assert key.startswith(name)
+    registering.lane.close()
+
+
+def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
+    """Of each model by name, and of the device; what waits is in its time."""
+    runtime = start_runtime(
+        load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {10 * _BYTES}}}")
+    )
+    engine = make_engine(runtime, doublings["a"], name="a")
+    with Operator(runtime) as operator:
+        idle = operator.do("load")
+        assert (idle["backlog_s"], idle["budget_bytes"], idle["free_bytes"]) == (0, 120, 108)
+        (cost,) = (model.pop("cost_s") for model in idle["models"].values())
+        assert cost == pytest.approx(0.001 / 8)
+        assert idle["models"] == {
+            "a": {
+                "queued": 0,
+                "executing": 0,
+                "weights": "resident",
+                "bytes": _BYTES,
+                "misses": 0,
+                "device_seconds": 0.0,
+                "rows": 0,
+            }
+        }
+        runtime.device.gate.clear()
+        asked = ask(engine)
+        assert runtime.device.gate.waiting.wait(10)
+        waiting = ask(engine)
+        until(lambda: queued("a") == 1)
+        busy = operator.do("load")
+        assert busy["backlog_s"] > 0
+        assert (busy["models"]["a"]["executing"], busy["models"]["a"]["queued"]) == (1, 1)
+        runtime.device.gate.set()
+        assert (answered(asked), answered(waiting)) == (1, 1)
+        assert operator.do("load")["models"]["a"]["rows"] == 2
+    engine.close()
+
+
+def test_without_a_limit_nobody_says_what_is_free(operator: Operator) -> None:
+    """Both figures are null."""
+    assert operator.do("load") == {"backlog_s": 0, "free_bytes": None, "budget_bytes": None, "models": {}}
+
+
+def test_of_two_versions_the_ready_one_shows(
+    runtime: Runtime, doublings: dict[str, Path], operator: Operator
+) -> None:
+    """In the status and in the load, while the newer one warms up, and while the older one leaves."""
+    old = make_engine(runtime, doublings["a"], name="m")
+    shown = read_status(os.getpid())["models"]["m"]
+    runtime.device.uploads.clear()
+    registering = register(runtime, "m", doublings["b"])
+    assert runtime.device.uploads.waiting.wait(10)
+
+    assert read_status(os.getpid())["models"]["m"] == shown
+    assert operator.do("load")["models"]["m"]["weights"] == "resident"
+
+    runtime.device.uploads.set()
+    registering.join()
+    runtime.device.gate.clear()
+    asked = ask(old)
+    assert runtime.device.gate.waiting.wait(10)
+    old.close()
+    until(lambda: read_status(os.getpid())["models"]["m"]["digest"] != shown["digest"])
+    assert read_status(os.getpid())["models"]["m"]["state"] == "ready"
+    runtime.device.gate.set()
+    del asked
+    registering.lane.close()
+
+
+# --- profiles ----------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_recorded_in_a_private_directory(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
+) -> None:
+    """One at a time, and another one after it."""
+    for name in ("first", "second"):
+        directory = tmp_path / "profiles" / name
+        assert operator.do("profile", directory=str(directory)) == {}
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert (directory / "trace").exists()
+        again = operator.do("profile", directory=str(tmp_path / "third"))
+        assert again["code"] == "FAILED_PRECONDITION"
+        assert operator.do("profile") == {}
+    assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
+
+
+def test_commands_that_follow_a_profile_are_answered_after_it(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
+) -> None:
+    """In their order, on its connection; nobody else waits."""
+    runtime.device.profiles.clear()
+    operator.send(command="profile", directory=str(tmp_path / "p"))
+    operator.send(command="ping")
+    operator.send(command="profile")
+    operator.send(command="nonsense")
+    assert runtime.device.profiles.waiting.wait(10)
+
+    with Operator(runtime) as other:
+        assert other.do("profile")["code"] == "FAILED_PRECONDITION"
+        assert "instance" in other.do("ping")
+    assert answered(ask(engines["a"])) == 1
+
+    runtime.device.profiles.set()
+    first, ping, second, nonsense = (operator.hear() for _ in range(4))
+    assert (first, second) == ({}, {})
+    assert "instance" in ping
+    assert nonsense["code"] == "INVALID_ARGUMENT"
+
+
+def test_whoever_wanted_a_profile_may_leave(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
+) -> None:
+    """It is recorded all the same, and somebody else ends it."""
+    runtime.device.profiles.clear()
+    with Operator(runtime) as other:
+        other.send(command="profile", directory=str(tmp_path / "p"))
+        assert runtime.device.profiles.waiting.wait(10)
+    runtime.device.profiles.set()
+    until(lambda: operator.do("profile") == {})
+
+
+@pytest.mark.parametrize(
+    ("directory", "code"),
+    [("relative", "INVALID_ARGUMENT"), ("", "INVALID_ARGUMENT"), ("/proc/nobody", "FAILED_PRECONDITION"),
+     ("/\0", "INVALID_ARGUMENT"), ("/" + "x" * 5000, "FAILED_PRECONDITION"), ("/tmp", "INVALID_ARGUMENT")],
+)  # fmt: skip
+def test_a_profile_goes_into_a_new_directory_only(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, directory: str, code: str
+) -> None:
+    """Whatever else is named is refused, and no profile runs."""
+    assert operator.do("profile", directory=directory)["code"] == code
+    assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
+
+
+def test_a_device_that_cannot_be_profiled_serves_on(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, tmp_path: Path
+) -> None:
+    """The reason is the answer; the next try may go well, and one that cannot be ended is over."""
+    runtime.device.fail_next("profile", error=RuntimeError("busy"))
+    refusal = operator.do("profile", directory=str(tmp_path / "p"))
+    assert refusal == {"error": "RuntimeError: busy", "code": "INTERNAL"}
+
+    assert operator.do("profile", directory=str(tmp_path / "q")) == {}
+    runtime.device.fail_next("profile", error=RuntimeError("lost"))
+    assert operator.do("profile")["code"] == "INTERNAL"
+    assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
+    assert answered(ask(engines["a"])) == 1
+
+
+def test_more_commands_than_may_wait_end_the_connection(
+    runtime: Runtime, engines: dict[str, Engine], tmp_path: Path
+) -> None:
+    """Nobody else's."""
+    runtime.device.profiles.clear()
+    with Operator(runtime) as greedy, Operator(runtime) as other:
+        greedy.send(command="profile", directory=str(tmp_path / "p"))
+        with pytest.raises((Closed, OSError)):  # noqa: PT012 - while they are sent, or after that
+            for _ in range(200):
+                greedy.send(command="ping")
+            greedy.hear()
+        assert "instance" in other.do("ping")
+        runtime.device.profiles.set()
+        until(lambda: other.do("profile") == {})
+
+
+# --- what is wrong -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "text"),
+    [
+        ({}, "INVALID_ARGUMENT", "there is no command None; known are ping, residency"),
+        ({"command": "evcit"}, "INVALID_ARGUMENT", "did you mean 'evict'?"),
+        ({"command": ["ping"]}, "INVALID_ARGUMENT", "there is no command"),
+        ({"command": "ping", "pong": 1}, "INVALID_ARGUMENT", "pong: unknown key"),
+        ({"command": "evict", "model": "z"}, "NOT_FOUND", "there is no model 'z'"),
+        ({"command": "pause", "model": "z", "mode": "drain"}, "NOT_FOUND", "there is no model 'z'"),
+        ({"command": "pause", "model": "a"}, "INVALID_ARGUMENT", "mode: missing"),
+        ({"command": "pause", "mode": "stop"}, "INVALID_ARGUMENT", "'drain', 'hold' or 'reject'"),
+        ({"command": "prefetch", "model": None}, "INVALID_ARGUMENT", "model: "),
+        ({"command": "residency", "model": "a", "residency": "gpu"}, "INVALID_ARGUMENT", "residency: "),
+        ({"command": "policy", "model": "a", "weight": 0}, "INVALID_ARGUMENT", "models.a.weight: "),
+        ({"command": "policy", "model": "a", "weight": None}, "INVALID_ARGUMENT", "models.a.weight: "),
+        ({"command": "policy", "model": "a", "weight": "2"}, "INVALID_ARGUMENT", "weight: "),
+        ({"command": "policy", "model": "a", "weight": True}, "INVALID_ARGUMENT", "weight: "),
+        ({"command": "policy", "model": "a", "weight": float("nan")}, "INVALID_ARGUMENT", "weight: "),
+        ({"command": "policy", "model": "a", "weight": 10**400}, "INVALID_ARGUMENT", "weight: "),
+        ({"command": "policy", "model": "a", "max_delay_us": 10**400}, "INVALID_ARGUMENT", "max_delay_us: "),
+        ({"command": "policy", "model": "a", "max_queue_depth": 0}, "INVALID_ARGUMENT", "max_queue_depth: "),
+        ({"command": "policy", "model": "a", "max_queue_depth": 1.5}, "INVALID_ARGUMENT", "max_queue_depth: "),
+        ({"command": "policy", "model": "a", "residency": "device"}, "INVALID_ARGUMENT", "unknown key"),
+        ({"command": "abort", "request": 7}, "INVALID_ARGUMENT", "request: "),
+        ({"command": "x" * 100_000}, "INVALID_ARGUMENT", "there is no command 'xxx"),
+        ({"command": "story", "model": "x" * 100_000}, "NOT_FOUND", "there is no model 'xxx"),
+        ({"command": "evict", "model": ["x"] * 10_000}, "INVALID_ARGUMENT", "model: "),
+        ({"command": "ping"} | {f"k{i}": i for i in range(5_000)}, "INVALID_ARGUMENT", "k0: unknown key"),
+    ],
+)  # fmt: skip
+def test_what_is_no_command_is_refused_with_its_reason(
+    engines: dict[str, Engine], wanted: dict[str, Any], code: str, text: str
+) -> None:
+    """In few words; then nothing has changed."""
+    before = command(os.getpid(), {"command": "ping"})
+
+    with pytest.raises(Refused) as caught:
+        command(os.getpid(), wanted)
+
+    assert caught.value.code == code
+    assert text in str(caught.value)
+    assert len(str(caught.value)) <= 4000
+    assert command(os.getpid(), {"command": "ping"}) == before
+    assert answered(ask(engines["a"])) == 1
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20)
+    | st.sampled_from(["a", "meta", "drain", "hold", "device", "/x", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+keys = st.sampled_from(["model", "mode", "residency", "weight", "max_delay_us", "max_queue_depth", "request"])
+names = st.sampled_from(
+    [
+        "ping",
+        "residency",
+        "compact",
+        "policy",
+        "prefetch",
+        "evict",
+        "pause",
+        "continue",
+        "abort",
+        "story",
+        "load",
+    ]
+)
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda command, fields: {"command": command, **fields},
+            names | values,
+            st.dictionaries(keys | st.text(max_size=8), values, max_size=4),
+        ),
+        max_size=10,
+    )
+)
+@example([{"command": "policy", "model": "a", "max_queue_depth": 10**4000}])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_object_gets_one_answer(
+    runtime: Runtime, engines: dict[str, Engine], operator: Operator, wanted: list[dict[str, Any]]
+) -> None:
+    """What came of it, or what is wrong, on the same connection; the runtime itself never fails."""
+    for one in wanted:
+        operator.send(**one)
+        said = operator.hear()
+        assert said.get("code") in (None, "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION"), said
+        assert ("error" in said) == ("code" in said)
+    operator.do("continue")
+    assert runtime.alive
+
+
+def test_a_frame_that_holds_no_object_ends_its_connection_only(runtime: Runtime, operator: Operator) -> None:
+    """That is no mistake of an operator."""
+    with Operator(runtime) as other:
+        other._greeted.sock.send(pack_json(Kind.COMMAND, {})[:8] + json.dumps([1]).encode())
+        with pytest.raises(Closed):
+            other.hear()
+    assert "instance" in operator.do("ping")

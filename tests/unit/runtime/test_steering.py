@@ -1,0 +1,134 @@
+"""There is a control process for as long as the runtime lives, and never two."""
+
+import fcntl
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.steering import control_command, next_pause, steer
+from rsrv.wire.paths import CONTROL_LOCK, remove
+
+
+class Over(Exception):
+    """Ends what goes on for ever."""
+
+
+class Rests:
+    """In the place of waiting: keeps how long, and ends it all after so many."""
+
+    def __init__(self, times: int, then: Callable[[], None] | None = None) -> None:
+        self.seconds: list[float] = []
+        self._times = times
+        self._then = then
+
+    def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        if len(self.seconds) == self._times:
+            if self._then is None:
+                raise Over
+            self._then()
+
+
+def python(code: str) -> list[str]:
+    """A stand-in for the control process."""
+    return [sys.executable, "-c", code]
+
+
+def test_one_that_ends_is_started_again_later_and_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After 1, 2, 4 ... 60 seconds; the log says with which status it ended."""
+    rests = Rests(8)
+
+    with pytest.raises(Over):
+        steer(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
+
+    assert rests.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert caplog.messages[0] == "the control process ended with status 7; starting it again in 1 s"
+
+
+def test_one_that_lived_long_is_started_again_soon(tmp_path: Path) -> None:
+    """Whatever was before."""
+    times = iter([0.0, 1.0, 1.0, 2.0, 2.0, 62.0, 62.0, 63.0])
+    rests = Rests(4)
+
+    with pytest.raises(Over):
+        steer(python(""), tmp_path, rests, clock=lambda: next(times))
+
+    assert rests.seconds == [1, 2, 1, 2]
+
+
+def test_one_that_cannot_be_started_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And is tried again all the same."""
+    with pytest.raises(Over):
+        steer([str(tmp_path / "nothing")], tmp_path, Rests(2))
+
+    assert len(caplog.messages) == 2
+    assert "cannot be started" in caplog.messages[0]
+
+
+def test_one_of_an_earlier_runtime_is_left_alone_until_it_ends(tmp_path: Path) -> None:
+    """Its lock says that it is there; no second one is started beside it."""
+    fd = os.open(tmp_path / CONTROL_LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    started = tmp_path / "started"
+    ended = threading.Event()
+
+    def run() -> None:
+        with pytest.raises(Over):
+            steer(python(f"open({str(started)!r}, 'w')"), tmp_path, Rests(1))
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert not started.exists()
+    os.close(fd)
+
+    assert ended.wait(20)
+    assert started.exists()
+
+
+def test_it_can_take_the_lock_and_belongs_to_no_terminal_of_ours(tmp_path: Path) -> None:
+    """Its starter holds nothing while it runs; a session of its own, and nothing to read."""
+    said = tmp_path / "said"
+    code = f"""
+import fcntl, os, sys
+fcntl.flock(os.open({str(tmp_path / CONTROL_LOCK)!r}, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+open({str(said)!r}, "w").write(f"{{os.getsid(0) == os.getpid()}} {{sys.stdin.read()!r}}")
+"""
+
+    with pytest.raises(Over):
+        steer(python(code), tmp_path, Rests(1))
+
+    assert said.read_text() == "True ''"
+
+
+def test_nothing_is_started_when_the_server_has_gone(tmp_path: Path) -> None:
+    """The directory goes with it, and whatever the control process left there."""
+    directory = tmp_path / "runtime"
+    directory.mkdir()
+    (directory / "control.sock").touch()
+
+    steer(python(""), directory, Rests(1, then=lambda: remove(directory)))
+
+    assert not directory.exists()
+
+
+def test_it_is_told_whom_it_serves(tmp_path: Path) -> None:
+    """As the runtime itself was; without settings, if the runtime has none."""
+    expected = [sys.executable, "-P", "-m", "rsrv.control", "--directory", "/d", "--server-pid", "7"]
+
+    assert control_command(Path("/d"), 7, None) == expected
+    assert control_command(Path("/d"), 7, Path("/r.yaml")) == [*expected, "--settings", "/r.yaml"]
+
+
+@given(st.floats(0, 1e9))
+def test_pauses_stay_between_a_second_and_a_minute(pause: float) -> None:
+    """Each at least as long as the one before, until that is too long."""
+    assert min(pause, 60) <= next_pause(pause) <= 60
+    assert next_pause(pause) >= 1

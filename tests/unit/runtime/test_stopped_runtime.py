@@ -1,0 +1,319 @@
+"""A runtime that is there and does not answer: clients are told in time, nobody blocks, and it all goes on afterwards."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.launch import Greeted
+from rsrv.stub.replies import Responses
+from rsrv.stub.session import Session
+from rsrv.stub.tensors import Tensors
+from rsrv.wire.frames import Submission
+from tests.fakes import FakeError, FakePbUtils, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime, until
+from tests.unit.runtime.metas import (
+    OUTPUTS,
+    answer_of,
+    ask,
+    assert_fails,
+    assert_served,
+    assert_y,
+    chain,
+    request,
+    rows,
+    status_of,
+)
+
+StartMeta = Callable[..., Any]
+
+#: seconds that execute() may take at most
+BLOCK = 0.2
+#: requests that are more than fit between stub and runtime
+FLOOD = 2000
+
+
+@contextmanager
+def stopped(runtime: Runtime) -> Iterator[None]:
+    """Its loop does nothing meanwhile."""
+    inside, go = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        inside.set()
+        go.wait(60)
+
+    runtime.loop._inbox.post(stop)
+    assert inside.wait(20)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def give_up_direct(engine: Engine) -> FakeRequest:
+    """A request that takes the connection for answers in place along, so that the next ones are answered later."""
+    one = request()
+    assert engine.execute([one]) is None
+    return one
+
+
+def idle(engine: Engine) -> bool:
+    """Whether no request has memory on the connection for later answers."""
+    return engine._link.later._arena.idle
+
+
+def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:
+    """Soon after each; what the runtime may still write to is no other request's until it has said so."""
+    engine = start_engine()
+    with stopped(runtime):
+        give_up_direct(engine)
+        started = time.monotonic()
+        requests = [request(timeout=0.2) for _ in range(100)]
+        patient = request(timeout=60)
+        for one in (*requests, patient):
+            assert engine.execute([one]) is None
+
+        for one in requests:
+            assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+        assert time.monotonic() - started >= 0.3
+        assert not idle(engine)
+        assert patient.answers.empty()
+
+    assert_y(answer_of(patient), 2 * rows(1) + 1)
+    until(lambda: idle(engine))
+    assert all(one.answers.empty() for one in requests)
+    (answer,) = ask(engine, request(value=5))
+    assert_y(answer, rows(1, 11))
+
+
+def test_a_late_answer_runs_no_hook(runtime: Runtime, doubling: Path) -> None:
+    """Nobody needs what it would make; an answer in time has it run."""
+    calls = []
+    hooks = Hooks(postprocess=lambda arrays: calls.append(1) or arrays)  # type: ignore[func-returns-value]
+    engine = engine_of(runtime.open, doubling, hooks)
+    with stopped(runtime):
+        first = give_up_direct(engine)
+        one, late = request(), request(timeout=0.01)
+        assert engine.execute([one]) is None
+        assert engine.execute([late]) is None
+        assert_fails(answer_of(late), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    for other in (first, one):
+        assert answer_of(other).error is None
+    until(lambda: idle(engine))
+    assert len(calls) == 2
+    engine.close()
+
+
+def takes_requests(engine: Engine) -> bool:
+    return engine.ready
+
+
+def engine_of(open_connection: Callable[[], Greeted], bundle: Path, hooks: Hooks | None = None) -> Engine:
+    return Engine(
+        Tensors(FakePbUtils),
+        Responses(FakePbUtils),
+        hooks or Hooks(),
+        OUTPUTS,
+        True,
+        Session(open_connection, "doubling", str(bundle)),
+    )
+
+
+def test_more_than_a_stopped_runtime_can_be_told_is_refused_at_once(
+    start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """execute() waits for it no longer than for anything; all that it was told is answered when it goes on."""
+    runtime = start_runtime(load_settings("scheduler: {max_queue_depth: 10000}"))
+    engine = engine_of(runtime.open, doubling)
+    assert takes_requests(engine)
+    slowest = 0.0
+    with stopped(runtime):
+        give_up_direct(engine)
+        requests = [request(value=n) for n in range(FLOOD)]
+        for one in requests:
+            started = time.monotonic()
+            assert engine.execute([one]) is None
+            slowest = max(slowest, time.monotonic() - started)
+        assert slowest < BLOCK + 0.1
+        assert not takes_requests(engine)
+    refused = 0
+    for number, one in enumerate(requests):
+        answer = answer_of(one)
+        if answer.error is None:
+            assert_y(answer, rows(1, 2 * number + 1))
+        else:
+            assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+            refused += 1
+    assert 0 < refused < FLOOD
+    until(lambda: idle(engine))
+    until(lambda: takes_requests(engine))
+    (answer,) = ask(engine, request(value=5))
+    assert_y(answer, rows(1, 11))
+    engine.close()
+
+
+def test_a_batch_that_a_stopped_runtime_takes_half_of_is_answered_in_full(
+    start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """A batch sends as many frames as it needs executions; those that do not fit are refused."""
+    settings = "{scheduler: {max_queue_depth: 10000}, stub: {in_place_ms: 1000000}}"
+    runtime = start_runtime(load_settings(settings))
+    engine = engine_of(runtime.open, doubling)
+    engine._largest = 1  # a frame for each
+    with stopped(runtime):
+        requests = [request(value=n) for n in range(FLOOD)]
+        started = time.monotonic()
+        assert engine.execute(list(requests)) is None
+        assert time.monotonic() - started < BLOCK + 1.0  # which is for making so many answers
+    answers = [answer_of(one) for one in requests]
+    well = [n for n, answer in enumerate(answers) if answer.error is None]
+    assert well == list(range(len(well)))
+    assert 0 < len(well) < FLOOD
+    for number in well:
+        assert_y(answers[number], rows(1, 2 * number + 1))
+    for answer in answers[len(well) :]:
+        assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")
+    engine.close()
+
+
+def test_runs_that_wait_to_be_let_in_keep_their_deadline(
+    start_runtime: StartRuntime, start_meta: StartMeta
+) -> None:
+    """The runtime, when it goes on, lets in nobody whose client has been told."""
+    runtime = start_runtime(load_settings("scheduler: {meta_concurrency: 1}"))
+    engine = start_meta(runtime, chain)
+    assert_served(engine)
+    with stopped(runtime):
+        requests = [request(timeout=0.2 if n % 2 else 0, value=n) for n in range(6)]
+        assert engine.execute(list(requests)) is None
+        for one in requests[1::2]:
+            assert_fails(answer_of(one), FakeError.UNAVAILABLE, "[rsrv:DEADLINE]")
+    for one in requests[::2]:
+        assert answer_of(one).error is None
+    until(lambda: not status_of()["running"])
+    assert_served(engine)
+
+
+def test_a_runtime_that_dies_while_it_loads_a_model_is_replaced(
+    runtime: Runtime, start_runtime: StartRuntime, doubling: Path
+) -> None:
+    """The load succeeds with the next one."""
+    runtime.device.compiles.clear()
+    made: list[Engine] = []
+    lives = [runtime]
+    replaced = threading.Event()
+
+    def open_connection() -> Greeted:
+        if runtime.device.compiles.waiting.is_set():
+            assert replaced.wait(20)
+        return lives[-1].open()
+
+    loading = threading.Thread(target=lambda: made.append(engine_of(open_connection, doubling)))
+    loading.start()
+    assert runtime.device.compiles.waiting.wait(20)
+
+    runtime.stop()
+    lives.append(start_runtime())
+    replaced.set()
+    loading.join(20)
+
+    (engine,) = made
+    (answer,) = ask(engine, request(value=5))
+    assert_y(answer, rows(1, 11))
+    runtime.device.compiles.set()
+    engine.close()
+
+
+def test_a_bundle_that_is_refused_is_not_tried_again(runtime: Runtime, tmp_path: Path) -> None:
+    """Only the runtime's end is worth a second try."""
+    opened = []
+
+    def open_connection() -> Any:
+        opened.append(1)
+        return runtime.open()
+
+    with pytest.raises(Rejected):
+        Session(open_connection, "x", str(tmp_path / "missing")).begin()
+    assert opened == [1]
+
+
+def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
+    """A send that finds no room is made up for by the next one, in order."""
+    lane = Lane(runtime.open())
+    body = lane.register({"model": "doubling", "bundle": str(doubling)})
+    assert body["key"]
+    with stopped(runtime):
+        slab = lane.take(1024, 1)
+        submission = Submission(0, 0, 1, 0, 0, slab.place.segment, slab.place.offset, slab.place.offset + 512)
+        sent = 0
+        while lane.submit([submission._replace(request=sent)]):
+            sent += 1
+        large = [lane.take(2 << 20, 1) for _ in range(3)]
+        assert not lane.submit([submission._replace(request=sent)])
+        for one in large:
+            lane.release(one)
+        assert not lane.cancel([0])
+    answered = 0
+    while answered < sent:
+        with suppress(TimeoutError):
+            answered += len(lane.receive(1))
+    slab = lane.take(8 << 20, 1)
+    at = slab.place.offset
+    until(lambda: lane.submit([Submission(sent, 0, 1, 0, 0, slab.place.segment, at, at + 512)]))
+    assert [done.request for done in lane.receive(20)] == [sent]
+    lane.close()
+
+
+def test_a_lane_knows_that_somebody_closed_its_socket(runtime: Runtime) -> None:
+    """Not when it was closed itself."""
+    well, robbed, closed = (Lane(runtime.open()) for _ in range(3))
+    os.close(robbed.sock.fileno())
+    closed.close()
+
+    assert [lane.robbed for lane in (well, robbed, closed)] == [False, True, False]
+    for lane in (well, robbed):
+        lane.close()
+
+
+def test_memory_that_the_machine_does_not_have_is_not_asked_for(
+    runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages would come when they are touched, and then whoever is largest is killed."""
+    monkeypatch.setattr("rsrv.stub.lane.spare_memory", lambda: 3 << 20)
+    lane = Lane(runtime.open())
+    assert lane.array((1 << 20,), np.dtype(np.uint8)).nbytes == 1 << 20
+    with pytest.raises(OSError, match="has no"):
+        lane.array((4 << 20,), np.dtype(np.uint8))
+    lane.close()
+
+
+def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: StartEngine) -> None:
+    """Those that wait for the runtime are told why, and what comes later is told to come again."""
+    engine = start_engine()
+    left: list[int] = []
+    engine._farewell._leave = left.append
+    with stopped(runtime):
+        give_up_direct(engine)
+        requests = [FakeRequest({"x": rows(1)}) for _ in range(5)]
+        for one in requests:
+            assert engine.execute([one]) is None
+
+        engine._farewell("the model's hook hangs")
+
+        for one in requests:
+            assert_fails(answer_of(one), FakeError.INTERNAL, "the model's hook hangs")
+        assert left == [1]
+        answers = engine.execute([request()])
+        assert answers is not None
+        assert_fails(answers[0], FakeError.UNAVAILABLE, "[rsrv:RUNTIME_DOWN]")
+    engine._farewell._backstop.cancel()

@@ -1,0 +1,87 @@
+"""Bundles that are deleted, cut or exchanged while the runtime reads them: their load fails, and nothing else."""
+
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import safetensors
+
+from rsrv.stub.lane import Rejected
+from tests.fakes import FakeRequest
+from tests.unit.runtime.conftest import Runtime, until
+from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+
+
+def delete(bundle: Path) -> None:
+    shutil.rmtree(bundle)
+
+
+def cut_the_weights(bundle: Path) -> None:
+    os.truncate(bundle / "weights.safetensors", 100)
+
+
+def empty_everything(bundle: Path) -> None:
+    for path in bundle.iterdir():
+        os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("damage", [delete, cut_the_weights, empty_everything])
+def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Held in its first compilation, then damaged: the stub hears why, the other model serves on, and it can come again."""
+    mine = tmp_path / "mine"
+    shutil.copytree(doublings["b"], mine)
+    other = make_engine(runtime, doublings["a"])
+    runtime.device.compiles.clear()
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(make_engine, runtime, mine, name="mine")
+        assert runtime.device.compiles.waiting.wait(10)
+        damage(mine)
+        runtime.device.compiles.set()
+
+        with pytest.raises(
+            Rejected,
+            match=r"^(weights\.safetensors|model\.b\d\.mlir): (cannot be read|changed since|was written to)",
+        ):
+            loading.result(20)
+
+    assert ask(other, FakeRequest({"x": rows(1)}))[0].error is None
+    shutil.rmtree(mine, ignore_errors=True)
+    shutil.copytree(doublings["b"], mine)
+    again = make_engine(runtime, mine, name="mine")
+    assert ask(again, FakeRequest({"x": rows(1)}))[0].error is None
+    for engine in (other, again):
+        engine.close()
+    until(lambda: runtime.device.resident == 0)
+
+
+def test_no_file_of_a_bundle_is_mapped(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while the safetensors library looks at the weights' header: a mapped file that is cut ends the process."""
+    mine = tmp_path / "mine"
+    shutil.copytree(doublings["a"], mine)
+    mapped: list[bool] = []
+    real = safetensors.safe_open
+
+    class Opened:
+        def __init__(self, path: str, framework: str) -> None:
+            self._file = real(path, framework=framework)
+
+        def __enter__(self) -> None:
+            mapped.append(str(mine) in Path("/proc/self/maps").read_text())
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(safetensors, "safe_open", Opened)
+
+    engine = make_engine(runtime, mine, name="mine")
+
+    assert mapped == [False]
+    assert str(mine) not in Path("/proc/self/maps").read_text()
+    engine.close()

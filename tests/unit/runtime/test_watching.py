@@ -1,0 +1,351 @@
+"""What watchers are told: every change, once, in order, and nothing that is not so."""
+
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rsrv.runtime.blackbox import BlackBox, Death
+from rsrv.runtime.watching import Entry, Watching
+from rsrv.settings import load_settings
+from rsrv.stub.lane import Lane, Rejected
+from rsrv.wire.frames import Kind, pack_json
+from rsrv.wire.socket import Closed, send
+from rsrv.wire.status import command, set_residency
+from rsrv_bundle import read_bundle
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
+from tests.unit.runtime.metas import write_meta
+from tests.unit.runtime.test_residency import answered, ask
+from tests.unit.runtime.test_stub_and_runtime import make_engine
+from tests.unit.runtime.watchers import Operator, Watcher
+
+#: of a model of `doublings`
+_BYTES = 12
+
+
+def broken(path: Path, good: Path) -> Path:
+    """A bundle that can be read, and not built."""
+    shutil.copytree(good, path)
+    for module in path.glob("*.mlir"):
+        module.write_bytes(b"nonsense")
+    return path
+
+
+def register(runtime: Runtime, name: str, bundle: Path) -> Lane:
+    """A connection for a model. Raises Rejected."""
+    lane = Lane(runtime.open())
+    try:
+        lane.register({"model": name, "bundle": str(bundle)})
+    except BaseException:
+        lane.close()
+        raise
+    return lane
+
+
+def test_a_model_comes_serves_and_goes(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """Each step is one change; at the end there is nothing left of it."""
+    with Watcher(runtime) as watcher:
+        assert (watcher.revision, watcher.entries) == (0, {})
+
+        engine = make_engine(runtime, doublings["a"], name="a")
+        watcher.until(lambda: watcher.is_("a", state="ready"))
+
+        digest = read_bundle(doublings["a"]).digest
+        assert watcher.entries == {
+            f"a@{digest[:12]}": {
+                "name": "a",
+                "kind": "model",
+                "digest": digest,
+                "state": "ready",
+                "error": None,
+                "residency": "system",
+                "weights": "resident",
+                "stubs": [os.getpid()],
+                "models": [],
+                "paused": None,
+            }
+        }
+        engine.close()
+        watcher.until(lambda: not watcher.entries)
+        assert watcher.history("a", "state") == ["loading", "ready", "leaving", None]
+        assert watcher.history("a", "stubs") == [[], [os.getpid()], [], None]
+        assert watcher.history("a", "weights") == ["absent", "loading", "resident", "absent", None]
+
+
+def test_weights_that_move_are_seen_to_move(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
+    """With room for one of two models, each that executes has come, and the other one has gone."""
+    runtime = start_runtime(
+        load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{weight_budget_bytes: {_BYTES}}}")
+    )
+    engines = [make_engine(runtime, doublings[name], name=name) for name in "ab"]
+    with Watcher(runtime) as watcher:
+        watcher.until(lambda: watcher.is_("b", weights="resident"))
+
+        for w, engine in enumerate(engines, 1):
+            assert answered(ask(engine)) == w
+        watcher.until(lambda: len(watcher.seen) == 6)
+
+        assert watcher.history("a", "weights") == ["loading", "resident", "absent"]
+        assert watcher.history("b", "weights") == ["absent", "loading", "resident"]
+    for engine in engines:
+        engine.close()
+
+
+def test_a_compaction_shows_that_weights_were_gone(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """They are freed and loaded again in one breath of the scheduler, and still each step is told."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher:
+        command(os.getpid(), {"command": "compact"})
+
+        watcher.until(lambda: len(watcher.seen) == 3)
+
+        assert watcher.history("a", "weights") == ["absent", "loading", "resident"]
+    engine.close()
+
+
+def test_a_failed_model_stays_to_be_seen_until_a_newer_one_comes(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """With the reason that its stub was given; what failed under other names stays on."""
+    with Watcher(runtime) as watcher:
+        for name in "ab":
+            with pytest.raises(Rejected) as caught:
+                register(runtime, name, broken(tmp_path / name, doublings[name]))
+            watcher.until(lambda name=name: watcher.is_(name, state="failed"))  # type: ignore[misc]
+            assert watcher.is_(name, error=str(caught.value), stubs=[], weights="absent")
+            assert watcher.history(name, "state") == ["loading", "failed"]
+
+        lane = register(runtime, "a", doublings["a"])
+        watcher.until(lambda: len([e for e in watcher.entries.values() if e["name"] == "a"]) == 1)
+        watcher.until(lambda: watcher.is_("a", state="ready"))
+        lane.close()
+        watcher.until(lambda: len(watcher.entries) == 1)
+        assert watcher.is_("b", state="failed")
+
+
+def test_what_failed_can_come_again_as_it_is(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """The same version is the same entry: it is loading again, without the old reason, and then ready."""
+    runtime.device.fail = "told to"
+    with Watcher(runtime) as watcher:
+        with pytest.raises(Rejected, match="told to"):
+            register(runtime, "a", doublings["a"])
+        runtime.device.fail = None
+        lane = register(runtime, "a", doublings["a"])
+
+        watcher.until(lambda: watcher.is_("a", state="ready"))
+
+        assert watcher.history("a", "state") == ["loading", "failed", "loading", "ready"]
+        assert watcher.is_("a", error=None)
+    lane.close()
+
+
+def test_two_versions_of_a_model_are_two_entries(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """The new one gets ready beside the old one, which then leaves alone."""
+    old = register(runtime, "m", doublings["a"])
+    with Watcher(runtime) as watcher:
+        new = register(runtime, "m", doublings["b"])
+        digests = [read_bundle(doublings[name]).digest for name in "ab"]
+        keys = [f"m@{digest[:12]}" for digest in digests]
+        watcher.until(lambda: watcher.entries.get(keys[1], {}).get("state") == "ready")
+        assert watcher.entries[keys[0]]["state"] == "ready"
+
+        old.close()
+        watcher.until(lambda: set(watcher.entries) == {keys[1]})
+    new.close()
+
+
+def test_a_meta_model_is_ready_when_all_that_it_calls_are(
+    runtime: Runtime, doublings: dict[str, Path], start_meta: StartMeta
+) -> None:
+    """Its entry names them, and goes with its stub; theirs have no stubs, for it is not theirs."""
+    with Watcher(runtime) as watcher:
+        engine = start_meta(runtime, lambda inputs, call: {"y": call("a", inputs)["y"]}, "ab")
+        watcher.until(lambda: watcher.is_("meta", state="ready"))
+
+        keys = [f"{name}@{read_bundle(doublings[name]).digest[:12]}" for name in "ab"]
+        assert watcher.is_(
+            "meta", kind="meta", models=keys, residency=None, weights=None, stubs=[os.getpid()]
+        )
+        assert all(watcher.is_(name, stubs=[], state="ready") for name in "ab")
+        assert watcher.history("meta", "state") == ["loading", "ready"]
+        engine.close()
+        watcher.until(lambda: not watcher.entries)
+        assert watcher.history("meta", "state")[-1] is None
+
+
+def test_a_meta_model_fails_with_what_it_calls(
+    runtime: Runtime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """Both say why; what it shares with nobody leaves."""
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
+    calls = {"a": str(doublings["a"]), "b": str(broken(tmp_path / "b", doublings["b"]))}
+    with Watcher(runtime) as watcher:
+        lane = Lane(runtime.open())
+        with pytest.raises(Rejected) as caught:
+            lane.register({"model": "meta", "bundle": str(meta), "calls": calls})
+
+        watcher.until(lambda: watcher.is_("meta", state="failed"))
+        assert watcher.is_("meta", error=str(caught.value), stubs=[])
+        assert watcher.is_("b", state="failed")
+        watcher.until(lambda: watcher.of("a") is None)
+        assert watcher.history("meta", "state") == ["loading", "failed"]
+        lane.close()
+
+
+def test_what_is_not_tried_any_more_is_seen_to_have_failed(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """However often it is asked for, that is one change; and a meta model that calls it fails as well."""
+    box = BlackBox(tmp_path)
+    key = f"a@{read_bundle(doublings['a']).digest[:12]}"
+    box.deaths.add(key, Death("EXECUTING", "hung", 0.0))
+    runtime = start_runtime(blackbox=box)
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a"])
+    with Watcher(runtime) as watcher:
+        for _ in range(2):
+            with pytest.raises(Rejected) as caught:
+                register(runtime, "a", doublings["a"])
+        lane = Lane(runtime.open())
+        with pytest.raises(Rejected, match="it hung"):
+            lane.register({"model": "meta", "bundle": str(meta), "calls": {"a": str(doublings["a"])}})
+        lane.close()
+
+        watcher.until(lambda: watcher.is_("meta", state="failed"))
+
+        error = watcher.entries[key]["error"]
+        assert str(caught.value) == f"{key}: {error}"
+        assert watcher.history("a", "state") == ["failed"]
+        assert watcher.is_("meta", error=f"{key}: {error}", models=[key])
+
+
+def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """Pauses and residencies, one change each; what is said twice changes nothing."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher:
+        for _ in range(2):
+            command(os.getpid(), {"command": "pause", "model": "a", "mode": "hold"})
+            set_residency(os.getpid(), "a", "device")
+        command(os.getpid(), {"command": "continue"})
+        watcher.until(lambda: watcher.is_("a", paused=None, residency="device"))
+
+        assert [change for _, change in watcher.seen] == [
+            {"paused": "hold"},
+            {"residency": "device"},
+            {"paused": None},
+        ]
+    engine.close()
+
+
+def test_watching_again_begins_anew(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """The same connection gets another snapshot, and each change once."""
+    with Watcher(runtime) as watcher:
+        send(watcher._greeted.sock, pack_json(Kind.WATCH, {}))
+        assert watcher._receive() == {"instance": watcher.instance, "revision": 0, "entries": {}}
+
+        lane = register(runtime, "a", doublings["a"])
+
+        watcher.until(lambda: watcher.is_("a", state="ready"))
+    lane.close()
+
+
+def test_a_watcher_that_does_not_read_is_cut_off(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """And nobody else notices: others see every change."""
+    lane = register(runtime, "a", doublings["a"])
+    with Watcher(runtime) as lazy, Watcher(runtime) as watcher, Operator(runtime) as operator:
+        for _ in range(3000):
+            operator.do("pause", model="a", mode="drain")
+            operator.do("continue", model="a")
+            watcher.catch_up(operator.do("ping")["revision"])
+
+        with pytest.raises(Closed):
+            lazy.until(lambda: False)
+        assert len(lazy.seen) < len(watcher.seen) == 6000
+    lane.close()
+
+
+_NAMES = "abm"
+steps = st.one_of(
+    st.tuples(st.just("come"), st.sampled_from("abm"), st.sampled_from("abcx")),
+    st.tuples(st.just("go"), st.integers(0, 5)),
+    st.tuples(st.just("meta"), st.sampled_from(["ab", "bc"])),
+    st.tuples(
+        st.just("pause"), st.sampled_from([*_NAMES, None]), st.sampled_from(["drain", "hold", "reject"])
+    ),
+    st.tuples(st.just("continue"), st.sampled_from([*_NAMES, None])),
+    st.tuples(
+        st.just("residency"), st.sampled_from(_NAMES), st.sampled_from(["unpinned", "system", "device"])
+    ),
+    st.tuples(st.just("prefetch"), st.sampled_from(_NAMES)),
+    st.tuples(st.just("evict"), st.sampled_from([*_NAMES, None])),
+    st.tuples(st.just("compact")),
+)
+
+
+@given(st.lists(steps, max_size=20))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_changes_lead_to_what_a_new_watcher_is_given(
+    start_runtime: StartRuntime,
+    doublings: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    done: list[tuple[Any, ...]],
+) -> None:
+    """After any step, while models come, fail, move and go, are paused and pinned."""
+    folder = tmp_path_factory.mktemp("models")
+    bundles = {**doublings, "x": broken(folder / "x", doublings["a"])}
+    runtime = start_runtime(load_settings(f"runtime: {{weight_budget_bytes: {_BYTES}}}"))
+    lanes: list[Lane] = []
+    with ExitStack() as stack:
+        watcher = stack.enter_context(Watcher(runtime))
+        operator = stack.enter_context(Operator(runtime))
+        for number, step in enumerate(done):
+            match step:
+                case ("come", name, bundle):
+                    lanes.append(ask_for(runtime, {"model": name, "bundle": str(bundles[bundle])}))
+                case ("meta", called):
+                    meta = write_meta(folder / f"meta{number}", "def run(inputs, call): ...", list(called))
+                    calls = {name: str(doublings[name]) for name in called}
+                    lanes.append(ask_for(runtime, {"model": "meta", "bundle": str(meta), "calls": calls}))
+                case ("go", index):
+                    if index < len(lanes):
+                        lanes.pop(index).close()
+                case ("pause", name, mode):
+                    operator.do("pause", model=name, mode=mode)
+                case ("residency", name, residency):
+                    operator.do("residency", model=name, residency=residency)
+                case ("compact",):
+                    operator.do("compact")
+                case (command, name):
+                    operator.do(command, model=name)
+            with Watcher(runtime) as fresh:
+                watcher.catch_up(fresh.revision)
+                assert (watcher.instance, watcher.entries) == (fresh.instance, fresh.entries)
+        for lane in lanes:
+            lane.close()
+        watcher.until(lambda: all(entry["state"] == "failed" for entry in watcher.entries.values()))
+    runtime.stop()
+
+
+def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> Lane:
+    """A connection that has asked for something, and does not wait for the answer."""
+    lane = Lane(runtime.open())
+    assert lane._send(pack_json(Kind.REGISTER, wanted), 1.0)
+    return lane
+
+
+def test_only_the_latest_failures_are_remembered() -> None:
+    """As many as are promised; and each that is forgotten is a change."""
+    watching = Watching(transport=None)  # type: ignore[arg-type]
+
+    for number in range(300):
+        loading = Entry(f"m{number}", "model", "d", "loading")
+        watching.put(f"m{number}@0", loading)
+        watching.put(f"m{number}@0", loading._replace(state="failed", error="why"))
+        watching.gone(f"m{number}@0")
+
+    assert list(watching.snapshot()["entries"]) == [f"m{number}@0" for number in range(44, 300)]
+    assert watching.revision == 2 * 300 + 44

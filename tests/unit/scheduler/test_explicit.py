@@ -1,0 +1,509 @@
+"""Weights that come and go only when somebody says so: requests neither bring any nor take any away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
+    Compact,
+    EvictWeights,
+    Execute,
+    GiveUp,
+    LoadWeights,
+    Outcome,
+    Pause,
+    Pinned,
+    Prefetch,
+    Reason,
+    WarmUp,
+)
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.driver import Driver, executions, program
+
+SINGLE = {(0, 1): 0.001}
+
+
+def explicit(budget: int | None = None, **settings: Any) -> Driver:
+    return Driver(SchedulerSettings(on_demand=False, weight_budget_bytes=budget, **settings))
+
+
+def bring(driver: Driver, *names: str) -> None:
+    for name in names:
+        driver.send(Prefetch(name))
+        driver.load(name)
+
+
+# --- who is served -----------------------------------------------------------------------------------------
+
+
+def test_a_request_for_absent_weights_is_refused() -> None:
+    """Nobody asked for them who may, and nothing is loaded."""
+    driver = explicit()
+    driver.add(program("a"), resident=False)
+    request = driver.request()
+    driver.arrive(request)
+
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+    assert not driver.loading
+    assert driver.scheduler.snapshot().models["a"].refused == {Reason.NOT_RESIDENT: 1}
+
+
+@pytest.mark.parametrize("wish", [Prefetch("a"), Pinned("a", True)])
+def test_requests_wait_for_weights_that_were_asked_for(wish: Prefetch | Pinned) -> None:
+    """In line for the link, on the way, and when they are there."""
+    driver = explicit()
+    driver.add(program("x"), program("a", SINGLE), resident=False)
+    driver.send(Prefetch("x"))
+    driver.send(wish)
+    requests = driver.requests_of(3)
+    driver.arrive(requests[0])
+    driver.load("x")
+    driver.arrive(requests[1])
+    driver.load("a")
+    driver.arrive(requests[2])
+    driver.finish_all()
+
+    assert [driver.outcome(one) for one in requests] == [Outcome.ANSWERED] * 3
+
+
+def test_what_does_not_get_there_is_not_waited_for() -> None:
+    """Its load fails: what waited fails with it, and what comes is refused until somebody asks again."""
+    driver = explicit()
+    driver.add(program("a", pinned=True), resident=False)
+    waiting, late, later = driver.requests_of(3)
+    driver.arrive(waiting)
+    assert GiveUp("a", "no such file") in driver.fail_load("a")
+    driver.arrive(late)
+    assert (driver.outcome(waiting), driver.outcome(late)) == (Outcome.FAILED, Reason.NOT_RESIDENT)
+
+    assert driver.send(Pinned("a", True)) == [LoadWeights("a", 2)]
+    driver.arrive(later)
+    driver.settle()
+    assert driver.outcome(later) is Outcome.ANSWERED
+
+
+def test_requests_take_no_room_from_anybody() -> None:
+    """Two models share room for one: the one that is there stays, whoever asks for the other."""
+    driver = explicit(100)
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    for _ in range(10):
+        driver.arrive(driver.request("b"))
+        driver.tick(driver.now + 1.0)
+
+    assert driver.resident == {"a"}
+
+
+def test_a_shed_request_brings_no_weights() -> None:
+    """Under edf a model is loaded on demand for the next request if its load cost one the deadline: not here."""
+    driver = explicit(discipline="edf")
+    driver.add(program("a"), resident=False)
+    bring(driver, "a")
+    request = driver.request(deadline=driver.now + 0.0001)
+    driver.arrive(request)
+    driver.evict("a")
+
+    assert driver.outcome(request) is Outcome.SHED
+    assert not driver.resident
+    assert not driver.loading
+
+
+# --- what was prefetched has the room that is free -----------------------------------------------------------
+
+
+def test_a_prefetch_that_does_not_fit_is_turned_down() -> None:
+    """Nobody is evicted for it that was asked for as well; what already waits for it is refused."""
+    driver = explicit(200)
+    driver.add(program("a"), program("b"))
+    driver.add(program("c"), resident=False)
+    (given_up,) = driver.send(Prefetch("c"))
+
+    assert isinstance(given_up, GiveUp)
+    assert "100 bytes do not fit beside the 200" in given_up.error
+    assert driver.resident == {"a", "b"}
+
+
+def test_a_prefetch_waits_for_room_that_is_being_made() -> None:
+    """Somebody was evicted before, and executes still; when it is gone the other comes, and its requests execute."""
+    driver = explicit(100)
+    driver.add(program("a", SINGLE))
+    driver.add(program("b", SINGLE), resident=False)
+    driver.arrive(driver.request("a"))
+    driver.evict("a")
+    assert driver.send(Prefetch("b")) == []
+    request = driver.request("b")
+    driver.arrive(request)
+
+    assert driver.finish()[1:] == [EvictWeights("a", 1), LoadWeights("b", 2)]
+    driver.settle()
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_a_prefetch_waits_for_a_model_that_is_being_removed() -> None:
+    """Its last execution holds the room that the next version needs."""
+    driver = explicit(100)
+    driver.add(program("old", SINGLE))
+    driver.add(program("new", SINGLE), resident=False)
+    driver.arrive(driver.request("old"))
+    driver.remove("old")
+    assert driver.send(Prefetch("new")) == []
+
+    assert driver.finish()[1:] == [EvictWeights("old", 1), LoadWeights("new", 2)]
+
+
+def test_one_that_does_not_fit_does_not_keep_others_out() -> None:
+    """Of three that wait for the link the large one is turned down, and what waits for it refused."""
+    driver = explicit(300)
+    driver.add(program("x"), resident=False)
+    driver.add(program("large", weight_bytes=250), program("a"), program("b"), resident=False)
+    for name in ("x", "large", "a", "b"):
+        driver.send(Prefetch(name))
+    request = driver.request("large")
+    driver.arrive(request)
+    driver.settle()
+
+    assert driver.resident == {"x", "a", "b"}
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+    assert driver.given_up == ["large"]
+
+
+def test_a_prefetch_larger_than_the_budget_is_there_alone() -> None:
+    """As on demand: beside nothing but pinned weights it may go beyond it."""
+    driver = explicit(100)
+    driver.add(program("pinned", weight_bytes=80, pinned=True))
+    driver.add(program("a", weight_bytes=500), program("b", weight_bytes=10), resident=False)
+    bring(driver, "a")
+    driver.send(Prefetch("b"))
+
+    assert driver.resident == {"pinned", "a"}
+    assert driver.given_up == ["b"]
+
+
+# --- pinning -----------------------------------------------------------------------------------------------
+
+
+def test_pinned_weights_have_the_room_of_those_that_are_not() -> None:
+    """They are to be there for sure: the least recently used of the others leave, and their requests are refused."""
+    driver = explicit(200)
+    driver.add(program("a", SINGLE), program("b", SINGLE))
+    driver.add(program("c"), resident=False)
+    driver.arrive(driver.request("b"))
+    requests = driver.requests_of(2, "a")
+    driver.arrive(*requests)
+
+    out = driver.send(Pinned("c", True))
+    assert (out[0], out[-1]) == (EvictWeights("a", 1), LoadWeights("c", 3))
+    assert {driver.outcome(one) for one in requests} == {Reason.NOT_RESIDENT}
+
+
+def test_unpinning_frees_the_weights_at_once() -> None:
+    """They leave when nothing executes on them; what waits is refused then, what comes at once."""
+    driver = explicit()
+    driver.add(program("a", SINGLE, pinned=True), program("idle", pinned=True))
+    assert driver.send(Pinned("idle", False)) == [EvictWeights("idle", 2)]
+    running, waiting, late = driver.requests_of(3)
+    driver.arrive(running)
+    driver.arrive(waiting)
+    assert driver.send(Pinned("a", False)) == []
+    driver.arrive(late)
+    assert driver.outcome(late) is Reason.NOT_RESIDENT
+    driver.finish_all()
+
+    assert not driver.resident
+    assert driver.outcome(running) is Outcome.ANSWERED
+    assert driver.outcome(waiting) is Reason.NOT_RESIDENT
+
+
+def test_unpinning_what_is_not_pinned_changes_nothing() -> None:
+    """Prefetched weights stay when their residency changes from one kind that is not on the device to another."""
+    driver = explicit()
+    driver.add(program("a"), resident=False)
+    bring(driver, "a")
+
+    assert driver.send(Pinned("a", False)) == []
+    assert driver.resident == {"a"}
+
+
+def test_unpinning_what_is_on_its_way_gives_it_up() -> None:
+    """What waits for it is refused at once."""
+    driver = explicit()
+    driver.add(program("a", pinned=True), resident=False)
+    request = driver.request()
+    driver.arrive(request)
+    out = driver.send(Pinned("a", False))
+
+    assert AbandonLoad("a", 1) in out
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+
+
+# --- evicting ----------------------------------------------------------------------------------------------
+
+
+def test_what_waits_for_an_evicted_model_is_refused() -> None:
+    """What is committed is executed before, with those that share its execution."""
+    driver = explicit()
+    driver.add(program("a", SINGLE))
+    first, other, call = driver.request(), driver.request(), driver.request(run=3)
+    driver.arrive(first)
+    driver.arrive(other, call)
+    driver.evict("a")
+    driver.finish_all()
+
+    assert not driver.resident
+    assert [driver.outcome(one) for one in (first, call, other)] == [
+        Outcome.ANSWERED,
+        Outcome.ANSWERED,
+        Reason.NOT_RESIDENT,
+    ]
+
+
+def test_new_calls_do_not_keep_what_is_to_go() -> None:
+    """Those of running meta models, too, are refused from the eviction on: else it could last for ever."""
+    driver = explicit()
+    driver.add(program("a", SINGLE))
+    driver.arrive(driver.request())
+    driver.evict("a")
+    call = driver.request(run=3)
+    driver.arrive(call)
+
+    assert driver.outcome(call) is Reason.NOT_RESIDENT
+
+
+def test_evicting_what_is_on_its_way_refuses_what_waits() -> None:
+    """The control plane owns the weights: requests do not bring them."""
+    driver = explicit()
+    driver.add(program("a"), resident=False)
+    driver.send(Prefetch("a"))
+    request = driver.request()
+    driver.arrive(request)
+    out = driver.evict("a")
+
+    assert AbandonLoad("a", 1) in out
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+    assert driver.load("a") == [EvictWeights("a", 1)]
+
+
+def test_evicting_what_waits_for_the_link_refuses_what_waits() -> None:
+    """It is not loaded when its turn comes."""
+    driver = explicit()
+    driver.add(program("x"), program("a"), resident=False)
+    driver.send(Prefetch("x"))
+    driver.send(Prefetch("a"))
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.evict("a")
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+
+    assert driver.load("x") == []
+
+
+def test_a_held_model_that_is_evicted_refuses_what_it_held() -> None:
+    """Nobody is left hanging until it goes on."""
+    driver = explicit()
+    driver.add(program("a"))
+    driver.pause(Pause.HOLD, "a")
+    request = driver.request()
+    driver.arrive(request)
+    driver.evict("a")
+
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+
+
+def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
+    """There is no room for all; their requests are refused, and they do not come back by themselves."""
+    driver = explicit(200)
+    driver.add(program("a"), program("b"))
+    driver.pause(Pause.HOLD, "a")
+    request = driver.request("a")
+    driver.arrive(request)
+    assert EvictWeights("a", 1) in driver.change(weight_budget_bytes=100)
+    driver.change(weight_budget_bytes=1000)
+
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+    assert driver.resident == {"b"}
+    assert not driver.loading
+
+
+# --- models that are added ---------------------------------------------------------------------------------
+
+
+def test_a_new_model_is_warmed_up_and_leaves() -> None:
+    """Its costs are known then, and it is up to the control plane to bring it."""
+    driver = explicit()
+    driver.add(program("a"), resident=False, warm_up=True)
+    assert driver.load("a") == [WarmUp("a")]
+    early = driver.request()
+    driver.arrive(early)
+
+    assert driver.warm_up_ends("a") == [EvictWeights("a", 1)]
+    assert driver.outcome(early) is Reason.NOT_RESIDENT
+
+
+def test_a_new_model_that_is_pinned_stays_after_its_warm_up() -> None:
+    """It is where it shall be."""
+    driver = explicit()
+    driver.add(program("a", pinned=True), resident=False, warm_up=True)
+    driver.load("a")
+
+    assert driver.warm_up_ends("a") == []
+    assert driver.resident == {"a"}
+
+
+def _prefetch(driver: Driver) -> None:
+    driver.send(Prefetch("a"))
+
+
+def _pin(driver: Driver) -> None:
+    driver.send(Pinned("a", True))
+
+
+def _evict(driver: Driver) -> None:
+    driver.send(Pinned("a", True))
+    driver.send(Pinned("a", False))
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(("wish", "stays"), [(_prefetch, True), (_pin, True), (_evict, False)])
+def test_what_is_wished_during_a_warm_up_holds_after_it(
+    wish: Callable[[Driver], None], stays: bool, loaded: bool
+) -> None:
+    """Whether it stays is decided when it is over, wherever its weights were when it was said."""
+    driver = explicit()
+    driver.add(program("a"), resident=False, warm_up=True)
+    if loaded:
+        driver.load("a")
+        wish(driver)
+    else:
+        wish(driver)
+        driver.load("a")
+    driver.warm_up_ends("a")
+
+    assert driver.resident == ({"a"} if stays else set())
+
+
+def test_who_makes_room_for_a_warm_up_comes_back() -> None:
+    """There is no other way to add a model to a full device; requests wait for its end."""
+    driver = explicit(100)
+    driver.add(program("a", SINGLE))
+    driver.add(program("new"), resident=False, warm_up=True)
+    assert driver.loading.keys() == {"new"}
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.load("new")
+    assert not driver.loading
+
+    assert driver.warm_up_ends("new") == [EvictWeights("new", 2), LoadWeights("a", 3)]
+    driver.settle()
+    assert driver.outcome(request) is Outcome.ANSWERED
+    assert driver.resident == {"a"}
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def test_compaction_brings_all_back() -> None:
+    """The latest used first; nobody who asked for them has to ask again, and no request is refused meanwhile."""
+    driver = explicit()
+    driver.add(program("a"), program("b"), program("c", SINGLE))
+    driver.arrive(driver.request("c"))
+    driver.finish_all()
+    driver.send(Compact())
+    assert driver.loading.keys() == {"c"}
+    requests = [driver.request(name) for name in "ab"]
+    driver.arrive(*requests)
+    driver.settle()
+
+    assert driver.resident == {"a", "b", "c"}
+    assert all(driver.outcome(one) is Outcome.ANSWERED for one in requests)
+
+
+def test_what_leaves_because_memory_ran_out_comes_back() -> None:
+    """On demand it would come when it is asked for; here it was asked for."""
+    driver = explicit()
+    driver.add(program("a", SINGLE), program("b", SINGLE))
+    request = driver.request("a")
+    driver.arrive(request)
+    out = driver.finish(out_of_memory=True)
+    assert [type(one) for one in out] == [EvictWeights, Execute]
+    driver.settle()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
+    assert driver.resident == {"a", "b"}
+
+
+# --- while it runs -----------------------------------------------------------------------------------------
+
+
+def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
+    """Its requests are served, and so are those for what is on its way; what waits for others is refused."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=200))
+    driver.add(program("a"))
+    driver.add(program("b"), program("c"), resident=False)
+    there, coming, absent = (driver.request(name) for name in "abc")
+    driver.pause(Pause.HOLD, "a")
+    driver.arrive(there, coming)
+    driver.arrive(absent)
+    driver.change(on_demand=False)
+    assert driver.outcome(absent) is Reason.NOT_RESIDENT
+    driver.pause(None, "a")
+    driver.settle()
+
+    assert [driver.outcome(one) for one in (there, coming)] == [Outcome.ANSWERED] * 2
+    assert driver.resident == {"a", "b"}
+
+
+def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:
+    """On demand it would come if there was room; the change finds it gone for a moment only."""
+    driver = Driver()
+    driver.add(program("a"), program("b"), program("c"))
+    driver.send(Compact())
+    driver.change(on_demand=False)
+    driver.settle()
+
+    assert driver.resident == {"a", "b", "c"}
+
+
+def test_a_load_that_is_given_up_while_a_control_plane_takes_over_is_done_anew() -> None:
+    """It is of use again: somebody waits for it by then."""
+    driver = Driver()
+    driver.add(program("a"), program("b"), resident=False)
+    gone, other = driver.request("a"), driver.request("b")
+    driver.arrive(gone)
+    driver.arrive(other)
+    driver.cancel(gone)
+    assert driver.abandoning == {"a"}
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.change(on_demand=False)
+    assert driver.outcome(other) is Reason.NOT_RESIDENT
+
+    assert driver.abandon_load("a") == [LoadWeights("a", 2)]
+    driver.settle()
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_weights_come_on_demand_again_when_the_control_plane_lets_them() -> None:
+    """What was refused before is loaded, at the expense of what was asked for."""
+    driver = explicit(100)
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    driver.change(on_demand=True)
+
+    assert driver.arrive(driver.request("b")) == [EvictWeights("a", 1), LoadWeights("b", 2)]
+
+
+def test_nothing_of_what_is_to_go_starts() -> None:
+    """The device has a second place, which stays empty while the first execution ends."""
+    driver = explicit(depth=2, launch_ahead_ms=0.0)
+    driver.add(program("a", SINGLE))
+    driver.arrive(*driver.requests_of(2))
+    driver.evict("a")
+    wakeup = driver.scheduler.next_wakeup()
+
+    assert wakeup is None
+    assert len(driver.executing) == 1
+    assert not executions(driver.finish())

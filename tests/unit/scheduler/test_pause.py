@@ -1,0 +1,476 @@
+"""Models that an operator pauses: what becomes of the requests that wait, and of those that come."""
+
+from __future__ import annotations
+
+import pytest
+
+from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.runtime.scheduler.events import (
+    EvictWeights,
+    Execute,
+    LoadWeights,
+    Outcome,
+    Pause,
+    Paused,
+    Pinned,
+    Prefetch,
+    Reason,
+    WarmUp,
+)
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import Driver, executions, ids, program
+
+DISCIPLINES = ["edf", "fair", "fifo"]
+COST = {(0, 1): 0.010}
+SINGLE = {(0, 1): 0.001}
+
+
+def paused(driver: Driver, model: str = "a") -> Pause | None:
+    return driver.scheduler.snapshot().models[model].paused
+
+
+# --- hold ------------------------------------------------------------------------------------------------
+
+
+def test_a_held_model_does_not_execute_until_it_goes_on(machine: Driver) -> None:
+    """Its requests wait, in order, while other models are served; then all of them are executed in that order."""
+    machine.add(program("a", SINGLE), program("b", SINGLE))
+    machine.pause(Pause.HOLD, "a")
+    first, second = machine.request("a"), machine.request("a")
+    machine.arrive(first)
+    machine.arrive(second, machine.request("b"))
+    machine.finish_all()
+    assert machine.waiting.keys() == {first.id, second.id}
+    assert paused(machine) is Pause.HOLD
+    assert machine.scheduler.next_wakeup() is None
+
+    machine.pause(None, "a")
+    started = machine.finish_all()
+
+    assert [one.requests for one in started] == [(first.id,), (second.id,)]
+    assert paused(machine) is None
+
+
+def test_what_executes_when_a_model_is_held_finishes(machine: Driver) -> None:
+    """It is answered, and the next one of the model waits."""
+    machine.add(program("a", SINGLE))
+    first, second = machine.request(), machine.request()
+    machine.arrive(first, second)
+    machine.pause(Pause.HOLD, "a")
+    machine.finish_all()
+
+    assert machine.outcome(first) is Outcome.ANSWERED
+    assert machine.outcome(second) is None
+
+
+def test_a_held_model_is_not_launched_ahead() -> None:
+    """With two executions at a time the place beside the running one goes to somebody else, or to nobody."""
+    driver = Driver(SchedulerSettings(depth=2, launch_ahead_ms=1000.0))
+    driver.add(program("a", SINGLE), program("b", SINGLE))
+    driver.pause(Pause.HOLD, "a")
+    driver.arrive(*driver.requests_of(2, "a"), driver.request("b"))
+
+    assert [one.model for one in driver.executing.values()] == ["b"]
+
+
+def test_the_queue_of_a_held_model_has_its_limit(machine: Driver) -> None:
+    """The third request is one too many where two may wait."""
+    machine.add(program("a", max_queue_depth=2, paused=Pause.HOLD))
+    requests = machine.requests_of(3)
+    machine.arrive(*requests)
+
+    assert [machine.outcome(one) for one in requests] == [None, None, Reason.QUEUE_FULL]
+
+
+@pytest.mark.parametrize("discipline", ["fair", "fifo"])
+def test_deadlines_and_cancellations_hold_while_a_model_does(discipline: str) -> None:
+    """One request expires when it is due, for which the scheduler asks to be woken; one is cancelled; one remains."""
+    driver = Driver(SchedulerSettings(discipline=discipline))
+    driver.add(program("a", paused=Pause.HOLD))
+    due, cancelled, patient = driver.request(deadline=1.0), driver.request(), driver.request()
+    driver.arrive(due, cancelled, patient)
+    driver.cancel(cancelled)
+    assert driver.scheduler.next_wakeup() == 1.0
+    driver.tick(1.0)
+
+    assert driver.outcome(due) is Outcome.EXPIRED
+    assert driver.outcome(cancelled) is Outcome.CANCELLED
+    assert driver.waiting.keys() == {patient.id}
+
+
+def test_what_is_held_is_shed_and_leaves_the_costs_as_they_were() -> None:
+    """Under edf it ends when it could not be in time any more even if the model went on; nothing is learned from that."""
+    driver = Driver(SchedulerSettings(discipline="edf"))
+    driver.add(program("a", SINGLE))
+    driver.arrive(driver.request())
+    driver.finish(seconds=0.002)
+    before = driver.scheduler.snapshot().models["a"].costs
+    driver.pause(Pause.HOLD, "a")
+    request = driver.request(deadline=driver.now + 1.0)
+    driver.arrive(request)
+    wakeup = driver.scheduler.next_wakeup()
+    assert wakeup is not None
+    driver.tick(wakeup)
+
+    assert driver.outcome(request) is Outcome.SHED
+    assert driver.scheduler.snapshot().models["a"].costs == before
+
+
+def test_the_weights_of_a_held_model_are_not_loaded_for_it(machine: Driver) -> None:
+    """They come when it goes on."""
+    machine.add(program("a"), resident=False)
+    machine.pause(Pause.HOLD, "a")
+    request = machine.request()
+    assert machine.arrive(request) == []
+
+    assert machine.pause(None, "a") == [LoadWeights("a", 1)]
+    machine.settle()
+    assert machine.outcome(request) is Outcome.ANSWERED
+
+
+def test_no_load_comes_for_a_held_model_whose_deadline_it_cost() -> None:
+    """Under edf a model whose load takes too long is loaded for the next request, but not while it is held."""
+    device = Device(SchedulerSettings(discipline="edf"))
+    device.model(program("a", COST), load=1.0, resident=False)
+    device.pause(Pause.HOLD, "a")
+    request = device.request("a", deadline=0.5)
+    device.arrive(request)
+    device.run(2.0)
+
+    assert device.outcome(request) is Outcome.SHED
+    assert not device.loads
+
+
+def test_a_load_under_way_ends_while_the_model_is_held(machine: Driver) -> None:
+    """The weights come, and nothing executes on them before the model goes on."""
+    machine.add(program("a"), resident=False)
+    machine.arrive(machine.request())
+    machine.pause(Pause.HOLD, "a")
+    assert machine.load("a") == []
+
+    assert [type(one) for one in machine.pause(None, "a")] == [Execute]
+
+
+def test_a_load_for_a_held_model_is_given_up_for_somebody_else(machine: Driver) -> None:
+    """The link is needed: nobody who counts waits for it. When the model goes on it is loaded anew."""
+    machine.add(program("a"), program("b"), resident=False)
+    request = machine.request("a")
+    machine.arrive(request)
+    machine.pause(Pause.HOLD, "a")
+    machine.arrive(machine.request("b"))
+    assert machine.abandoning == {"a"}
+    machine.abandon_load("a")
+    assert machine.loading.keys() == {"b"}
+
+    machine.pause(None, "a")
+    machine.settle()
+    assert machine.outcome(request) is Outcome.ANSWERED
+
+
+def test_a_held_model_gives_way_as_one_that_nobody_waits_for() -> None:
+    """Its weights leave for another model's though requests wait for it; when it goes on they come back."""
+    driver = Driver(SchedulerSettings(weight_budget_bytes=100))
+    driver.add(program("a"))
+    driver.add(program("b"), resident=False)
+    driver.pause(Pause.HOLD, "a")
+    held = driver.request("a", run=7)
+    driver.arrive(held)
+    assert driver.arrive(driver.request("b")) == [EvictWeights("a", 1), LoadWeights("b", 2)]
+    driver.settle()
+    assert driver.resident == {"b"}
+
+    assert driver.pause(None, "a") == [EvictWeights("b", 2), LoadWeights("a", 3)]
+    driver.settle()
+    assert driver.outcome(held) is Outcome.ANSWERED
+
+
+def test_memory_that_ran_out_for_a_held_model_is_not_emptied_for_it(machine: Driver) -> None:
+    """Its load found none while it was held: there is a second try only when it goes on."""
+    machine.add(program("a"), resident=False)
+    machine.add(program("b"))
+    machine.arrive(machine.request("a"))
+    machine.pause(Pause.HOLD, "a")
+    machine.fail_load("a", out_of_memory=True)
+    assert machine.resident == {"b"}
+    assert not machine.loading
+
+    machine.pause(None, "a")
+    machine.settle()
+    assert not machine.waiting
+
+
+def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(machine: Driver) -> None:
+    """The second load of a model waits for executions to end; meanwhile it is held, and nobody waits for it."""
+    machine.add(program("a"), resident=False)
+    machine.add(program("b"))
+    machine.arrive(machine.request("a"))
+    machine.arrive(machine.request("b"))
+    machine.fail_load("a", out_of_memory=True)
+    machine.pause(Pause.HOLD, "a")
+    machine.finish_all()
+    assert not machine.loading
+
+    machine.pause(None, "a")
+    machine.settle()
+    assert not machine.waiting
+
+
+def test_an_execution_that_began_before_has_its_second_try(machine: Driver) -> None:
+    """It found no memory, and the model was held meanwhile: it is tried again alone, what waits is not."""
+    machine.add(program("a", SINGLE))
+    first, second = machine.request(), machine.request()
+    machine.arrive(first)
+    machine.arrive(second)
+    machine.pause(Pause.HOLD, "a")
+    machine.finish(out_of_memory=True)
+    machine.finish()
+
+    assert machine.outcome(first) is Outcome.ANSWERED
+    assert machine.outcome(second) is None
+
+
+def test_calls_of_runs_wait_while_a_model_is_held(machine: Driver) -> None:
+    """Also the committed one, which else goes before all others."""
+    machine.add(program("a", SINGLE), program("b", SINGLE))
+    machine.pause(Pause.HOLD, "a")
+    calls = [machine.request("a", run=5), machine.request("a", run=5), machine.request("b", run=5)]
+    machine.arrive(*calls)
+    machine.finish_all()
+    assert machine.waiting.keys() == {calls[0].id, calls[1].id}
+
+    machine.pause(None, "a")
+    machine.finish_all()
+    assert all(machine.outcome(one) is Outcome.ANSWERED for one in calls)
+
+
+def test_what_is_held_is_no_backlog(machine: Driver) -> None:
+    """The device has nothing to do for it, and tells others so."""
+    machine.add(program("a", SINGLE))
+    machine.pause(Pause.HOLD, "a")
+    machine.arrive(*machine.requests_of(10))
+    assert machine.scheduler.backlog_seconds(machine.now) == 0.0
+
+    machine.pause(None, "a")
+    assert machine.scheduler.backlog_seconds(machine.now) == pytest.approx(0.010)
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+def test_a_change_of_discipline_leaves_what_is_held_alone(discipline: str) -> None:
+    """It waits on, and is served when it goes on."""
+    driver = Driver()
+    driver.add(program("a", SINGLE), program("b", SINGLE))
+    driver.pause(Pause.HOLD, "a")
+    held = driver.requests_of(2, "a")
+    driver.arrive(*held, *driver.requests_of(2, "b"))
+    driver.change(discipline=discipline)
+    driver.finish_all()
+    assert driver.waiting.keys() == set(ids(held))
+
+    driver.pause(None, "a")
+    assert driver.finish_all()[-1].requests == (held[1].id,)
+
+
+# --- its share of the device ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hold", [1.0, 60.0])
+def test_a_model_that_was_held_claims_nothing_of_that_time(hold: float) -> None:
+    """Two equals share the device again as soon as one goes on, after a second or after a minute."""
+    device = Device()
+    for name in "ab":
+        device.model(program(name, COST))
+    device.saturate("ab")
+    device.run(1.0)
+    device.pause(Pause.HOLD, "a")
+    device.run(1.0 + hold)
+    device.pause(None, "a")
+    before = dict(device.got)
+    device.run(2.0 + hold)
+
+    got = {name: device.got[name] - before[name] for name in "ab"}
+    assert got["a"] == pytest.approx(0.5, abs=0.03)
+    assert got["b"] == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
+    """Held just before its turn, after somebody's long execution, it has that turn first when it goes on."""
+    device = Device(SchedulerSettings(), validate_every=1)
+    device.model(program("long", {(0, 1): 1.0}))
+    device.model(program("a", COST))
+    device.model(program("b", COST))
+    device.arrive(device.request("long"))
+    device.arrive(*device.requests_of(100, "a"))
+    device.run(0.5)
+    # Not yet in line while it is held; `a` is owed half a second by then.
+    device.pause(Pause.HOLD, "a")
+    device.run(1.0)
+    device.saturate("b")
+    device.run(5.0)
+    before = device.got["b"]
+    device.pause(None, "a")
+    device.run(5.2)
+
+    assert device.got["b"] - before <= 0.02
+
+
+def test_holding_and_letting_go_drops_no_debt() -> None:
+    """A model that pauses itself after each of its executions gets no more than its share."""
+    device = Device(validate_every=5)
+    for name in "ab":
+        device.model(program(name, COST))
+    device.saturate("ab")
+    for step in range(400):
+        device.run(0.005 * step)
+        device.pause(Pause.HOLD if step % 2 else None, "a")
+
+    assert device.got["a"] <= device.got["b"] + 0.03
+
+
+# --- drain -----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine: Driver) -> None:
+    """Those who came before are answered, also if their weights must come first."""
+    machine.add(program("a", SINGLE), resident=False)
+    before = machine.requests_of(3)
+    machine.arrive(*before)
+    machine.pause(Pause.DRAIN, "a")
+    after = machine.request()
+    machine.arrive(after)
+    machine.settle()
+
+    assert machine.outcome(after) is Reason.PAUSED
+    assert all(machine.outcome(one) is Outcome.ANSWERED for one in before)
+    assert machine.scheduler.snapshot().models["a"].refused == {Reason.PAUSED: 1}
+
+
+def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> None:
+    """Their calls belong to what is under way; requests of others are refused."""
+    machine.add(program("a", SINGLE))
+    run = machine.run_of()
+    machine.ask(run)
+    machine.pause(Pause.DRAIN, "a")
+    calls = [machine.request(run=run.id), machine.request(run=run.id)]
+    stranger = machine.request()
+    machine.arrive(*calls, stranger)
+    machine.finish_all()
+
+    assert [machine.outcome(one) for one in calls] == [Outcome.ANSWERED] * 2
+    assert machine.outcome(stranger) is Reason.PAUSED
+
+
+def test_a_model_that_was_held_drains(machine: Driver) -> None:
+    """What waited is executed then."""
+    machine.add(program("a", SINGLE))
+    machine.pause(Pause.HOLD, "a")
+    held, late = machine.request(), machine.request()
+    machine.arrive(held)
+    machine.pause(Pause.DRAIN, "a")
+    machine.arrive(late)
+    machine.finish_all()
+
+    assert (machine.outcome(held), machine.outcome(late)) == (Outcome.ANSWERED, Reason.PAUSED)
+
+
+# --- reject ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_rejects_refuses_all_that_does_not_execute(machine: Driver) -> None:
+    """What waits, what comes, and what running meta models call; what executes is answered."""
+    machine.add(program("a", SINGLE))
+    first, second, call = machine.request(), machine.request(), machine.request(run=3)
+    machine.arrive(first)
+    machine.arrive(second, call)
+    machine.pause(Pause.REJECT, "a")
+    late, late_call = machine.request(), machine.request(run=3)
+    machine.arrive(late, late_call)
+    machine.finish_all()
+
+    assert machine.outcome(first) is Outcome.ANSWERED
+    assert {machine.outcome(one) for one in (second, call, late, late_call)} == {Reason.PAUSED}
+
+
+def test_a_held_model_that_rejects_refuses_what_it_held(machine: Driver) -> None:
+    """Nothing is left to wait; when it goes on it serves what comes."""
+    machine.add(program("a", SINGLE, paused=Pause.HOLD))
+    held = machine.request()
+    machine.arrive(held)
+    machine.pause(Pause.REJECT, "a")
+    assert machine.outcome(held) is Reason.PAUSED
+    machine.pause(None, "a")
+    request = machine.request()
+    machine.arrive(request)
+    machine.finish_all()
+
+    assert machine.outcome(request) is Outcome.ANSWERED
+
+
+# --- all of them -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(Pause))
+def test_a_warm_up_does_not_care_for_a_pause(mode: Pause) -> None:
+    """A model that is paused from the start is loaded and warmed up all the same."""
+    driver = Driver()
+    driver.add(program("a", paused=mode), resident=False, warm_up=True)
+    assert paused(driver) is mode
+
+    assert driver.load("a") == [WarmUp("a")]
+    driver.warm_up_ends("a")
+
+
+@pytest.mark.parametrize("mode", list(Pause))
+def test_a_pause_leaves_pinning_and_prefetching_alone(mode: Pause) -> None:
+    """Weights that an operator asks for come to the device."""
+    driver = Driver()
+    driver.add(program("a", paused=mode), program("b", paused=mode), resident=False)
+    driver.send(Pinned("a", True))
+    driver.send(Prefetch("b"))
+    driver.settle()
+
+    assert driver.resident == {"a", "b"}
+
+
+def test_requests_end_for_what_else_is_wrong_with_them_first(machine: Driver) -> None:
+    """A request that no model could serve, or that is due, is told so rather than that the model is paused."""
+    machine.add(program("a", paused=Pause.REJECT))
+    wrong = [machine.request(variant=9), machine.request(rows=33), machine.request(deadline=0.0)]
+    machine.arrive(*wrong)
+
+    assert [machine.outcome(one) for one in wrong] == [
+        Reason.UNKNOWN_VARIANT,
+        Reason.TOO_MANY_ROWS,
+        Outcome.EXPIRED,
+    ]
+
+
+def test_a_paused_model_can_be_removed(machine: Driver) -> None:
+    """What it held is refused as that of any model; added again it is not paused."""
+    machine.add(program("a", paused=Pause.HOLD))
+    held = machine.request()
+    machine.arrive(held)
+    machine.remove("a")
+    assert machine.outcome(held) is Reason.UNLOADED
+
+    machine.add(program("a"))
+    assert executions(machine.arrive(machine.request()))
+
+
+def test_pausing_is_told_in_the_story(machine: Driver) -> None:
+    """Each change once, in words."""
+    machine.add(program("a"))
+    for mode in (Pause.HOLD, Pause.HOLD, Pause.DRAIN, None):
+        machine.pause(mode, "a")
+
+    lines = [line.split(" ", 1)[1] for line in machine.scheduler.story("a")]
+    assert lines[1:] == ["paused: hold", "paused: drain", "goes on"]
+
+
+def test_pauses_of_unknown_models_are_refused(machine: Driver) -> None:
+    """Nothing changes for the known ones among them."""
+    machine.add(program("a"))
+    with pytest.raises(CallerError, match="there is no model 'b'"):
+        machine.scheduler.handle(Paused(("a", "b"), Pause.HOLD), 0.0)
+
+    assert paused(machine) is None

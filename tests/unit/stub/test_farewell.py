@@ -1,0 +1,76 @@
+"""The end of a process that cannot go on: everybody is told before."""
+
+import threading
+from typing import Any
+
+from rsrv.stub.farewell import Farewell
+from rsrv.stub.replies import Reply, Responses
+from tests.fakes import FakeError, FakePbUtils, FakeRequest
+
+
+class NoBackstop:
+    def put_off(self, seconds: float) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+def test_whoever_waits_is_told_before_the_process_ends() -> None:
+    """After requests are kept away; those that were answered hear nothing more."""
+    responses = Responses(FakePbUtils)
+    requests = [FakeRequest({}) for _ in range(4)]
+    replies = [Reply(request.get_response_sender(), responses) for request in requests]
+    replies[0].send("an answer")
+    replies.pop(1)  # dropped
+    order: list[object] = []
+
+    Farewell(lambda: order.append("stop"), responses, order.append, NoBackstop())("it hangs")
+
+    assert order == ["stop", 1]
+    assert requests[0].answers.get(timeout=1) == "an answer"  # type: ignore[comparison-overlap]
+    for request, text in zip(requests[1:], ("dropped", "it hangs", "it hangs"), strict=True):
+        error = request.answers.get(timeout=1).error
+        assert error is not None
+        assert error.code == FakeError.INTERNAL
+        assert text in error.message
+    assert all(request.answers.empty() for request in requests)
+
+
+def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() -> None:
+    """Nor the process from its end."""
+
+    class Full:
+        def send(self, response: Any = None, flags: int = 0) -> None:
+            raise RuntimeError("no room")
+
+    responses = Responses(FakePbUtils)
+    request = FakeRequest({})
+    replies = [Reply(Full(), responses), Reply(request.get_response_sender(), responses)]
+    left: list[int] = []
+
+    Farewell(lambda: None, responses, left.append, NoBackstop())("it hangs")
+
+    assert left == [1]
+    assert request.answers.get(timeout=1).error is not None
+    assert all(reply.sent for reply in replies)
+
+
+def test_of_several_threads_one_says_farewell() -> None:
+    """The others go on until it has."""
+    inside, go = threading.Event(), threading.Event()
+    left: list[int] = []
+
+    def stop() -> None:
+        inside.set()
+        go.wait(30)
+
+    farewell = Farewell(stop, Responses(FakePbUtils), left.append, NoBackstop())
+    first = threading.Thread(target=farewell, args=["one"])
+    first.start()
+    inside.wait(30)
+
+    farewell("another")
+
+    assert left == []
+    go.set()
+    first.join()
+    assert left == [1]

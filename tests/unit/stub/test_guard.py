@@ -1,0 +1,204 @@
+"""Hooks that go wrong: who hangs, what is done about it, and what a copy of the process may do."""
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.stub.guard import LOOKS, HookGuard, Seen, Stretch, find_hung, look
+
+#: seconds; for what should happen at once
+SOON = 30.0
+
+
+@given(st.lists(st.sampled_from(["same", "new", "none"]), max_size=4 * LOOKS))
+def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(looks: list[str]) -> None:
+    """A hook that has ended, and one that has begun anew, is not held responsible for the one before."""
+    seen: Seen = {}
+    stretch = None
+    in_a_row = 0
+    for kind in looks:
+        if kind == "none":
+            stretch = None
+        elif kind == "new" or stretch is None:
+            stretch, in_a_row = Stretch("run", "r"), 0
+        in_a_row = in_a_row + 1 if stretch is not None else 0
+
+        seen = look(seen, {7: stretch, 8: None})
+
+        hung = find_hung(seen)
+        assert hung == ((7, stretch) if in_a_row > LOOKS else None)
+
+
+class FakeBackstop:
+    """Says what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[float | str] = queue.SimpleQueue()
+
+    def put_off(self, seconds: float) -> None:
+        self.told.put(seconds)
+
+    def cancel(self) -> None:
+        self.told.put("cancel")
+
+    def wait_for(self, what: float | str) -> None:
+        while self.told.get(timeout=SOON) != what:
+            pass
+
+
+@pytest.fixture
+def backstop() -> FakeBackstop:
+    return FakeBackstop()
+
+
+@pytest.fixture
+def guard(backstop: FakeBackstop) -> Iterator[HookGuard]:
+    made = HookGuard(backstop)
+    yield made
+    made.close()
+
+
+def test_a_hook_that_hangs_is_told_with_where_it_is(
+    guard: HookGuard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the hook, its request and the stack of its thread; whoever waits hears which hook."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    go = threading.Event()
+
+    def hangs_here() -> None:
+        with guard.within("postprocess", "request 9"):
+            go.wait(SOON)
+
+    guard.watch(0.1, said.put)
+    thread = threading.Thread(target=hangs_here)
+    thread.start()
+
+    assert "the model's postprocess hook hangs" in said.get(timeout=SOON)
+    go.set()
+    thread.join()
+    assert "request 'request 9': model.py: postprocess has not returned for 0.1 s" in caplog.text
+    assert "in hangs_here" in caplog.text
+
+
+def test_waiting_for_a_call_does_not_count(guard: HookGuard) -> None:
+    """While one run waits for its calls without end, another one hangs; that one is told."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    go = threading.Event()
+
+    def waits() -> None:
+        with guard.within("run", "patient"), guard.waiting(), guard.within("postprocess", "quick"):
+            pass
+        with guard.within("run", "patient"), guard.waiting():
+            go.wait(SOON)
+
+    def hangs() -> None:
+        with guard.within("preprocess", "hung"):
+            go.wait(SOON)
+
+    guard.watch(0.1, said.put)
+    threads = [threading.Thread(target=waits), threading.Thread(target=hangs)]
+    for thread in threads:
+        thread.start()
+
+    assert "preprocess" in said.get(timeout=SOON)
+    go.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_backstop_stands_ready_only_while_there_are_hooks(
+    guard: HookGuard, backstop: FakeBackstop
+) -> None:
+    """A process that is stopped while it has nothing to do must not end when it goes on."""
+    guard.watch(0.1, lambda text: None)
+    for _ in range(2):
+        with guard.within("preprocess", "r"):
+            assert backstop.told.get(timeout=SOON) == pytest.approx(0.2)
+        backstop.wait_for("cancel")
+
+
+# --- processes of their own -------------------------------------------------------------------------------------------
+
+_START = """
+import ctypes, os, sys, time
+import numpy as np
+from rsrv.stub.endpoint import run_hook
+from rsrv.stub.guard import HookGuard
+from rsrv.stub.replies import Failure
+
+def end(text):
+    print(text, flush=True)
+    os._exit(7)
+
+def ask(hook):
+    try:
+        run_hook("preprocess", hook, {"x": np.ones(3)}, "r", guard)
+    except Failure as failure:
+        print(failure.text, flush=True)
+    else:
+        print("well", flush=True)
+
+guard = HookGuard()
+guard.start({"hook_timeout_s": TIMEOUT, "memory_limit_bytes": 1 << 26}, 0, end, lambda: None)
+"""
+
+
+def run(script: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    text = _START.replace("TIMEOUT", repr(timeout)) + dedent(script)
+    return subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_hook_that_holds_the_interpreters_lock_ends_the_process() -> None:
+    """Nothing else in it can act; the log has all stacks."""
+    done = run("ask(lambda inputs: ctypes.PyDLL(None).sleep(50))", timeout=0.2)
+
+    assert done.returncode == 1
+    assert "run_hook" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_hook_that_wants_too_much_memory_fails_and_gives_back_what_it_had() -> None:
+    """In one piece and in many; the next request has all that it may have."""
+    done = run("""
+        for _ in range(3):
+            ask(lambda inputs: {"x": np.ones(10**9)})
+            ask(lambda inputs: {"x": [bytearray(1000) for _ in range(10**9)]})
+            ask(lambda inputs: {"x": np.ones(4 * 10**6)})
+    """)
+
+    refused = "the model's preprocess hook wants more memory than it may have"
+    assert done.stdout.splitlines() == [refused, refused, "well"] * 3, done.stderr
+
+
+def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:
+    """It would fail for ever."""
+    done = run("""
+        kept = []
+        ask(lambda inputs: kept.extend(bytearray(1000) for _ in range(10**9)))
+    """)
+
+    assert done.returncode == 7
+    assert (
+        done.stdout == "the model's hooks keep all memory that they may have; the model is being restarted\n"
+    )
+
+
+def test_a_copy_of_the_process_ends_where_its_hook_does() -> None:
+    """However it ends it: what follows is for the stub alone."""
+    done = run("""
+        ask(lambda inputs: {"pid": np.array(os.fork())})
+        ask(lambda inputs: {"pid": np.array(os.fork() or sys.exit())})
+        for _ in range(2):
+            os.wait()
+    """)
+
+    assert done.stdout.splitlines() == ["well", "well"], done.stderr

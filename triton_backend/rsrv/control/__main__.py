@@ -1,0 +1,121 @@
+"""`python -m rsrv.control`: shows and steers one runtime's server. The runtime starts it; nobody else needs to."""
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rsrv.wire import paths
+
+log = logging.getLogger("rsrv.control")
+
+#: seconds that calls under way have when the server ends
+_GRACE = 0.2
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="rsrv.control", description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="private directory of the runtime")
+    parser.add_argument("--server-pid", type=int, required=True, help="leave when this process ends")
+    parser.add_argument(
+        "--settings", type=Path, required=True, help="rsrv.yaml, in the model repository's root"
+    )
+    options = parser.parse_args(argv)
+
+    # Whatever it does, requests go first.
+    os.nice(5)
+    # gRPC's own complaints are about clients that leave.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    # It counts the files of each change.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
+    try:
+        server = os.pidfd_open(options.server_pid)
+        lock = _claim(options.directory / paths.CONTROL_LOCK)
+    except (ProcessLookupError, FileNotFoundError):
+        return 0  # the server has ended already, and its directory is gone or somebody else's to remove
+    if lock is None:
+        return 0
+    try:
+        asyncio.run(_control(options, server))
+    except Exception:
+        log.critical("the control process failed; the runtime starts another", exc_info=True)
+        sys.stderr.flush()
+        # Never through the interpreter's own end, which waits for threads.
+        os._exit(70)
+    log.info("tritonserver is gone")
+    paths.remove(options.directory)
+    os._exit(0)
+
+
+def _claim(path: Path) -> int | None:
+    """A lock for as long as this process lives; None if another one has it. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+async def _control(options: argparse.Namespace, server: int) -> None:
+    """Until the server ends, of which `server` is a pidfd. Raises whatever ends it before."""
+    # After the claim: who is not needed loads nothing.
+    from rsrv.control.health import Health
+    from rsrv.control.lifecycle import Lifecycle
+    from rsrv.control.overrides import Overrides
+    from rsrv.control.readiness import Readiness
+    from rsrv.control.runtime import RuntimeLink
+    from rsrv.control.server import ListenError, listen, listen_locally
+    from rsrv.control.service import ControlService
+    from rsrv.control.triton import Triton
+    from rsrv.settings import load_settings
+
+    text = options.settings.read_text() if options.settings.exists() else ""
+    settings = load_settings(text, str(options.settings))
+    repository = options.settings.parent
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(server, gone.set)
+
+    link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
+    lifecycle = Lifecycle(settings, repository, link, Triton.of(options.server_pid, settings.control.triton))
+    readiness = Readiness(
+        link, repository, lambda: lifecycle.loading, decides=settings.lifecycle.mode != "explicit"
+    )
+    health = Health(link, readiness)
+    service = ControlService(link, settings, repository, options.server_pid, lifecycle)
+    listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
+    if settings.control.listen is not None:
+        try:
+            listeners.append((await listen(settings.control, service, health))[0])
+        except ListenError as error:
+            log.error("%s. Control listens on its Unix socket only", error)
+    log.info(
+        "control process %d of tritonserver %d listens in %s",
+        os.getpid(),
+        options.server_pid,
+        options.directory,
+    )
+    tasks = [asyncio.create_task(work) for work in (gone.wait(), link.run(), health.run(), lifecycle.run())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        for listener in listeners:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(listener.stop(_GRACE), 10 * _GRACE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""What each subcommand of `rsrv` asks for, and what it prints."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rsrv.control import find, pages
+from rsrv.control.enums import member
+from rsrv.control.output import one_line, print_json
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+
+#: seconds to wait for what the server only has to note, and for what it has to do first
+_SOON = 10.0
+_LATE = 600.0
+
+
+class Wrong(Exception):
+    """The command line."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit status of the command; what goes wrong is one line on stderr."""
+    address = ""
+    try:
+        address = getattr(options, "address", None) or find.address(getattr(options, "pid", None))
+        with _connected(address, options) as server:
+            return _COMMANDS[options.command](server)
+    except Wrong as error:
+        return _complain(str(error), 2)
+    except (find.NotFound, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever reads our output has seen enough. Python would complain while it closes it.
+            sys.stdout = None
+            return 0
+        return _complain(str(error), 1)
+    except grpc.RpcError as error:
+        return _complain(_explain(error, address), 1)
+
+
+def _complain(text: str, status: int) -> int:
+    print(f"rsrv: {one_line(text)}", file=sys.stderr)
+    return status
+
+
+def _explain(error: Any, address: str) -> str:
+    code, text = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text:
+        return f"cannot connect to {address}: is the server there, and do both sides or neither speak TLS?"
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "no answer in time; --timeout says how long to wait"
+    return text or code.name
+
+
+class Server:
+    """A connection to a control service, and what the command line says."""
+
+    def __init__(self, channel: Any, options: argparse.Namespace, token: str | None) -> None:
+        self.options = options
+        self.json: bool = getattr(options, "json", False)
+        self._control: Any = control_pb2_grpc.ControlStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def ask(self, call: str, request: Message, seconds: float = _SOON) -> Any:
+        """The answer. Raises grpc.RpcError."""
+        timeout = getattr(self.options, "timeout", seconds)
+        return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
+
+    def stream(self, call: str, request: Message) -> Any:
+        timeout = getattr(self.options, "timeout", None)
+        return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
+
+    def health(self, service: str) -> Any:
+        request = health_pb2.HealthCheckRequest(service=service)
+        timeout = getattr(self.options, "timeout", _SOON)
+        return self._health.Check(request, timeout=timeout, metadata=self._metadata)
+
+    def done(self, answer: Message, text: str) -> int:
+        """Say what was done."""
+        if self.json:
+            print_json(answer)
+        else:
+            print(text)
+        return 0
+
+    def show(self, answer: Any, page: Callable[[Any], None]) -> int:
+        if self.json:
+            print_json(answer)
+        else:
+            page(answer)
+        return 0
+
+
+@contextmanager
+def _connected(address: str, options: argparse.Namespace) -> Iterator[Server]:
+    ca, certificate, key = (getattr(options, f"tls_{name}", None) for name in ("ca", "cert", "key"))
+    token_file = getattr(options, "token_file", None)
+    token = None if token_file is None else token_file.read_text().strip()
+    limits = [("grpc.max_receive_message_length", -1)]
+    if ca or certificate or key or getattr(options, "tls", False):
+        if (certificate is None) != (key is None):
+            raise Wrong("--tls-cert and --tls-key go together")
+        pems = (None if path is None else path.read_bytes() for path in (ca, key, certificate))
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems), limits)
+    else:
+        channel = grpc.insecure_channel(address, limits)
+    with channel:
+        yield Server(channel, options, token)
+
+
+def _target(options: argparse.Namespace) -> pb.Target:
+    return pb.Target(all=True) if options.all else pb.Target(model=options.model)
+
+
+def _whom(options: argparse.Namespace) -> str:
+    return "all models" if options.all else str(options.model)
+
+
+def _status(server: Server) -> int:
+    model = server.options.model
+    answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
+    return server.show(answer, pages.model_page if model else pages.status_page)
+
+
+def _health(server: Server) -> int:
+    answer = server.health(server.options.model)
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    server.done(answer, "serving" if serving else "not serving")
+    return 0 if serving else 1
+
+
+def _load(server: Server) -> int:
+    return server.show(server.ask("GetLoad", pb.GetLoadRequest()), pages.load_page)
+
+
+def _story(server: Server) -> int:
+    answer = server.ask("GetStory", pb.GetStoryRequest(model=server.options.model))
+    return server.show(answer, pages.story_page)
+
+
+def _watch(server: Server) -> int:
+    for update in server.stream("WatchState", pb.WatchStateRequest()):
+        if server.json:
+            print_json(update, line=True)
+        else:
+            pages.print_update(update)
+    return 0
+
+
+def _set_residency(server: Server, residency: str, wait: bool = False) -> int:
+    model = server.options.model
+    request = pb.SetResidencyRequest(model=model, residency=member(pb.Residency, residency), wait=wait)
+    answer = server.ask("SetResidency", request, _LATE if wait else _SOON)
+    return server.done(answer, f"{model}: residency {residency}")
+
+
+def _prefetch(server: Server) -> int:
+    model, wait = server.options.model, server.options.wait
+    answer = server.ask("Prefetch", pb.PrefetchRequest(model=model, wait=wait), _LATE if wait else _SOON)
+    return server.done(answer, f"{model}: the weights are {'there' if wait else 'loaded'}")
+
+
+def _evict(server: Server) -> int:
+    answer = server.ask("Evict", pb.EvictRequest(target=_target(server.options)))
+    return server.done(answer, f"freed: {', '.join(answer.models) or 'nothing'}")
+
+
+def _compact(server: Server) -> int:
+    return server.done(
+        server.ask("Compact", pb.CompactRequest()), "weights that are not pinned are loaded again"
+    )
+
+
+def _policy(server: Server) -> int:
+    options = server.options
+    policy = pb.Policy(
+        weight=options.weight, max_delay_us=options.max_delay_us, max_queue_depth=options.max_queue_depth
+    )
+    if not policy.ListFields():
+        raise Wrong("policy needs at least one of --weight, --max-delay-us, --max-queue-depth")
+    answer = server.ask("SetPolicy", pb.SetPolicyRequest(model=options.model, policy=policy))
+    changes = ", ".join(f"{field.name} {value:g}" for field, value in policy.ListFields())
+    return server.done(answer, f"{options.model}: {changes}")
+
+
+def _scheduler(server: Server) -> int:
+    changes = pb.Scheduler()
+    for text in server.options.changes:
+        _set(changes, text)
+    answer = server.ask("SetScheduler", pb.SetSchedulerRequest(scheduler=changes))
+    return server.show(answer, pages.scheduler_page)
+
+
+def _set(changes: pb.Scheduler, text: str) -> None:
+    """KEY=VALUE as in rsrv.yaml. Raises Wrong."""
+    key, equals, value = text.partition("=")
+    field = pb.Scheduler.DESCRIPTOR.fields_by_name.get(key)
+    if not equals or field is None:
+        known = ", ".join(pb.Scheduler.DESCRIPTOR.fields_by_name)
+        raise Wrong(f"{text!r} is no KEY=VALUE with one of these keys: {known}")
+    parsed: Any
+    try:
+        if field.enum_type is not None:
+            parsed = field.enum_type.values_by_name[f"{key.upper()}_{value.upper()}"].number
+        elif field.cpp_type == field.CPPTYPE_DOUBLE:
+            parsed = float(value)
+        else:
+            parsed = 0 if key == "depth" and value == "null" else int(value)
+        setattr(changes, key, parsed)
+    except (KeyError, ValueError):
+        raise Wrong(f"{key} cannot be {value!r}") from None
+
+
+def _pause(server: Server) -> int:
+    options = server.options
+    request = pb.PauseRequest(target=_target(options), mode=member(pb.Pause, options.mode))
+    return server.done(server.ask("Pause", request), f"{_whom(options)}: paused ({options.mode})")
+
+
+def _continue(server: Server) -> int:
+    answer = server.ask("Continue", pb.ContinueRequest(target=_target(server.options)))
+    return server.done(answer, f"{_whom(server.options)}: not paused")
+
+
+def _abort(server: Server) -> int:
+    answer = server.ask("Abort", pb.AbortRequest(request_id=server.options.id))
+    return server.done(answer, f"{answer.aborted} aborted, {answer.executing} execute already")
+
+
+def _reload(server: Server) -> int:
+    model = server.options.model
+    answer = server.ask("ReloadWeights", pb.ReloadWeightsRequest(model=model), _LATE)
+    return server.done(answer, f"{model}: served as its bundle is now")
+
+
+def _profile(server: Server) -> int:
+    action, seconds = server.options.action, server.options.seconds
+    if (action is None) == (seconds is None):
+        raise Wrong("profile needs start or stop, or --seconds")
+    if action == "start":
+        answer = server.ask("StartProfile", pb.StartProfileRequest(), _LATE)
+        return server.done(answer, f"recording into {answer.directory}")
+    if seconds is not None:
+        server.ask("StartProfile", pb.StartProfileRequest(), _LATE)
+        with suppress(KeyboardInterrupt):  # what there is will do
+            time.sleep(seconds)
+    answer = server.ask("StopProfile", pb.StopProfileRequest(), _LATE)
+    return server.done(answer, answer.directory)
+
+
+_COMMANDS: dict[str, Callable[[Server], int]] = {
+    "status": _status,
+    "health": _health,
+    "load": _load,
+    "story": _story,
+    "watch": _watch,
+    "pin": lambda server: _set_residency(server, "device", server.options.wait),
+    "unpin": lambda server: _set_residency(server, "system"),
+    "residency": lambda server: _set_residency(server, server.options.residency),
+    "prefetch": _prefetch,
+    "evict": _evict,
+    "compact": _compact,
+    "policy": _policy,
+    "scheduler": _scheduler,
+    "pause": _pause,
+    "continue": _continue,
+    "abort": _abort,
+    "reload": _reload,
+    "profile": _profile,
+}

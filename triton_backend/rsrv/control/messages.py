@@ -1,0 +1,185 @@
+"""The runtime's JSON as the service's messages, and settings the other way round. Pure."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from google.protobuf.message import Message
+
+from rsrv.control.enums import member, member_name
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.view import Entry
+from rsrv.settings import Settings
+
+Json = Mapping[str, Any]
+#: versions of one model, in the order in which they came, by key
+Versions = Mapping[str, Entry]
+
+#: fields that have the same name in both, but not the same form
+_TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
+
+
+def version(key: str, entry: Entry) -> pb.Version:
+    return pb.Version(
+        key=key,
+        digest=entry["digest"],
+        state=member(pb.State, entry["state"]),
+        error=entry["error"] or "",
+        weights=member(pb.Weights, entry["weights"]),
+        paused=member(pb.Pause, entry["paused"]),
+        stubs=entry["stubs"],
+        calls=entry["models"],
+    )
+
+
+def by_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
+    found: dict[str, dict[str, Entry]] = {}
+    for key, entry in entries.items():
+        found.setdefault(entry["name"], {})[key] = entry
+    return found
+
+
+def version_list(versions: Versions) -> list[pb.Version]:
+    return [version(key, entry) for key, entry in versions.items()]
+
+
+def entry_message(key: str, entry: Entry) -> pb.Entry:
+    return pb.Entry(
+        name=entry["name"],
+        meta=entry["kind"] == "meta",
+        residency=member(pb.Residency, entry["residency"]),
+        version=version(key, entry),
+    )
+
+
+def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy) -> pb.ModelStatus:
+    """`status`: what the runtime says of this model; empty while it is not built, or could not be."""
+    found = list(versions.values())
+    # What is served, or else what is about to be.
+    ready = [entry for entry in found if entry["state"] == "ready"] or found
+    costs = status.get("costs", {})
+    return pb.ModelStatus(
+        name=name,
+        versions=version_list(versions),
+        residency=member(pb.Residency, ready[-1]["residency"] if ready else status.get("residency")),
+        weights=member(pb.Weights, ready[-1]["weights"] if ready else status.get("weights")),
+        paused=member(pb.Pause, ready[-1]["paused"] if ready else None),
+        executables=[
+            _executable(which, status.get("sizes", {}).get(which, 0), costs.get(which))
+            for which in sorted({*costs, *status.get("sizes", {})}, key=_variant_and_size)
+        ],
+        policy=policy,
+        **_same(pb.ModelStatus, status, _TRANSLATED),
+    )
+
+
+def meta_status(name: str, status: Json, versions: Versions) -> pb.MetaStatus:
+    """`status`: what the runtime says of this meta model; empty while nobody serves it."""
+    found = list(versions.values())
+    return pb.MetaStatus(
+        name=name,
+        versions=version_list(versions),
+        paused=member(pb.Pause, found[-1]["paused"] if found else None),
+        **_same(pb.MetaStatus, status),
+    )
+
+
+def policy(settings: Settings, name: str, changed: Json) -> pb.Policy:
+    """What holds for a model: `changed`, else rsrv.yaml."""
+    section = settings.for_model(name)
+    return pb.Policy(
+        weight=changed.get("weight", section.weight),
+        max_delay_us=changed.get("max_delay_us", section.max_delay_us),
+        max_queue_depth=changed.get(
+            "max_queue_depth", section.max_queue_depth or settings.scheduler.max_queue_depth
+        ),
+    )
+
+
+def host_memory(status: Json) -> pb.HostMemory:
+    return pb.HostMemory(**_same(pb.HostMemory, status))
+
+
+def device_memory(status: Json) -> pb.DeviceMemory:
+    return pb.DeviceMemory(**_same(pb.DeviceMemory, status))
+
+
+def scheduler(section: Json) -> pb.Scheduler:
+    """rsrv.yaml's section as the runtime has it."""
+    return pb.Scheduler(
+        discipline=member(pb.Discipline, section.get("discipline")),
+        eviction=member(pb.Eviction, section.get("eviction")),
+        **_same(pb.Scheduler, section, _TRANSLATED),
+    )
+
+
+def scheduler_changes(message: pb.Scheduler) -> dict[str, Any]:
+    """The keys that are given. Raises ValueError."""
+    changes = given(message)
+    for key, enum in (("discipline", pb.Discipline), ("eviction", pb.Eviction)):
+        if key in changes:
+            try:
+                changes[key] = member_name(enum, changes[key])
+            except ValueError as error:
+                raise ValueError(f"{key} {error}") from None
+    if changes.get("depth") == 0:
+        changes["depth"] = None
+    return changes
+
+
+def given(message: Message) -> dict[str, Any]:
+    """The fields that are there, by name."""
+    return {field.name: value for field, value in message.ListFields()}
+
+
+def load(said: Json) -> pb.GetLoadResponse:
+    # Asked for many times a second: spelled out, for speed.
+    return pb.GetLoadResponse(
+        backlog_s=said["backlog_s"],
+        free_bytes=said["free_bytes"],
+        budget_bytes=said["budget_bytes"],
+        models=[
+            pb.ModelLoad(
+                name=name,
+                queued=model["queued"],
+                executing=model["executing"],
+                weights=member(pb.Weights, model["weights"]),
+                bytes=model["bytes"],
+                cost_s=model["cost_s"],
+                misses=model["misses"],
+                device_seconds=model["device_seconds"],
+                rows=model["rows"],
+            )
+            for name, model in said["models"].items()
+        ],
+    )
+
+
+def snapshot(instance: str, revision: int, entries: Mapping[str, Entry]) -> pb.Snapshot:
+    return pb.Snapshot(
+        instance=instance,
+        revision=revision,
+        entries=[entry_message(key, entries[key]) for key in sorted(entries)],
+    )
+
+
+def _same(message: Any, status: Json, but: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """What has the same name and meaning in both; null is absent."""
+    names = _names(message, but)
+    return {key: value for key, value in status.items() if key in names and value is not None}
+
+
+@cache
+def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
+    """Of fields. Kept, because asking a descriptor takes longer than making a message."""
+    return frozenset(field.name for field in message.DESCRIPTOR.fields) - but
+
+
+def _executable(which: str, count: int, cost: float | None) -> pb.Executable:
+    variant, size = _variant_and_size(which)
+    return pb.Executable(variant=variant, size=size, count=count, cost_s=cost)
+
+
+def _variant_and_size(which: str) -> tuple[int, int]:
+    variant, size = which.split("/")
+    return int(variant), int(size)

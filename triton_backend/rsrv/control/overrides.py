@@ -1,0 +1,115 @@
+"""What operators set while the server runs. A runtime forgets it with its end; the next one is told again."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, Final
+
+log = logging.getLogger("rsrv.control")
+
+Command = dict[str, Any]
+
+#: in place of a model's name in the file
+_ALL: Final = "*"
+
+
+class Overrides:
+    """Kept in a file, so that the next control process of this server knows, too.
+
+    A file that cannot be read is as none; one that cannot be written is complained about in the log, for what an
+    operator asked for has been done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        #: keys of rsrv.yaml's section scheduler
+        self.scheduler: dict[str, Any] = {}
+        self._residency: dict[str, str] = {}
+        self._policy: dict[str, dict[str, Any]] = {}
+        #: by name, _ALL for all others; None: not paused though all others are
+        self._paused: dict[str, str | None] = {}
+        try:
+            kept = json.loads(path.read_text())
+            self.scheduler = dict(kept["scheduler"])
+            self._residency = dict(kept["residency"])
+            self._policy = {name: dict(policy) for name, policy in kept["policy"].items()}
+            self._paused = dict(kept["paused"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            log.error("what operators had set is lost: %s cannot be read: %s", path, error)
+
+    @property
+    def models(self) -> set[str]:
+        """Names of the models that something is set for."""
+        return {*self._residency, *self._policy, *self._paused} - {_ALL}
+
+    def policy(self, model: str) -> dict[str, Any]:
+        """Keys of the command `policy`, those that were set."""
+        return self._policy.get(model, {})
+
+    def configured(self, changes: dict[str, Any]) -> None:
+        """The scheduler's settings were changed."""
+        self.scheduler |= changes
+        self._keep()
+
+    def commanded(self, command: Command) -> None:
+        """The runtime carried out this command. Those whose effect does not last are nothing to remember."""
+        match command:
+            case {"command": "residency", "model": str(model), "residency": str(residency)}:
+                self._residency[model] = residency
+            case {"command": "policy", "model": str(model), **policy}:
+                self._policy[model] = {**self.policy(model), **policy}
+            case {"command": "pause", "model": model, "mode": str(mode)}:
+                self._pause(model, mode)
+            case {"command": "continue", "model": model}:
+                self._pause(model, None)
+            case _:
+                return
+        self._keep()
+
+    def _pause(self, model: str | None, mode: str | None) -> None:
+        if model is None:
+            # All of them: whatever was said of single ones is over.
+            self._paused = {} if mode is None else {_ALL: mode}
+        elif mode is None and _ALL not in self._paused:
+            self._paused.pop(model, None)
+        else:
+            self._paused[model] = mode
+
+    def for_all(self) -> list[Command]:
+        """What to tell a new runtime at once, beside `scheduler`."""
+        mode = self._paused.get(_ALL)
+        return [] if mode is None else [{"command": "pause", "model": None, "mode": mode}]
+
+    def for_model(self, model: str) -> list[Command]:
+        """What to tell a new runtime when it knows this model."""
+        commands: list[Command] = []
+        if model in self._residency:
+            commands.append({"command": "residency", "model": model, "residency": self._residency[model]})
+        if model in self._policy:
+            commands.append({"command": "policy", "model": model, **self._policy[model]})
+        if model in self._paused:
+            mode = self._paused[model]
+            commands.append(
+                {"command": "continue", "model": model}
+                if mode is None
+                else {"command": "pause", "model": model, "mode": mode}
+            )
+        return commands
+
+    def _keep(self) -> None:
+        kept = {
+            "scheduler": self.scheduler,
+            "residency": self._residency,
+            "policy": self._policy,
+            "paused": self._paused,
+        }
+        # Aside and renamed: there is never half of it.
+        aside = self._path.with_suffix(".new")
+        try:
+            aside.write_text(json.dumps(kept))
+            os.replace(aside, self._path)
+        except OSError as error:
+            log.error("a new control process will not know what was set: %s: %s", self._path, error)

@@ -1,0 +1,366 @@
+"""The runtime, as the control process knows it: connected for as long as there is one, and watched for silence."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rsrv.control.connection import Answer, Connection
+from rsrv.control.overrides import Command, Overrides
+from rsrv.control.view import Entry
+from rsrv.wire.frames import Kind, ProtocolError, pack_json
+
+log = logging.getLogger("rsrv.control")
+
+#: seconds between two pings, and without an answer to one until the runtime counts as not there. What shows readiness
+#: must be right within a second.
+_PING = 0.25
+_SILENCE = 0.6
+#: seconds between two tries to reach a runtime
+_PAUSE = 0.1
+#: seconds that starting or ending a profile may take
+_SLOW = 60.0
+#: changes that wait for somebody who does not take them; beyond, they get a snapshot instead
+_UNTAKEN = 4096
+
+
+class RuntimeDown(Exception):
+    """The runtime does not answer."""
+
+
+class Refused(Exception):
+    """The runtime does not do that; `code` is the name of a gRPC status."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`entry` None: it is gone."""
+
+    instance: str
+    revision: int
+    key: str
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The next change has the next revision."""
+
+    instance: str
+    revision: int
+    entries: Mapping[str, Entry]
+
+
+#: None: the runtime does not answer
+Update = Snapshot | Change | None
+
+
+class RuntimeLink:
+    """A `RuntimeView`, and the way to tell the runtime something. Belongs to one event loop; `run` keeps it up.
+
+    A runtime that the link meets for the first time is told what `overrides` has: of single models, once they are there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        overrides: Overrides,
+        *,
+        ping: float = _PING,
+        silence: float = _SILENCE,
+        pause: float = _PAUSE,
+    ) -> None:
+        self._path = path
+        self.overrides = overrides
+        self._ping, self._silence, self._pause = ping, silence, pause
+        self._loop = asyncio.get_running_loop()
+        self._connection: Connection | None = None
+        self._up = False
+        self._down = self._loop.create_future()
+        self._since = 0.0
+        self._changes = 0
+        self._changed = self._loop.create_future()
+        self._entries: dict[str, Entry] = {}
+        self.instance = ""
+        self.revision = 0
+        #: names of models that the runtime still has to be told of
+        self._untold: set[str] = set()
+        self._subscriptions: set[Subscription] = set()
+
+    # --- what is seen -------------------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        return self._up
+
+    @property
+    def since(self) -> float:
+        return self._since
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self._entries
+
+    @property
+    def changes(self) -> int:
+        return self._changes
+
+    def stubs(self) -> Mapping[str, frozenset[int]]:
+        found: dict[str, frozenset[int]] = {}
+        for entry in self._entries.values() if self._up else ():
+            found[entry["name"]] = found.get(entry["name"], frozenset()).union(entry["stubs"])
+        return found
+
+    async def wait_change(self, seen: int | None = None) -> None:
+        if seen is None or seen == self._changes:
+            await asyncio.shield(self._changed)
+
+    def subscribe(self) -> "Subscription":
+        """All changes from now on, a snapshot first. To be closed."""
+        return Subscription(self, self._subscriptions)
+
+    # --- what is asked and told ---------------------------------------------------------------------------
+
+    async def command(self, command: Command) -> dict[str, Any]:
+        """What comes of a COMMAND. Raises RuntimeDown, Refused."""
+        answer = await self._ask(Kind.COMMAND, command, Kind.COMMANDED)
+        _check(answer, "INTERNAL")
+        self.overrides.commanded(command)
+        return answer
+
+    async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """The scheduler's section as it holds after these changes of it. Raises RuntimeDown, Refused."""
+        answer = await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED)
+        _check(answer, "INVALID_ARGUMENT")
+        if changes:
+            self.overrides.configured(changes)
+        return answer
+
+    async def status(self) -> dict[str, Any]:
+        """As docs/protocol.md has it. Raises RuntimeDown."""
+        return await self._ask(Kind.STATUS, {}, Kind.STATUS_REPLY)
+
+    async def slow_command(self, command: Command) -> dict[str, Any]:
+        """As `command`, for those whose answer takes its time: what is asked meanwhile is not kept waiting.
+
+        Raises RuntimeDown, Refused.
+        """
+        if not self._up:
+            raise RuntimeDown
+        try:
+            connection = Connection(self._path, lambda _: None)
+        except (OSError, ProtocolError):
+            raise RuntimeDown from None
+        try:
+            answer = connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
+            await asyncio.wait({answer}, timeout=_SLOW)
+            if not answer.done() or answer.cancelled():
+                raise RuntimeDown
+            return _check(answer.result(), "INTERNAL")
+        finally:
+            connection.close()
+
+    async def _ask(self, kind: Kind, body: dict[str, Any], answer_kind: Kind) -> dict[str, Any]:
+        if not self._up or self._connection is None:
+            raise RuntimeDown
+        try:
+            question = pack_json(kind, body)
+        except ProtocolError as error:
+            raise Refused("INVALID_ARGUMENT", str(error)) from None
+        answer = self._connection.ask(question, answer_kind)
+        # Not cancelled with whoever asks: the answers keep their order.
+        await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done() or answer.cancelled():
+            raise RuntimeDown
+        return answer.result()
+
+    # --- the connection -----------------------------------------------------------------------------------
+
+    async def run(self) -> NoReturn:
+        """For ever: connect, watch, and connect again."""
+        complaint = ""
+        while True:
+            try:
+                reason = await self._serve()
+            except OSError:
+                reason = ""  # nobody listens yet, or not any more
+            except ProtocolError as error:
+                reason = str(error)
+            if self._up:
+                self._go_down()
+                log.warning("the runtime's connection ended: %s", reason)
+                continue  # the next runtime may be there already
+            if reason and reason != complaint:
+                log.error("the runtime cannot be watched: %s", reason)
+            complaint = reason
+            await asyncio.sleep(self._pause)
+
+    async def _serve(self) -> str:
+        """One connection, to its end; says why that came. Raises OSError, ProtocolError."""
+        connection = self._connection = Connection(self._path, self._on_state)
+        try:
+            connection.send(pack_json(Kind.WATCH, {}))
+            pinging = asyncio.create_task(self._keep_pinging(connection))
+            try:
+                return await asyncio.shield(connection.ended)
+            finally:
+                pinging.cancel()
+        finally:
+            connection.close()
+            self._connection = None
+
+    async def _keep_pinging(self, connection: Connection) -> None:
+        while not connection.ended.done():
+            answer = connection.ask(pack_json(Kind.COMMAND, {"command": "ping"}), Kind.COMMANDED)
+            await asyncio.wait({answer}, timeout=self._silence)
+            if not answer.done():
+                silenced = self._up
+                if silenced:
+                    log.warning("the runtime has not answered for %g s", self._silence)
+                    self._go_down()
+                await asyncio.wait({answer})
+                if silenced and not answer.cancelled():
+                    self._come_up()
+            await asyncio.sleep(self._ping)
+
+    def _on_state(self, state: dict[str, Any]) -> None:
+        """A snapshot, or a change that follows on what is known."""
+        try:
+            revision = int(state["revision"])
+            if "entries" in state:
+                self._entries = dict(state["entries"])
+                self._since = self._loop.time()
+                new = state["instance"] != self.instance
+                self.instance, self.revision = str(state["instance"]), revision
+                log.info("connected to the runtime, instance %s", self.instance)
+                self._come_up()
+                if new:
+                    self._tell_all()
+                return
+            if revision != self.revision + 1:
+                raise ProtocolError(f"the runtime's state goes from revision {self.revision} to {revision}")
+            key, entry = str(state["key"]), state["entry"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a STATE frame without its {error}") from None
+        self.revision = revision
+        if entry is None:
+            self._entries.pop(key, None)
+        else:
+            self._entries[key] = entry
+            self._tell_of(entry["name"])
+        self._note()
+        if self._up:  # else a snapshot will tell
+            self._publish(Change(self.instance, revision, key, entry))
+
+    def _come_up(self) -> None:
+        self._up = True
+        self._down = self._loop.create_future()
+        self._note()
+        self._publish(None)
+
+    def _go_down(self) -> None:
+        self._up = False
+        self._down.set_result(None)
+        self._note()
+        self._publish(None)
+
+    def _note(self) -> None:
+        self._changes += 1
+        changed, self._changed = self._changed, self._loop.create_future()
+        changed.set_result(None)
+
+    def _publish(self, change: Change | None) -> None:
+        for subscription in self._subscriptions:
+            subscription.tell(change)
+
+    # --- what operators set, for a new runtime --------------------------------------------------------------
+
+    def _tell_all(self) -> None:
+        assert self._connection is not None
+        self._untold = self.overrides.models
+        if self.overrides.scheduler:
+            answer = self._connection.ask(
+                pack_json(Kind.CONFIGURE, self.overrides.scheduler), Kind.CONFIGURED
+            )
+            answer.add_done_callback(partial(self._told, "", self.overrides.scheduler))
+        for command in self.overrides.for_all():
+            self._tell("", command)
+        for name in {entry["name"] for entry in self._entries.values()}:
+            self._tell_of(name)
+
+    def _tell_of(self, name: str) -> None:
+        if name in self._untold:
+            self._untold.discard(name)
+            for command in self.overrides.for_model(name):
+                self._tell(name, command)
+
+    def _tell(self, name: str, command: Command) -> None:
+        assert self._connection is not None
+        answer = self._connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
+        answer.add_done_callback(partial(self._told, name, command))
+
+    def _told(self, name: str, command: Command, answer: Answer) -> None:
+        if answer.cancelled():
+            return
+        said = answer.result()
+        if "error" not in said:
+            log.info("told the runtime again: %s", command)
+        elif said.get("code") == "NOT_FOUND":
+            self._untold.add(name)  # with its next change
+        else:
+            log.error("the runtime does not take again what was set, %s: %s", command, said["error"])
+
+
+class Subscription:
+    """What changes, from the first snapshot on. Who is slow gets another snapshot in place of many changes."""
+
+    def __init__(self, link: RuntimeLink, subscriptions: "set[Subscription]") -> None:
+        self._link = link
+        self._subscriptions = subscriptions
+        self._changes: deque[Change] = deque()
+        #: nothing but a snapshot will do
+        self._stale = True
+        self._some = asyncio.Event()
+        self._some.set()
+        subscriptions.add(self)
+
+    def tell(self, change: Change | None) -> None:
+        """A change; None: more than one entry, or whether the runtime is up."""
+        if change is None or len(self._changes) >= _UNTAKEN:
+            self._stale = True
+            self._changes.clear()
+        if change is not None and not self._stale:
+            self._changes.append(change)
+        if self._stale or self._changes:
+            self._some.set()
+
+    async def next(self) -> Update:
+        """The next one, waited for."""
+        await self._some.wait()
+        if self._stale:
+            self._stale = False
+            self._some.clear()
+            link = self._link
+            return Snapshot(link.instance, link.revision, dict(link.entries)) if link.up else None
+        change = self._changes.popleft()
+        if not self._changes:
+            self._some.clear()
+        return change
+
+    def close(self) -> None:
+        self._subscriptions.discard(self)
+
+
+def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:
+    """Raises Refused, with this code if the answer has none."""
+    if "error" in answer:
+        raise Refused(str(answer.get("code", code)), str(answer["error"]))
+    return answer

@@ -1,0 +1,146 @@
+"""Where the services listen: on a Unix socket of this user, and, with TLS or a token, on a TCP port."""
+
+import hmac
+import logging
+import os
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rsrv.control.health import Health
+from rsrv.control.service import ControlService
+from rsrv.control.v1 import control_pb2, control_pb2_grpc
+from rsrv.settings import ControlSection
+
+log = logging.getLogger("rsrv.control")
+
+_OPTIONS: Sequence[tuple[str, int]] = (
+    # Requests are small, whoever sends them.
+    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 64),
+    # Two processes on one port would each answer some.
+    ("grpc.so_reuseport", 0),
+    # As Triton's.
+    ("grpc.keepalive_time_ms", 7_200_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
+    ("grpc.http2.max_ping_strikes", 2),
+)
+#: calls at a time on one listener, watchers among them
+_CALLS = 256
+
+
+class ListenError(Exception):
+    """control.listen cannot be used; the message says which setting is wrong."""
+
+
+async def listen_locally(path: Path, service: ControlService, health: Health) -> Any:
+    """A started server on a Unix socket in a private directory, which only this user can reach."""
+    path.unlink(missing_ok=True)
+    server = _server(service, health, [])
+    server.add_insecure_port(f"unix:{path}")
+    path.chmod(0o600)
+    await server.start()
+    return server
+
+
+async def listen(settings: ControlSection, service: ControlService, health: Health) -> tuple[Any, int]:
+    """A started server on `settings.listen`, and its port. Raises ListenError."""
+    address = settings.listen
+    assert address is not None
+    port = address.rpartition(":")[2]
+    if not (port.isdigit() and int(port) < 65536):
+        raise ListenError(f"control.listen: {address!r} is not host:port")  # gRPC would take another port
+    credentials, token = _credentials(settings), _token(settings)
+    if credentials is None and token is None:
+        raise ListenError(
+            "control.listen needs tls_certificate and tls_key, or token_file: whoever reaches the port could steer "
+            "the server"
+        )
+    server = _server(service, health, [] if token is None else [_TokenCheck(token)])
+    try:
+        bound = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError:
+        # gRPC says why only in a log of its own.
+        raise ListenError(
+            f"control.listen: cannot listen on {address}: it is taken, or not of this machine, or the certificate and "
+            "key cannot be used"
+        ) from None
+    await server.start()
+    secured = [*(["TLS"] if credentials else []), *(["a token"] if token else [])]
+    log.info("control listens on %s, with %s", address, " and ".join(secured))
+    return server, bound
+
+
+def _server(service: ControlService, health: Health, interceptors: list[Any]) -> Any:
+    server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_CALLS)
+    control_pb2_grpc.add_ControlServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    described = (control_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    names = [service.full_name for file in described for service in file.services_by_name.values()]
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    return server
+
+
+def _credentials(settings: ControlSection) -> Any:
+    """None without TLS. Raises ListenError."""
+    certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
+    if certificate is None and key is None and authorities is None:
+        return None
+    if certificate is None or key is None:
+        raise ListenError("control.listen with TLS needs both tls_certificate and tls_key")
+    pair = (_read("tls_key", key), _read("tls_certificate", certificate))
+    clients = None if authorities is None else _read("tls_client_ca", authorities)
+    return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+
+
+def _token(settings: ControlSection) -> bytes | None:
+    """None without one. Raises ListenError."""
+    path = settings.token_file
+    if path is None:
+        return None
+    token = _read("token_file", path).strip()
+    if stat.S_IMODE(os.stat(path.expanduser()).st_mode) & 0o004:
+        raise ListenError(
+            f"control.token_file: everybody can read {path}: chmod o-r it, and change the token"
+        )
+    if not token:
+        raise ListenError(f"control.token_file: {path} is empty")
+    return token
+
+
+def _read(key: str, path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ListenError(f"control.{key}: {error}") from None
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets in who sends `authorization: Bearer TOKEN`."""
+
+    def __init__(self, token: bytes) -> None:
+        self._wanted = b"Bearer " + token
+
+        async def refuse(_: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        sent = next((value for key, value in call.invocation_metadata if key == "authorization"), "")
+        if hmac.compare_digest(sent.encode(), self._wanted):
+            return await continuation(call)
+        return self._refuse

@@ -1,0 +1,361 @@
+"""rsrv.control.v1.Control: what the runtime and the lifecycle do, over gRPC. control.proto says what each call means."""
+
+import asyncio
+import functools
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from rsrv.control import messages
+from rsrv.control.enums import member, member_name
+from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.control.view import Reloading
+from rsrv.settings import CHANGEABLE, Settings
+
+log = logging.getLogger("rsrv.control")
+
+_DOWN = (
+    "the runtime does not answer: it has ended, or it hangs. The models cannot serve before one does; the server's log "
+    "may say more"
+)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Service = TypeVar("Service")
+
+
+class _Wrong(Exception):
+    """The request; INVALID_ARGUMENT."""
+
+
+def _answers(
+    method: Callable[[Service, Request], Awaitable[Response]],
+) -> Callable[[Service, Request, Any], Awaitable[Response]]:
+    """A method of the service that ends with a gRPC status, whatever it raises."""
+
+    @functools.wraps(method)
+    async def answer(self: Service, request: Request, context: Any) -> Response:
+        try:
+            return await method(self, request)
+        except RuntimeDown:
+            status, text = grpc.StatusCode.UNAVAILABLE, _DOWN
+        except _Wrong as error:
+            status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except (Refused, LifecycleError) as error:
+            codes = grpc.StatusCode.__members__
+            status, text = codes.get(error.code, grpc.StatusCode.INTERNAL), str(error)
+        except Exception:
+            log.exception("%s failed", method.__name__)
+            status, text = grpc.StatusCode.INTERNAL, "internal error; the server's log says more"
+        await context.abort(status, text)
+        raise AssertionError("abort raises")
+
+    return answer
+
+
+def _steers(
+    method: Callable[[Service, Request], Awaitable[Response]],
+) -> Callable[[Service, Request, Any], Awaitable[Response]]:
+    """Likewise, and the log says who asked for what."""
+    inner = _answers(method)
+
+    @functools.wraps(method)
+    async def answer(self: Service, request: Request, context: Any) -> Response:
+        log.info("%s from %s: %s", method.__name__, context.peer(), " ".join(str(request).split()))
+        return await inner(self, request, context)
+
+    return answer
+
+
+class ControlService(control_pb2_grpc.ControlServicer):
+    def __init__(
+        self,
+        link: RuntimeLink,
+        settings: Settings,
+        repository: Path,
+        server_pid: int,
+        lifecycle: Reloading,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._link = link
+        self._settings = settings
+        self._repository = repository
+        self._server_pid = server_pid
+        self._lifecycle = lifecycle
+        self._clock = clock
+
+    # --- what is ------------------------------------------------------------------------------------------
+
+    @_answers
+    async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
+        link = self._link
+        status = await link.status()
+        section = await link.configure({})
+        versions = messages.by_name(link.entries)
+        # What is not built yet, or could not be, has no status.
+        kinds = {e["name"]: e["kind"] for e in link.entries.values()}
+        models = {**{name: {} for name, kind in kinds.items() if kind == "model"}, **status["models"]}
+        metas = {**{name: {} for name, kind in kinds.items() if kind == "meta"}, **status["metas"]}
+        failures = self._lifecycle.failures
+        if request.model and request.model not in {*models, *metas, *failures}:
+            raise Refused("NOT_FOUND", f"there is no model {request.model!r}")
+
+        def wanted(names: Any) -> list[str]:
+            return sorted(name for name in names if request.model in ("", name))
+
+        return pb.GetStatusResponse(
+            server=pb.Server(
+                pid=self._server_pid,
+                control_pid=os.getpid(),
+                version=importlib.metadata.version("rsrv"),
+                mode=member(pb.Mode, self._settings.lifecycle.mode),
+                repository=str(self._repository),
+            ),
+            runtime=pb.Runtime(
+                pid=status["pid"],
+                instance=link.instance,
+                revision=link.revision,
+                uptime_s=status["uptime_s"],
+                connections=status["connections"],
+                compiled=status["compiled"],
+                from_cache=status["from_cache"],
+            ),
+            host=messages.host_memory(status["memory"]["host"]),
+            device=messages.device_memory(status["memory"]["device"]),
+            scheduler=messages.scheduler(section),
+            models=[
+                messages.model_status(
+                    name,
+                    models[name],
+                    versions.get(name, {}),
+                    messages.policy(self._settings, name, link.overrides.policy(name)),
+                )
+                for name in wanted(models)
+            ],
+            metas=[messages.meta_status(name, metas[name], versions.get(name, {})) for name in wanted(metas)],
+            failures=[
+                pb.Failure(
+                    name=name,
+                    text=failures[name].text,
+                    since_unix_s=failures[name].since,
+                    tries=failures[name].tries,
+                )
+                for name in wanted(failures)
+            ],
+        )
+
+    @_answers
+    async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
+        return messages.load(await self._link.command({"command": "load"}))
+
+    @_answers
+    async def GetStory(self, request: pb.GetStoryRequest) -> pb.GetStoryResponse:
+        said = await self._link.command({"command": "story", "model": _model(request.model)})
+        return pb.GetStoryResponse(
+            stories=[pb.Story(key=key, lines=lines) for key, lines in said["stories"].items()]
+        )
+
+    async def WatchState(
+        self, request: pb.WatchStateRequest, context: Any
+    ) -> AsyncIterator[pb.WatchStateResponse]:
+        subscription = self._link.subscribe()
+        try:
+            while True:
+                match await subscription.next():
+                    case None:
+                        yield pb.WatchStateResponse(down=pb.RuntimeDown())
+                    case Snapshot(instance, revision, entries):
+                        yield pb.WatchStateResponse(snapshot=messages.snapshot(instance, revision, entries))
+                    case Change(instance, revision, key, entry):
+                        changed = None if entry is None else messages.entry_message(key, entry)
+                        yield pb.WatchStateResponse(
+                            change=pb.Change(instance=instance, revision=revision, key=key, entry=changed)
+                        )
+        finally:
+            subscription.close()
+
+    # --- where weights are --------------------------------------------------------------------------------
+
+    @_steers
+    async def SetResidency(self, request: pb.SetResidencyRequest) -> pb.SetResidencyResponse:
+        model = _model(request.model)
+        try:
+            residency = member_name(pb.Residency, request.residency)
+        except ValueError as error:
+            raise _Wrong(f"residency {error}") from None
+        if request.wait and residency != "device":
+            raise _Wrong("wait is for the residency device only")
+        command = {"command": "residency", "model": model, "residency": residency}
+        await self._have_loaded(command, model, request.wait)
+        return pb.SetResidencyResponse()
+
+    @_steers
+    async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        model = _model(request.model)
+        await self._have_loaded({"command": "prefetch", "model": model}, model, request.wait)
+        return pb.PrefetchResponse()
+
+    async def _have_loaded(self, command: dict[str, Any], model: str, wait: bool) -> None:
+        subscription = self._link.subscribe()
+        try:
+            before = await subscription.next()
+            await self._link.command(command)
+            if wait:
+                await _until_resident(before, subscription, model)
+        finally:
+            subscription.close()
+
+    @_steers
+    async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
+        said = await self._link.command({"command": "evict", "model": _target(request.target)})
+        return pb.EvictResponse(models=sorted(said["models"]))
+
+    @_steers
+    async def Compact(self, request: pb.CompactRequest) -> pb.CompactResponse:
+        await self._link.command({"command": "compact"})
+        return pb.CompactResponse()
+
+    # --- who may run --------------------------------------------------------------------------------------
+
+    @_steers
+    async def SetPolicy(self, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
+        policy = messages.given(request.policy)
+        if not policy:
+            raise _Wrong("policy must have at least one of weight, max_delay_us, max_queue_depth")
+        await self._link.command({"command": "policy", "model": _model(request.model), **policy})
+        return pb.SetPolicyResponse()
+
+    @_steers
+    async def SetScheduler(self, request: pb.SetSchedulerRequest) -> pb.SetSchedulerResponse:
+        try:
+            changes = messages.scheduler_changes(request.scheduler)
+        except ValueError as error:
+            raise _Wrong(str(error)) from None
+        for key in changes:
+            if key not in CHANGEABLE:
+                raise _Wrong(f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can")
+        return pb.SetSchedulerResponse(scheduler=messages.scheduler(await self._link.configure(changes)))
+
+    @_steers
+    async def Pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
+        try:
+            mode = member_name(pb.Pause, request.mode)
+        except ValueError as error:
+            raise _Wrong(f"mode {error}") from None
+        await self._link.command({"command": "pause", "model": _target(request.target), "mode": mode})
+        return pb.PauseResponse()
+
+    @_steers
+    async def Continue(self, request: pb.ContinueRequest) -> pb.ContinueResponse:
+        await self._link.command({"command": "continue", "model": _target(request.target)})
+        return pb.ContinueResponse()
+
+    @_steers
+    async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        if not request.request_id:
+            raise _Wrong("request_id is empty")
+        said = await self._link.command({"command": "abort", "request": request.request_id})
+        return pb.AbortResponse(aborted=said["aborted"], executing=said["executing"])
+
+    # --- bundles and profiles -----------------------------------------------------------------------------
+
+    @_steers
+    async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
+        model = _model(request.model)
+        section, loop = self._settings.lifecycle, asyncio.get_running_loop()
+        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole.
+        patience = loop.time() + section.poll_s + 3 * section.look_s
+        while True:
+            try:
+                await self._lifecycle.reload(model)
+                break
+            except LifecycleError as error:
+                if error.code != "UNAVAILABLE" or loop.time() > patience:
+                    raise
+            await asyncio.sleep(section.look_s)
+        versions = messages.by_name(self._link.entries).get(model, {})
+        return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
+
+    @_steers
+    async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:
+        moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
+        parent = self._profiles()
+        # Of this server: so StopProfile finds it, too, when another control process was asked to start it.
+        directory = parent / f"{moment}-{self._server_pid}"
+        try:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise Refused(
+                "FAILED_PRECONDITION", f"no profile can be written: {error}; see control.profile_dir"
+            ) from None
+        await self._link.slow_command({"command": "profile", "directory": str(directory)})
+        return pb.StartProfileResponse(directory=str(directory))
+
+    @_steers
+    async def StopProfile(self, request: pb.StopProfileRequest) -> pb.StopProfileResponse:
+        await self._link.slow_command({"command": "profile"})
+        found = sorted(self._profiles().glob(f"*-{self._server_pid}"))
+        return pb.StopProfileResponse(directory=str(found[-1]) if found else "")
+
+    def _profiles(self) -> Path:
+        return self._settings.control.profile_dir.expanduser().absolute()
+
+
+def _model(name: str) -> str:
+    return name or _complain("model is empty")
+
+
+def _target(target: pb.Target) -> str | None:
+    """A model's name, or None for all."""
+    if target.WhichOneof("target") == "model":
+        return _model(target.model)
+    return None if target.all else _complain("target must be a model, or all")
+
+
+def _complain(text: str) -> NoReturn:
+    raise _Wrong(text)
+
+
+async def _until_resident(update: Update, subscription: Subscription, model: str) -> None:
+    """Return when the weights of a model, or of what a meta model calls, are on the device. `update`: the first one.
+
+    Raises RuntimeDown, and Refused when they were on their way and are not any more.
+    """
+    entries: dict[str, Any] = {}
+    on_their_way: set[str] = set()
+    while True:
+        match update:
+            case None:
+                raise RuntimeDown
+            case Snapshot(entries=found):
+                entries = dict(found)
+            case Change(key=key, entry=None):
+                entries.pop(key, None)
+            case Change(key=key, entry=entry):
+                entries[key] = entry
+        mine = [
+            key for key, entry in entries.items() if entry["name"] == model and entry["state"] != "failed"
+        ]
+        wanted = {k for key in mine for k in (entries[key]["models"] or [key]) if k in entries}
+        if not wanted:
+            raise Refused("ABORTED", f"the model {model!r} is gone")
+        weights = {key: entries[key]["weights"] for key in wanted if entries[key]["state"] != "leaving"}
+        if all(where == "resident" for where in weights.values()):
+            return
+        if any(where == "absent" and key in on_their_way for key, where in weights.items()):
+            raise Refused(
+                "ABORTED",
+                f"the weights of {model!r} were on their way and are not any more: the load failed, or gave way to "
+                "others. The story says which",
+            )
+        on_their_way |= {key for key, where in weights.items() if where == "loading"}
+        update = await subscription.next()

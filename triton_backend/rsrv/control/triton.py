@@ -1,0 +1,175 @@
+"""Triton's repository API: what tritonserver serves, and loading and unloading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+#: tritonserver's --model-control-mode
+Mode = Literal["none", "poll", "explicit"]
+
+#: How a model is. `dismissed`: somebody has unloaded it. `other`: it comes, goes, or could not be loaded.
+State = Literal["ready", "dismissed", "other"]
+
+HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-model=*"
+
+#: Seconds for what Triton answers at once.
+_SOON = 10.0
+
+
+class TritonError(Exception):
+    """tritonserver did not do it; the text is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where and how tritonserver is to be spoken to, as its command line says."""
+
+    #: host:port
+    address: str = "127.0.0.1:8001"
+    mode: Mode = "none"
+    #: What a restricted repository API wants to see with each call. A secret: not to be shown.
+    metadata: tuple[tuple[str, str], ...] = ()
+    #: Why it can't be spoken to; empty: it can.
+    trouble: str = ""
+
+
+def door(arguments: Sequence[str], address: str | None = None) -> Door:
+    """Reads tritonserver's command line; `address` is the settings' word, which wins."""
+    flags = _flags(arguments)
+    mode = flags.get("model-control-mode", ["none"])[-1].lower()
+    host = flags.get("grpc-address", ["0.0.0.0"])[-1]
+    port = flags.get("grpc-port", ["8001"])[-1]
+    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}.get(host, host)
+    trouble = ""
+    if not _true(flags.get("allow-grpc", ["true"])[-1]):
+        trouble = "tritonserver was started with --allow-grpc=false, and its models are managed over gRPC"
+    elif _true(flags.get("grpc-use-ssl", ["false"])[-1]) or _true(
+        flags.get("grpc-use-ssl-mutual", ["false"])[-1]
+    ):
+        trouble = (
+            "tritonserver's gRPC front end wants TLS, which the control process does not speak; "
+            "serve it without TLS on an address of this machine, and end TLS before it"
+        )
+    return Door(
+        address or f"{reached}:{port}",
+        mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
+        tuple(_restrictions(flags.get("grpc-restricted-protocol", []))),
+        trouble,
+    )
+
+
+def read_command_line(pid: int) -> list[str]:
+    """Of a process; empty when it is gone."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [part.decode("utf-8", "surrogateescape") for part in raw.split(b"\0")[:-1]]
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Flag -> its values in order; both `--flag=value` and `--flag value`."""
+    found: dict[str, list[str]] = {}
+    words = iter([*arguments, "--"])
+    word = next(words)
+    while word != "--":
+        following = next(words, "--")
+        if word.startswith("-"):
+            name, equals, value = word.lstrip("-").partition("=")
+            if not equals and following.startswith("-"):
+                value = "true"
+            elif not equals:
+                value, following = following, next(words, "--")
+            found.setdefault(name, []).append(value)
+        word = following
+    return found
+
+
+def _true(value: str) -> bool:
+    return value.lower() in ("true", "1", "on", "t")
+
+
+def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
+    """Headers for the repository API, from `api,api:key=value`."""
+    headers = []
+    for value in values:
+        apis, _, secret = value.partition(":")
+        key, _, word = secret.partition("=")
+        if "model-repository" in apis.split(","):
+            headers.append((f"triton-grpc-protocol-{key.lower()}", word))
+    return headers
+
+
+def _state(state: str, reason: str) -> State:
+    if state == "READY":
+        return "ready"
+    return "dismissed" if (state, reason) == ("UNAVAILABLE", "unloaded") else "other"
+
+
+class Triton:
+    """The repository API of one tritonserver. Used on one event loop."""
+
+    def __init__(self, door: Door) -> None:
+        self.mode: Mode = door.mode
+        self.address = door.address
+        self.trouble = door.trouble
+        self._metadata = door.metadata
+        self._channel = grpc.aio.insecure_channel(
+            door.address,
+            # A proxy is for the world outside; and a server that starts is to be found soon.
+            options=[("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)],
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    @classmethod
+    def of(cls, pid: int, address: str | None = None) -> Self:
+        """Of the tritonserver with this process id."""
+        return cls(door(read_command_line(pid), address))
+
+    async def states(self) -> Mapping[str, State]:
+        """Of the models that it has been told to serve at any time. Raises TritonError."""
+        reply = await self._call(
+            self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(), timeout=_SOON
+        )
+        return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
+
+    async def load(self, name: str) -> None:
+        """Returns when the model as it now is in the repository is served. Raises TritonError.
+
+        If it was served before, the version before it serves until then, and on if this fails. If nothing in its
+        directory has changed, nothing happens. A Triton that polls loads by itself: then this returns at once.
+        """
+        if self.mode != "poll":
+            # However long compiling takes.
+            request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+            await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
+
+    async def unload(self, name: str) -> None:
+        """Returns when new requests are refused; those under way are answered. Raises TritonError."""
+        if self.mode != "poll":
+            request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
+            await self._call(self._stub.RepositoryModelUnload, request, timeout=_SOON)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
+        try:
+            return await method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise TritonError(error.details() or error.code().name) from None

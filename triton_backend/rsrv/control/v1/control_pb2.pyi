@@ -1,0 +1,583 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Residency(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESIDENCY_UNSPECIFIED: _ClassVar[Residency]
+    RESIDENCY_UNPINNED: _ClassVar[Residency]
+    RESIDENCY_SYSTEM: _ClassVar[Residency]
+    RESIDENCY_DEVICE: _ClassVar[Residency]
+
+class Weights(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHTS_UNSPECIFIED: _ClassVar[Weights]
+    WEIGHTS_ABSENT: _ClassVar[Weights]
+    WEIGHTS_LOADING: _ClassVar[Weights]
+    WEIGHTS_RESIDENT: _ClassVar[Weights]
+
+class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_UNSPECIFIED: _ClassVar[State]
+    STATE_LOADING: _ClassVar[State]
+    STATE_READY: _ClassVar[State]
+    STATE_LEAVING: _ClassVar[State]
+    STATE_FAILED: _ClassVar[State]
+
+class Pause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_UNSPECIFIED: _ClassVar[Pause]
+    PAUSE_DRAIN: _ClassVar[Pause]
+    PAUSE_HOLD: _ClassVar[Pause]
+    PAUSE_REJECT: _ClassVar[Pause]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    MODE_DYNAMIC: _ClassVar[Mode]
+    MODE_STATIC: _ClassVar[Mode]
+    MODE_EXPLICIT: _ClassVar[Mode]
+
+class Discipline(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DISCIPLINE_UNSPECIFIED: _ClassVar[Discipline]
+    DISCIPLINE_FAIR: _ClassVar[Discipline]
+    DISCIPLINE_FIFO: _ClassVar[Discipline]
+    DISCIPLINE_EDF: _ClassVar[Discipline]
+
+class Eviction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_UNSPECIFIED: _ClassVar[Eviction]
+    EVICTION_LRU: _ClassVar[Eviction]
+    EVICTION_COST: _ClassVar[Eviction]
+RESIDENCY_UNSPECIFIED: Residency
+RESIDENCY_UNPINNED: Residency
+RESIDENCY_SYSTEM: Residency
+RESIDENCY_DEVICE: Residency
+WEIGHTS_UNSPECIFIED: Weights
+WEIGHTS_ABSENT: Weights
+WEIGHTS_LOADING: Weights
+WEIGHTS_RESIDENT: Weights
+STATE_UNSPECIFIED: State
+STATE_LOADING: State
+STATE_READY: State
+STATE_LEAVING: State
+STATE_FAILED: State
+PAUSE_UNSPECIFIED: Pause
+PAUSE_DRAIN: Pause
+PAUSE_HOLD: Pause
+PAUSE_REJECT: Pause
+MODE_UNSPECIFIED: Mode
+MODE_DYNAMIC: Mode
+MODE_STATIC: Mode
+MODE_EXPLICIT: Mode
+DISCIPLINE_UNSPECIFIED: Discipline
+DISCIPLINE_FAIR: Discipline
+DISCIPLINE_FIFO: Discipline
+DISCIPLINE_EDF: Discipline
+EVICTION_UNSPECIFIED: Eviction
+EVICTION_LRU: Eviction
+EVICTION_COST: Eviction
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("server", "runtime", "host", "device", "scheduler", "models", "metas", "failures")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    RUNTIME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    METAS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    server: Server
+    runtime: Runtime
+    host: HostMemory
+    device: DeviceMemory
+    scheduler: Scheduler
+    models: _containers.RepeatedCompositeFieldContainer[ModelStatus]
+    metas: _containers.RepeatedCompositeFieldContainer[MetaStatus]
+    failures: _containers.RepeatedCompositeFieldContainer[Failure]
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., runtime: _Optional[_Union[Runtime, _Mapping]] = ..., host: _Optional[_Union[HostMemory, _Mapping]] = ..., device: _Optional[_Union[DeviceMemory, _Mapping]] = ..., scheduler: _Optional[_Union[Scheduler, _Mapping]] = ..., models: _Optional[_Iterable[_Union[ModelStatus, _Mapping]]] = ..., metas: _Optional[_Iterable[_Union[MetaStatus, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ...) -> None: ...
+
+class Server(_message.Message):
+    __slots__ = ("pid", "control_pid", "version", "mode", "repository")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_PID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    REPOSITORY_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    control_pid: int
+    version: str
+    mode: Mode
+    repository: str
+    def __init__(self, pid: _Optional[int] = ..., control_pid: _Optional[int] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., repository: _Optional[str] = ...) -> None: ...
+
+class Runtime(_message.Message):
+    __slots__ = ("pid", "instance", "revision", "uptime_s", "connections", "compiled", "from_cache")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    COMPILED_FIELD_NUMBER: _ClassVar[int]
+    FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    instance: str
+    revision: int
+    uptime_s: float
+    connections: int
+    compiled: int
+    from_cache: int
+    def __init__(self, pid: _Optional[int] = ..., instance: _Optional[str] = ..., revision: _Optional[int] = ..., uptime_s: _Optional[float] = ..., connections: _Optional[int] = ..., compiled: _Optional[int] = ..., from_cache: _Optional[int] = ...) -> None: ...
+
+class HostMemory(_message.Message):
+    __slots__ = ("logical_bytes", "physical_bytes", "tensors")
+    LOGICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHYSICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    logical_bytes: int
+    physical_bytes: int
+    tensors: int
+    def __init__(self, logical_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., tensors: _Optional[int] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("limit_bytes", "budget_bytes", "pinned_bytes", "logical_bytes", "physical_bytes", "held_bytes")
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOGICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHYSICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    limit_bytes: int
+    budget_bytes: int
+    pinned_bytes: int
+    logical_bytes: int
+    physical_bytes: int
+    held_bytes: int
+    def __init__(self, limit_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., physical_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+
+class Scheduler(_message.Message):
+    __slots__ = ("discipline", "depth", "launch_ahead_ms", "meta_concurrency", "residency_factor", "eviction", "compaction_interval", "cost_ema_alpha", "max_queue_depth")
+    DISCIPLINE_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_AHEAD_MS_FIELD_NUMBER: _ClassVar[int]
+    META_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
+    COMPACTION_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    COST_EMA_ALPHA_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    discipline: Discipline
+    depth: int
+    launch_ahead_ms: float
+    meta_concurrency: int
+    residency_factor: float
+    eviction: Eviction
+    compaction_interval: int
+    cost_ema_alpha: float
+    max_queue_depth: int
+    def __init__(self, discipline: _Optional[_Union[Discipline, str]] = ..., depth: _Optional[int] = ..., launch_ahead_ms: _Optional[float] = ..., meta_concurrency: _Optional[int] = ..., residency_factor: _Optional[float] = ..., eviction: _Optional[_Union[Eviction, str]] = ..., compaction_interval: _Optional[int] = ..., cost_ema_alpha: _Optional[float] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
+
+class ModelStatus(_message.Message):
+    __slots__ = ("name", "versions", "residency", "weights", "paused", "queued", "executing", "outcomes", "dispatches", "useful_rows", "padded_rows", "device_seconds", "weight_bytes", "device_bytes", "misses", "loads", "evictions", "load_seconds", "executables", "policy")
+    class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    EXECUTING_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    DISPATCHES_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PADDED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTABLES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    versions: _containers.RepeatedCompositeFieldContainer[Version]
+    residency: Residency
+    weights: Weights
+    paused: Pause
+    queued: int
+    executing: int
+    outcomes: _containers.ScalarMap[str, int]
+    dispatches: int
+    useful_rows: int
+    padded_rows: int
+    device_seconds: float
+    weight_bytes: int
+    device_bytes: int
+    misses: int
+    loads: int
+    evictions: int
+    load_seconds: float
+    executables: _containers.RepeatedCompositeFieldContainer[Executable]
+    policy: Policy
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., residency: _Optional[_Union[Residency, str]] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., dispatches: _Optional[int] = ..., useful_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., device_seconds: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., device_bytes: _Optional[int] = ..., misses: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., load_seconds: _Optional[float] = ..., executables: _Optional[_Iterable[_Union[Executable, _Mapping]]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
+
+class Version(_message.Message):
+    __slots__ = ("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    STUBS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    digest: str
+    state: State
+    error: str
+    weights: Weights
+    paused: Pause
+    stubs: _containers.RepeatedScalarFieldContainer[int]
+    calls: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[State, str]] = ..., error: _Optional[str] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., stubs: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Executable(_message.Message):
+    __slots__ = ("variant", "size", "count", "cost_s")
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    variant: int
+    size: int
+    count: int
+    cost_s: float
+    def __init__(self, variant: _Optional[int] = ..., size: _Optional[int] = ..., count: _Optional[int] = ..., cost_s: _Optional[float] = ...) -> None: ...
+
+class Policy(_message.Message):
+    __slots__ = ("weight", "max_delay_us", "max_queue_depth")
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_DELAY_US_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    weight: float
+    max_delay_us: int
+    max_queue_depth: int
+    def __init__(self, weight: _Optional[float] = ..., max_delay_us: _Optional[int] = ..., max_queue_depth: _Optional[int] = ...) -> None: ...
+
+class MetaStatus(_message.Message):
+    __slots__ = ("name", "versions", "models", "paused", "waiting", "running", "outcomes", "calls", "device_seconds", "kept_bytes")
+    class OutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    versions: _containers.RepeatedCompositeFieldContainer[Version]
+    models: _containers.RepeatedScalarFieldContainer[str]
+    paused: Pause
+    waiting: int
+    running: int
+    outcomes: _containers.ScalarMap[str, int]
+    calls: int
+    device_seconds: float
+    kept_bytes: int
+    def __init__(self, name: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., models: _Optional[_Iterable[str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., outcomes: _Optional[_Mapping[str, int]] = ..., calls: _Optional[int] = ..., device_seconds: _Optional[float] = ..., kept_bytes: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("name", "text", "since_unix_s", "tries")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    TRIES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    since_unix_s: float
+    tries: int
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ..., since_unix_s: _Optional[float] = ..., tries: _Optional[int] = ...) -> None: ...
+
+class SetResidencyRequest(_message.Message):
+    __slots__ = ("model", "residency", "wait")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    residency: Residency
+    wait: bool
+    def __init__(self, model: _Optional[str] = ..., residency: _Optional[_Union[Residency, str]] = ..., wait: bool = ...) -> None: ...
+
+class SetResidencyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetPolicyRequest(_message.Message):
+    __slots__ = ("model", "policy")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    policy: Policy
+    def __init__(self, model: _Optional[str] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ...) -> None: ...
+
+class SetPolicyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetSchedulerRequest(_message.Message):
+    __slots__ = ("scheduler",)
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    scheduler: Scheduler
+    def __init__(self, scheduler: _Optional[_Union[Scheduler, _Mapping]] = ...) -> None: ...
+
+class SetSchedulerResponse(_message.Message):
+    __slots__ = ("scheduler",)
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    scheduler: Scheduler
+    def __init__(self, scheduler: _Optional[_Union[Scheduler, _Mapping]] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("model", "wait")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    wait: bool
+    def __init__(self, model: _Optional[str] = ..., wait: bool = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Target(_message.Message):
+    __slots__ = ("model", "all")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    all: bool
+    def __init__(self, model: _Optional[str] = ..., all: bool = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: Target
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ...) -> None: ...
+
+class EvictResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, models: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CompactRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CompactResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("target", "mode")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    target: Target
+    mode: Pause
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ..., mode: _Optional[_Union[Pause, str]] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ContinueRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: Target
+    def __init__(self, target: _Optional[_Union[Target, _Mapping]] = ...) -> None: ...
+
+class ContinueResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("aborted", "executing")
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    EXECUTING_FIELD_NUMBER: _ClassVar[int]
+    aborted: int
+    executing: int
+    def __init__(self, aborted: _Optional[int] = ..., executing: _Optional[int] = ...) -> None: ...
+
+class ReloadWeightsRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ReloadWeightsResponse(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _containers.RepeatedCompositeFieldContainer[Version]
+    def __init__(self, versions: _Optional[_Iterable[_Union[Version, _Mapping]]] = ...) -> None: ...
+
+class StartProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartProfileResponse(_message.Message):
+    __slots__ = ("directory",)
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+
+class StopProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileResponse(_message.Message):
+    __slots__ = ("directory",)
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("backlog_s", "free_bytes", "budget_bytes", "models")
+    BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    backlog_s: float
+    free_bytes: int
+    budget_bytes: int
+    models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
+    def __init__(self, backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+
+class ModelLoad(_message.Message):
+    __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    EXECUTING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    queued: int
+    executing: int
+    weights: Weights
+    bytes: int
+    cost_s: float
+    misses: int
+    device_seconds: float
+    rows: int
+    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., rows: _Optional[int] = ...) -> None: ...
+
+class GetStoryRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class GetStoryResponse(_message.Message):
+    __slots__ = ("stories",)
+    STORIES_FIELD_NUMBER: _ClassVar[int]
+    stories: _containers.RepeatedCompositeFieldContainer[Story]
+    def __init__(self, stories: _Optional[_Iterable[_Union[Story, _Mapping]]] = ...) -> None: ...
+
+class Story(_message.Message):
+    __slots__ = ("key", "lines")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchStateResponse(_message.Message):
+    __slots__ = ("snapshot", "change", "down")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    snapshot: Snapshot
+    change: Change
+    down: RuntimeDown
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., change: _Optional[_Union[Change, _Mapping]] = ..., down: _Optional[_Union[RuntimeDown, _Mapping]] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("instance", "revision", "entries")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    revision: int
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    def __init__(self, instance: _Optional[str] = ..., revision: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("instance", "revision", "key", "entry")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    revision: int
+    key: str
+    entry: Entry
+    def __init__(self, instance: _Optional[str] = ..., revision: _Optional[int] = ..., key: _Optional[str] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ...) -> None: ...
+
+class RuntimeDown(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("name", "meta", "residency", "version")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    META_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    meta: bool
+    residency: Residency
+    version: Version
+    def __init__(self, name: _Optional[str] = ..., meta: bool = ..., residency: _Optional[_Union[Residency, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,130 @@
+"""Looking at bundles on disk: soon after the kernel says that something changed, and again and again because it may not.
+
+Network and bind mounts say nothing, so what counts is what the looks see; the kernel's word only makes the next one
+come sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from watchfiles import awatch
+
+from rsrv.control.looks import Seen, Signature, signature
+from rsrv.settings import LifecycleSection
+from rsrv_gen.write import LINK_BYTES
+
+log = logging.getLogger("rsrv.control")
+
+_MANIFEST = "manifest.yaml"
+#: What is wrong with a file for good, until somebody changes it: the bundle is broken.
+_BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
+
+
+def scan(root: Path, *, linked: bool) -> Seen:
+    """Looks at a root: a bundle, or a directory of bundles. `linked`: rsrv-gen makes hard links of large files."""
+    try:
+        status = os.stat(root)
+        single = os.path.exists(root / _MANIFEST)
+        folders = [root] if single else [Path(entry) for entry in os.scandir(root)]
+    except FileNotFoundError:
+        return Seen(None, trouble="is not there")
+    except OSError as error:
+        return Seen(None, trouble=f"cannot be read ({error.strerror})")
+    bundles: dict[str, Signature] = {}
+    for folder in folders:
+        if single or not folder.name.startswith("."):
+            try:
+                os.stat(folder / _MANIFEST)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                bundles[folder.name] = None
+            else:
+                bundles[folder.name] = sign(folder, linked=linked)
+    return Seen((status.st_dev, status.st_ino), bundles)
+
+
+def sign(bundle: Path, *, linked: bool) -> Signature:
+    """The signature of the bundle in this directory."""
+    try:
+        return signature(_files(bundle, linked))
+    except OSError:
+        return None
+
+
+def _files(bundle: Path, linked: bool) -> Iterator[tuple[str, int, int, int, int]]:
+    for parent, folders, names in os.walk(bundle, onerror=_raise):
+        folders[:] = [folder for folder in folders if folder != "__pycache__"]
+        links = [folder for folder in folders if os.path.islink(os.path.join(parent, folder))]
+        for name in (*names, *links):
+            path = os.path.join(parent, name)
+            try:
+                status = os.stat(path)
+            except OSError as error:
+                if error.errno not in _BROKEN:
+                    raise
+                yield os.path.relpath(path, bundle), -1, 0, 0, 0
+                continue
+            # A hard link changes the ctime of a file, and the next look must not take rsrv-gen's for a change.
+            ctime = 0 if linked and status.st_size >= LINK_BYTES else status.st_ctime_ns
+            yield os.path.relpath(path, bundle), status.st_size, status.st_mtime_ns, ctime, status.st_ino
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+async def watch(
+    roots: Sequence[Path], settings: LifecycleSection, took: Callable[[Mapping[Path, Seen]], bool]
+) -> None:
+    """Looks at the roots for ever. `took` gets each look, and says whether it wants the next one soon."""
+    linked = settings.link == "hard"
+    hint = asyncio.Event()
+    listener: asyncio.Task[None] | None = None
+    listened: list[Path] | None = None
+    identities: object = None
+
+    def look() -> dict[Path, Seen]:
+        return {root: scan(root, linked=linked) for root in roots}
+
+    try:
+        while True:
+            hint.clear()
+            seen = await asyncio.to_thread(look)
+            now = {root: each.identity for root, each in seen.items()}
+            if now != identities:
+                # The kernel tells of directories, not of names: another directory has to be asked for anew.
+                identities = now
+                listened = [root for root, identity in now.items() if identity is not None]
+                if listener is not None:
+                    await _stop(listener)
+                listener = asyncio.create_task(_listen(listened, hint), name="listen for changes of bundles")
+            soon = took(seen)
+            await asyncio.sleep(settings.look_s)
+            if not soon:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(hint.wait(), max(0.0, settings.poll_s - settings.look_s))
+    finally:
+        if listener is not None:
+            await _stop(listener)
+
+
+async def _listen(roots: Iterable[Path], hint: asyncio.Event) -> None:
+    """Sets `hint` with each change below; ends when the kernel can't tell."""
+    try:
+        async for _ in awatch(*roots, watch_filter=None, step=50, debounce=200):
+            hint.set()
+    except (OSError, RuntimeError) as error:
+        log.info("no notice of changes of bundles (%s): they are only looked at now and then", error)
+
+
+async def _stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])

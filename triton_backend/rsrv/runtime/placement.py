@@ -1,0 +1,155 @@
+"""Where the weights of models are: what the scheduler says of them is done, and it is told how much room there is."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from rsrv.runtime.budget import Budget, solve_budget
+from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.device import CacheCounts, Device
+from rsrv.runtime.models import Model
+from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.scheduler import events as ev
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.tiers import Tiers
+from rsrv.runtime.workers import Worker
+
+log = logging.getLogger("rsrv.placement")
+
+
+class Placement:
+    """`feed` gives the scheduler an event and carries out what it says; `let_go` is called when a load has ended.
+
+    Copies on the host are made and given up on `builder`, after what was asked of it before.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        scheduler: Scheduler,
+        builder: Worker,
+        feed: Callable[[ev.Event], None],
+        let_go: Callable[[str], None],
+    ) -> None:
+        self._catalog = catalog
+        self._scheduler = scheduler
+        self._builder = builder
+        self._feed = feed
+        self._let_go = let_go
+        #: the latest complaint about the budget
+        self._tight: str | None = None
+        #: None until they are made
+        self.device: Device | None = None
+        self.tiers: Tiers | None = None
+        #: models that are built or warmed up now
+        self.builds = 0
+
+    def equip(self, device: Device, tiers: Tiers) -> None:
+        """There is a device."""
+        self.device, self.tiers = device, tiers
+        self.decide()
+
+    @property
+    def kept_limit(self) -> int | None:
+        """Bytes that runs of meta models may keep on the device: half of what is neither weights nor scratch."""
+        arena = None if self.device is None else self.device.memory_limit
+        slack = self._catalog.policy.settings.runtime.weight_slack_fraction
+        return None if arena is None else int(arena * slack / 2)
+
+    @property
+    def cache_counts(self) -> CacheCounts:
+        return getattr(self.device, "cache_counts", CacheCounts())
+
+    @property
+    def _tiers(self) -> Tiers:
+        assert self.tiers is not None, "models are built when there is a device"
+        return self.tiers
+
+    # --- what the scheduler says --------------------------------------------------------------------------
+
+    def load(self, key: str, epoch: int) -> None:
+        """Bring a model's weights to the device."""
+        model = self._catalog.get(key)
+        self._catalog.moved(key, "loading")
+        self._tiers.load(model, epoch, lambda event: self._loaded(event, model))
+
+    def abandon(self, epoch: int) -> None:
+        """Nobody waits for this load any more."""
+        self._tiers.abandon(epoch)
+
+    def evict(self, key: str, heir: str | None) -> None:
+        """Give the memory of a model's weights back, but for what the next load needs; nothing executes on them."""
+        self._catalog.moved(key, "absent")
+        self._tiers.free(self._catalog.get(key), None if heir is None else self._catalog.get(heir))
+
+    def when_moved(self, action: Callable[[], None]) -> None:
+        """Do something on the loop when all that was asked for before has been loaded or freed."""
+        self._tiers.when_moved(action)
+
+    def _loaded(self, event: ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned, model: Model) -> None:
+        # First: the scheduler may have something to say about it at once.
+        self._catalog.moved(model.key, "resident" if isinstance(event, ev.WeightsLoaded) else "absent")
+        self._feed(event)
+        if model.weights is not None and model.residency == "device":
+            self.follow(model)
+        self._let_go(model.key)
+
+    # --- what operators say -------------------------------------------------------------------------------
+
+    def set_residency(self, names: list[str], residency: str) -> None:
+        """Where the weights of these models are for sure from now on. Raises SettingsError: there is no such residency."""
+        self._catalog.policy.change_models(names, {"residency": residency})
+        for key in self._catalog.built(names):
+            model = self._catalog.get(key)
+            wanted = self._catalog.policy.residency(model.name)
+            log.info("%s: residency %s, was %s", key, wanted, model.residency)
+            # Again, if nothing changes: its load, or its copy, may have failed before.
+            model.residency = wanted
+            if wanted != "device" or model.weights is not None:
+                self.follow(model)
+            # else the host's copy, if there is one, is what the load reads
+            self._feed(ev.Pinned(key, wanted == "device"))
+        self.decide()
+
+    def follow(self, model: Model) -> None:
+        """Make or give up the host's copy, as the model's residency says."""
+        self._builder.put(partial(self._tiers.follow, model))
+
+    # --- how much room there is ---------------------------------------------------------------------------
+
+    def decide(self) -> None:
+        """Have the scheduler decide by what holds now: the settings have changed, or the device or the models have."""
+        device = self.device
+        wanted = scheduler_settings(
+            self._catalog.policy.settings, asynchronous=device is not None and device.asynchronous
+        )
+        wanted = replace(wanted, weight_budget_bytes=self._solve_budget(wanted.depth).pool)
+        if wanted != self._scheduler.settings:
+            self._feed(ev.SettingsChanged(wanted))
+
+    def _solve_budget(self, depth: int) -> Budget:
+        """What weights may take of the device's memory, as the models and the device are now. Says what is tight.
+
+        `depth`: executions that the device has at once.
+        """
+        runtime = self._catalog.policy.settings.runtime
+        models = self._catalog.models()
+        pinned = {
+            key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
+        }
+        budget = solve_budget(
+            arena=None if self.device is None else self.device.memory_limit,
+            fraction=runtime.weight_fraction,
+            slack=runtime.weight_slack_fraction,
+            # As many executions have their inputs, outputs and intermediate results there at once; a warm-up's, too.
+            scratch=(depth + (self.builds > 0)) * max((model.scratch for model in models), default=0),
+            pinned=sum(pinned.values()),
+            limit=runtime.weight_budget_bytes,
+        )
+        largest = max((m.host.device_bytes for m in models if m.residency != "device"), default=0)
+        tight = budget.complaint(largest)
+        if tight and tight != self._tight:
+            log.warning("%s", tight)
+        self._tight = tight
+        return budget

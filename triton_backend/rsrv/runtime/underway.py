@@ -1,0 +1,143 @@
+"""What is under way on the runtime's threads: for the watchdog, and, should the process die, for the next one."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from mmap import mmap
+from threading import get_ident
+from typing import NamedTuple
+
+
+class Phase(IntEnum):
+    """What a thread does with a model, or, LOOPING, without one."""
+
+    BUILDING = 1
+    WARMING = 2
+    LOADING = 3
+    EXECUTING = 4
+    LOOPING = 5
+
+    @property
+    def text(self) -> str:
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Phase.BUILDING: "being built",
+    Phase.WARMING: "being warmed up",
+    Phase.LOADING: "loading its weights",
+    Phase.EXECUTING: "executing",
+    Phase.LOOPING: "looping",
+}
+
+
+class Task(NamedTuple):
+    """One thing that a thread does."""
+
+    phase: Phase
+    #: the model's
+    key: str
+    #: rows, or, of a load, the bytes of its largest tensor
+    size: int
+    #: seconds that it should take; 0: not known
+    expected: float
+    #: rises from one task to the next
+    number: int
+
+
+#: bytes of the black box for one place: the phase, whether it hung, and the model's key, which a zero byte ends
+SLOT = 512
+_LONGEST_KEY = SLOT - 3
+PLACES = 7
+
+#: bytes that survive the process, or not
+Memory = mmap | bytearray
+
+
+class Place:
+    """What one thread does now: it alone writes, the watchdog reads.
+
+    An execution that takes microseconds comes by here twice, so that is a few stores and no more.
+    """
+
+    __slots__ = ("_at", "_expected", "_key", "_memory", "_number", "_numbers", "_phase", "_size", "thread")
+
+    def __init__(
+        self, memory: Memory | None = None, at: int = 0, numbers: Iterator[int] | None = None
+    ) -> None:
+        self._memory = bytearray(SLOT) if memory is None else memory
+        self._at = at
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._phase = Phase.LOOPING
+        self._key = ""
+        self._size = 0
+        self._expected = 0.0
+        #: 0: nothing is under way
+        self._number = 0
+        #: 0: not known yet
+        self.thread = 0
+
+    @property
+    def task(self) -> Task | None:
+        while number := self._number:
+            task = Task(self._phase, self._key, self._size, self._expected, number)
+            if number == self._number:
+                return task
+        return None
+
+    def begin(self, phase: Phase, key: str, size: int = 0, expected: float = 0.0, number: int = 0) -> int:
+        """Returns the task's number; `number` is that of a task that another thread has begun."""
+        self._number = 0
+        if key != self._key:
+            self._key = key
+            record = b"\0\0%b\0" % key.encode()[:_LONGEST_KEY]
+            self._memory[self._at : self._at + len(record)] = record
+        self._phase = phase
+        self._size = size
+        self._expected = expected
+        self._memory[self._at] = phase
+        self.thread = self.thread or get_ident()
+        self._number = number = number or next(self._numbers)
+        return number
+
+    def end(self) -> None:
+        self._number = 0
+        self._memory[self._at] = 0
+
+    @contextmanager
+    def doing(self, phase: Phase, key: str, size: int = 0) -> Iterator[None]:
+        self.begin(phase, key, size)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def hangs(self) -> None:
+        """Note for the next process that this place is why there is one."""
+        self._memory[self._at + 1] = 1
+
+
+class Underway:
+    """All places: `memory` has SLOT bytes for each of PLACES."""
+
+    def __init__(self, memory: Memory | None = None) -> None:
+        memory = bytearray(SLOT * PLACES) if memory is None else memory
+        numbers = itertools.count(1)
+        places = [Place(memory, index * SLOT, numbers) for index in range(PLACES)]
+        self.build, self.warm_up, self.weights, self.short, self.launch, self.read, self.round = places
+
+    def front(self, launcher: int | None) -> Place | None:
+        """Whose work the device has; what others want of it waits for that.
+
+        `launcher`: the thread that the device works for, or worked for last, if it says so.
+        """
+        busy = {
+            task.number: place
+            for place in (self.warm_up, self.short, self.launch, self.read)
+            if (task := place.task) is not None
+        }
+        for place in busy.values():
+            if place.thread == launcher:
+                return place
+        return busy[min(busy)] if busy else None

@@ -338,7 +338,8 @@ def _weights_bytes(rng: Random, files: Files) -> None:
         case 1:
             raw = (
                 struct.pack(
-                    "<Q", rng.choice((0, 1, 7, len(raw), len(raw) - 8, 2**32, 2**63, 2**64 - 1, 10**8))
+                    "<Q",
+                    rng.choice((0, 1, 7, len(raw), max(8, len(raw)) - 8, 2**32, 2**63, 2**64 - 1, 10**8)),
                 )
                 + raw[8:]
             )

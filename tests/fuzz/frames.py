@@ -105,6 +105,18 @@ class _Served:
         assert (done.request, done.status) == (self._ids, Status.OK), done
         assert self._thread.is_alive(), "the loop has ended"
 
+    def _undo(self) -> None:
+        """Take back what anybody may command: a model that is paused serves nobody."""
+        with connect(self._path) as sock:
+            sock.settimeout(_PATIENCE)
+            receiver = Receiver(sock)
+            send(sock, frames.hello())
+            _close(receiver.receive()[1])
+            for command in _UNDO:
+                send(sock, frames.pack_json(Kind.COMMAND, command))
+                answer = frames.unpack_json(receiver.receive()[0])
+                assert "error" not in answer, answer
+
     def misbehave(self, rng: Random) -> str:
         sock = connect(self._path)
         sock.settimeout(_PATIENCE)
@@ -113,8 +125,7 @@ class _Served:
                 outcome = self._talk(rng, sock)
             except (Closed, ProtocolError, BrokenPipeError, ConnectionError):
                 outcome = "closed"
-        self.is_well()
-        # By now the loop has seen the connection's end.
+        self._undo()
         self.is_well()
         assert _descriptors() <= self._descriptors + _FEW, "descriptors are lost"
         return outcome
@@ -146,6 +157,11 @@ class _Served:
                 return "answered"
 
 
+_UNDO: tuple[dict[str, Any], ...] = (
+    {"command": "continue", "model": None},
+    {"command": "policy", "model": "m", "weight": 1.0, "max_delay_us": 0, "max_queue_depth": 1024},
+    {"command": "residency", "model": "m", "residency": "system"},
+)
 _META: Files = {
     "manifest.yaml": json.dumps(
         {

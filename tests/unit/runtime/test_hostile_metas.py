@@ -174,6 +174,20 @@ def test_what_a_confused_stub_does_harms_nobody(join: Callable[[], Peer], deeds:
     assert (status["waiting"], status["running"], status["kept_bytes"]) == (0, 0, 0)
 
 
+def test_calls_of_a_run_that_is_not_let_in_are_not_kept_without_end(
+    join: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs are let in at a time, and nobody but its own stub knows how long the third one calls ahead."""
+    monkeypatch.setattr("rsrv.runtime.runs._MAX_HELD", 3)
+    other, culprit = join(), join()
+    culprit.enter(7, 8, 9)
+    culprit.lane.call([culprit.a_call(9, request) for request in range(4)], [])
+
+    with pytest.raises(Closed):
+        culprit.read_on()
+    assert other.works(10)
+
+
 def test_what_calls_under_way_will_keep_counts_already(join: Callable[[], Peer], runtime: Runtime) -> None:
     """Of two calls at once, each of which would fit, the second is told to come later."""
     peer = join()

@@ -82,7 +82,18 @@ def test_a_misbehaving_stub_loses_its_connection_only(
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"model": "a"}, {"model": 1, "bundle": 2}, {"key": "nobody"}, {"key": []}, {"key": {"a": 1}}]
+    "body",
+    [
+        {},
+        {"model": "a"},
+        {"model": 1, "bundle": 2},
+        {"model": "a", "bundle": "b", "calls": {"c": 3}},
+        {"model": "two\nlines", "bundle": "b"},
+        {"model": "a" * 256, "bundle": "b"},
+        {"key": "nobody"},
+        {"key": []},
+        {"key": {"a": 1}},
+    ],
 )
 def test_a_registration_without_sense_is_refused(runtime: Runtime, body: dict[str, object]) -> None:
     """By a closed connection if it is malformed, by a reason if the model is not there."""

@@ -19,6 +19,9 @@ from rsrv.wire.layout import ITEMSIZE, Block, Tensor
 from rsrv.wire.memory import Bytes
 from rsrv_bundle.dtypes import numpy_dtype
 
+#: calls of one run that may wait until it is let in
+_MAX_HELD = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -147,11 +150,13 @@ class Runs:
         return run
 
     def call(self, run: Run, request: ev.Request) -> None:
-        """A run calls a model: now, or when it is let in."""
+        """A run calls a model: now, or when it is let in. Raises ProtocolError."""
         if run.admitted:
             self._arrive(request)
-        else:
+        elif len(run.held) < _MAX_HELD:
             run.held.append(request)
+        else:
+            raise ProtocolError(f"more than {_MAX_HELD} calls of a run that is not let in")
 
     def leave(self, run: Run, status: Status, text: str = "the request was cancelled") -> None:
         """A run is over. `text` is for one that waits to be let in."""

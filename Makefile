@@ -11,8 +11,8 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long bench bench-weights bench-gpu scheduler-page eviction-page lint format clean proto \
-	bundles chaos
+.PHONY: help demo serve test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint \
+	format clean proto bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 
 chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)
+
+fuzz: $(VENV) ## 10,000 mutated bundles, connections and runtimes that misbehave (docs/security.md; FUZZ="--first 10000")
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench $(BENCH)

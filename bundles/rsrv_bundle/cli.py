@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from importlib.util import find_spec
 
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import Look, check_signatures
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
@@ -36,20 +39,21 @@ def _check(directories: Sequence[str], *, signatures: bool) -> int:
         print(f"rsrv-bundle: {message}", file=sys.stderr)
         return 2
     broken = 0
-    for directory in directories:
-        try:
-            print(f"ok {directory}: {_check_one(directory, signatures=signatures)}")
-        except BundleError as e:
-            broken += 1
-            for problem in e.problems:
-                print(f"{directory}: {problem}")
-        except OSError as e:
-            broken += 1
-            print(f"{directory}: {e.filename or ''}: {e.strerror}")
+    with closing(Inspector()) as inspector:
+        for directory in directories:
+            try:
+                print(f"ok {directory}: {_check_one(directory, inspector if signatures else None)}")
+            except BundleError as e:
+                broken += 1
+                for problem in e.problems:
+                    print(f"{directory}: {problem}")
+            except OSError as e:
+                broken += 1
+                print(f"{directory}: {e.filename or ''}: {e.strerror}")
     return 1 if broken else 0
 
 
-def _check_one(directory: str, *, signatures: bool) -> str:
+def _check_one(directory: str, look: Look | None) -> str:
     """A summary of a good bundle. Raises BundleError with the problems of all the checks that could be made."""
     bundle = read_bundle(directory)
     problems: list[str] = []
@@ -59,11 +63,9 @@ def _check_one(directory: str, *, signatures: bool) -> str:
         except BundleError as e:
             problems += e.problems
     sizes = sorted({size for _, size in bundle.modules})
-    if signatures and bundle.modules:
-        from rsrv_bundle.modules import check_signatures
-
+    if look is not None and bundle.modules:
         try:
-            sizes = sorted({size for _, size in check_signatures(bundle)})
+            sizes = sorted({size for _, size in check_signatures(bundle, look)})
         except BundleError as e:
             problems += e.problems
     if problems:

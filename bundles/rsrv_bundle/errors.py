@@ -21,8 +21,12 @@ class BundleError(Exception):
         return type(self), (self.problems,)
 
 
+#: a report is for a person to read, whatever a bundle is made to say
+_MAX_LINES, _MAX_LENGTH = 100, 1000
+
+
 class Problems:
-    """Collects broken rules, so that one look at a bundle reports all of them."""
+    """Collects broken rules, so that one look at a bundle reports all of them, or the first hundred."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -30,9 +34,11 @@ class Problems:
     def add(self, file: str, key: str, rule: str) -> None:
         """Record one broken rule; `key` may be empty when the whole file is meant."""
         line = f"{file}: {key}: {rule}" if key else f"{file}: {rule}"
+        if len(line) > _MAX_LENGTH:
+            line = line[:_MAX_LENGTH] + "..."
         # A bundle is untrusted: a newline in a name must not forge a second line in a log.
         line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-        if line not in self.lines:
+        if line not in self.lines and len(self.lines) < _MAX_LINES:
             self.lines.append(line)
 
     def raise_if_any(self) -> None:

@@ -14,7 +14,7 @@ HOOKS: Mapping[Kind, Mapping[str, tuple[str, ...]]] = {
     "model": {"preprocess": ("inputs",), "postprocess": ("outputs",)},
     "meta": {"run": ("inputs", "call")},
 }
-_MAX_BYTES = 4_000_000
+_MAX_BYTES = 1_000_000
 
 
 def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
@@ -31,9 +31,6 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"holds more than {_MAX_BYTES} bytes")
         tree = ast.parse(file.read_bytes(), filename=file.name)
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:
-        problems.add(file.name, "", f"is not valid Python: {e}")
-    else:
         defined = list(_top_level_names(tree.body))
         found = tuple(name for name in wanted if any(name == other for other, _ in defined))
         if not found:
@@ -43,6 +40,8 @@ def check_hooks(file: Path, kind: Kind) -> tuple[str, ...]:
             # With several definitions only running the file would tell which one counts.
             if all(rules):
                 problems.add(file.name, name, rules[-1])
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as e:
+        problems.add(file.name, "", f"is not valid Python: {e}")
     problems.raise_if_any()
     return found
 

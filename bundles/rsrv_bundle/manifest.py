@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rsrv_bundle import dtypes, yaml12
@@ -23,6 +23,12 @@ from rsrv_bundle.tensors import MAX_EXTENT, is_positive, parse_tensors
 FILE = "manifest.yaml"
 
 _VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0"}
+# More than any model needs, and few enough that comparing each with each costs nothing.
+_MAX_TENSORS = 1000
+_MAX_VARIANTS = 1000
+_MAX_SIZES = 1000
+_MAX_CALLS = 1000
+_MAX_UNKNOWN = 20
 _SECTIONS = ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs")
 _KEYS_20 = (
     "format_version",
@@ -118,14 +124,18 @@ class _Parser:
 
     # Values of one key.
 
+    def too_many(self, key: str, values: Sequence[Any], most: int) -> bool:
+        if len(values) > most:
+            self.bad(key, f"has {len(values)} entries; {most} are allowed")
+        return len(values) > most
+
     def known_keys(self, where: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
         """Format 3.0: an unknown key is a typing error until proved otherwise."""
         known = tuple(known)
-        for key in mapping:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-                self.bad(f"{where}.{key}" if where else key, f"unknown key; {hint}")
+        for key in [key for key in mapping if key not in known][:_MAX_UNKNOWN]:
+            near = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+            self.bad(f"{where}.{key}" if where else key, f"unknown key; {hint}")
 
     def text(self, key: str) -> str:
         value = self.document.get(key, "")
@@ -175,6 +185,8 @@ class _Parser:
         if not isinstance(value, list):
             self.bad(section, "must be a list of tensors")
             return ()
+        if self.too_many(section, value, _MAX_TENSORS):
+            return ()
         if self.version == "3.0":
             for i, entry in enumerate(value):
                 if isinstance(entry, dict):
@@ -200,6 +212,8 @@ class _Parser:
             return ()
         if not isinstance(sizes, list):
             self.bad(key, "must be a list of batch sizes")
+            return ()
+        if self.too_many(key, sizes, _MAX_SIZES):
             return ()
         for size in sizes:
             if not is_positive(size):
@@ -232,6 +246,8 @@ class _Parser:
             return ()
         if not isinstance(value, list):
             self.bad(key, "must be a list of model names")
+            return ()
+        if self.too_many(key, value, _MAX_CALLS):
             return ()
         for name in value:
             if not isinstance(name, str) or not name:
@@ -272,6 +288,8 @@ class _Parser:
             return ()
         if not letters:
             self.bad("input_shapes", "no executable input has an axis of size -1; remove it or mark the axes")
+            return ()
+        if self.too_many("input_shapes", block, _MAX_VARIANTS):
             return ()
         if not block:
             self.bad("input_shapes", "must list at least one set of sizes")

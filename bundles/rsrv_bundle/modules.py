@@ -3,18 +3,20 @@
 A module is a StableHLO portable artifact. This is the one file of the package that looks inside one; it imports
 jaxlib, and jax for running one, when a function needs it and not before.
 
-A bundle is untrusted. A module is only taken apart here, never run, but it is taken apart by native code: whoever
-accepts bundles from strangers should do that in a process that may die.
+A bundle is untrusted. A module is only taken apart here, never run, but it is taken apart by native code, which a
+damaged one can crash: `rsrv_bundle.inspection` does it in a process that may die.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,13 @@ _CUSTOM_CALLS = re.compile(
     r"|ApproxTopK|stablehlo\.\w+|mhlo\.\w+|chlo\.\w+"
 )
 _DIALECTS = frozenset({"builtin", "func", "stablehlo", "chlo", "sdy"})
+# What a few kilobytes can ask the compiler for: functions that call functions that call functions are inlined, and
+# a tensor costs no more to write down for being large.
+_MAX_OPERATIONS = 1_000_000
+_MAX_DEPTH = 100
+_MAX_ELEMENTS = 2**40
+# Operation -> its attribute that names a function.
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,12 @@ class Signature:
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    #: SHA-256, hexadecimal, of the module it was read from
+    digest: str = field(default="", compare=False)
+
+
+#: (a module's bytes, its file's name) -> its signature; raises BundleError
+Look = Callable[[bytes, str], Signature]
 
 
 def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
@@ -58,28 +73,51 @@ def module_file(bundle: Bundle, key: tuple[int, int]) -> Path:
     return bundle.modules[key] if unsuffixed is None else unsuffixed
 
 
-def read_signature(file: Path) -> Signature:
-    """Read a module's signature.
+def read_module(bundle: Bundle, key: tuple[int, int], signature: Signature) -> bytes:
+    """The module of a (variant, size): the very bytes that `signature` was read from.
 
-    Raises BundleError when the file is no StableHLO portable artifact, is newer than this jaxlib reads, has no
-    public `main`, has dynamic shapes, is partitioned over devices, or calls into anything but known libraries.
+    Raises BundleError if the file is gone or has changed since.
     """
+    file = module_file(bundle, key)
+    blob = _read(file)
+    if hashlib.sha256(blob).hexdigest() != signature.digest:
+        raise BundleError(f"{file.name}: was written to while the model was loaded; load it again")
+    return blob
+
+
+def _read(file: Path) -> bytes:
     try:
         size = file.stat().st_size
         if size > MAX_MODULE_BYTES:
             raise BundleError(f"{file.name}: holds {size} bytes; the limit is {MAX_MODULE_BYTES}")
-        blob = file.read_bytes()
+        return file.read_bytes()
     except OSError as e:
         raise BundleError(f"{file.name}: cannot be read: {e.strerror}") from e
+
+
+def read_signature(file: Path) -> Signature:
+    """Read a module's signature, as `signature_of` does. Raises BundleError."""
+    return signature_of(_read(file), file.name)
+
+
+def signature_of(blob: bytes, file: str) -> Signature:
+    """The signature of a module, which is that of `file`.
+
+    Raises BundleError when it is no StableHLO portable artifact, is newer than this jaxlib reads, has no public `main`,
+    has dynamic shapes, is partitioned over devices, calls into anything but known libraries, or is larger than any
+    model. May crash the process, or take for ever, when the bytes are damaged.
+    """
     problems = Problems()
+    signature = Signature((), ())
     try:
         with parsed(blob) as module:
-            signature = _signature(module, file.name, problems)
+            signature = _signature(module, file, problems)
     except ValueError as e:
-        problems.add(file.name, "", str(e))
-        raise BundleError(problems.lines) from None
+        problems.add(file, "", str(e))
+    except Exception as e:  # noqa: BLE001 - what is damaged brings the bindings to raise nearly anything
+        problems.add(file, "", f"cannot be looked into: {type(e).__name__}: {str(e).partition(chr(10))[0]}")
     problems.raise_if_any()
-    return signature
+    return dataclasses.replace(signature, digest=hashlib.sha256(blob).hexdigest())
 
 
 @contextlib.contextmanager
@@ -101,7 +139,8 @@ def parsed(blob: bytes) -> Iterator[Any]:
     diagnostics: list[str] = []
 
     def note(diagnostic: Any) -> bool:
-        diagnostics.append(diagnostic.message.partition("\n")[0])
+        with contextlib.suppress(Exception):  # a message that repeats what is no UTF-8
+            diagnostics.append(diagnostic.message.partition("\n")[0])
         return True
 
     handler = context.attach_diagnostic_handler(note)
@@ -159,6 +198,7 @@ def _value(kind: Any, key: str, file: str, problems: Problems) -> Value | None:
     if not kind.has_static_shape:
         problems.add(file, key, f"has the dynamic shape {kind}; export it for concrete shapes")
         return None
+    _check_extent(kind.shape, key, file, problems)
     try:
         return dtypes.token_of_mlir(str(kind.element_type)), tuple(kind.shape)
     except KeyError:
@@ -167,9 +207,28 @@ def _value(kind: Any, key: str, file: str, problems: Problems) -> Value | None:
 
 
 def _check_operations(module: Any, file: str, problems: Problems) -> None:
+    """Whether the module holds only what is allowed, and not more than a compiler can bear."""
+    #: function -> its operations, and how often it calls which other
+    functions: dict[str, tuple[int, Counter[str]]] = {}
+    for function in module.body.operations:
+        calls: Counter[str] = Counter()
+        count = _check_function(function.operation, file, calls, problems)
+        functions[str(getattr(function, "sym_name", "")).strip('"')] = count, calls
+    if _inlined("main", functions, {}) > _MAX_OPERATIONS:
+        problems.add(
+            file, "", f"comes to more than {_MAX_OPERATIONS} operations, with those of the functions it calls"
+        )
+
+
+def _check_function(function: Any, file: str, calls: Counter[str], problems: Problems) -> int:
+    """How many operations it has; `calls` gets the functions that it calls."""
     from jaxlib.mlir import ir
 
+    count = 0
+
     def check(operation: Any) -> Any:
+        nonlocal count
+        count += 1
         name = operation.name
         dialect = name.partition(".")[0]
         if dialect not in _DIALECTS:
@@ -180,24 +239,57 @@ def _check_operations(module: Any, file: str, problems: Problems) -> None:
                 problems.add(
                     file, f"custom_call {target}", "is not an allowed target; export without host callbacks"
                 )
-        return ir.WalkResult.ADVANCE
+        elif name in _CALLS:
+            calls[operation.attributes[_CALLS[name]].value] += 1
+        for result in operation.results:
+            kind = result.type
+            if isinstance(kind, ir.RankedTensorType) and kind.has_static_shape:
+                _check_extent(kind.shape, name, file, problems)
+        if len(operation.regions) and _depth(operation) > _MAX_DEPTH:
+            problems.add(file, name, f"is nested more than {_MAX_DEPTH} levels deep")
+            return ir.WalkResult.INTERRUPT
+        return ir.WalkResult.ADVANCE if count <= _MAX_OPERATIONS else ir.WalkResult.INTERRUPT
 
-    module.operation.walk(check)
+    function.walk(check, ir.WalkOrder.PRE_ORDER)
+    return count
 
 
-def check_signatures(bundle: Bundle) -> dict[tuple[int, int], Signature]:
+def _check_extent(shape: Any, key: str, file: str, problems: Problems) -> None:
+    if math.prod(shape) > _MAX_ELEMENTS:
+        problems.add(file, key, f"makes a tensor of more than {_MAX_ELEMENTS} elements: {list(shape)!s:.100}")
+
+
+def _depth(operation: Any) -> int:
+    depth = 0
+    while depth <= _MAX_DEPTH and (operation := operation.parent) is not None:
+        depth += 1
+    return depth
+
+
+def _inlined(name: str, functions: Mapping[str, tuple[int, Mapping[str, int]]], known: dict[str, int]) -> int:
+    """Operations of a function when what it calls is put in its place, as the compiler does."""
+    if name not in known:
+        known[name] = _MAX_OPERATIONS + 1  # for as long as it is looked into: what calls itself is endless
+        count, calls = functions.get(name, (0, {}))
+        known[name] = count + sum(
+            times * _inlined(callee, functions, known) for callee, times in calls.items()
+        )
+    return known[name]
+
+
+def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[int, int], Signature]:
     """Compare every module with the manifest and the weights.
 
     Arguments must be the inputs in the manifest's order and then the weights in argument order, with equal types
     and shapes; results must be the declared outputs by position. Results beyond those are allowed. Returns the
     signatures by (variant, batch size); the size of an unsuffixed module is its own batch extent, or 1 when the
-    inputs have no batch axis. Raises BundleError with all problems.
+    inputs have no batch axis. Each module is shown to `look`. Raises BundleError with all problems.
     """
     problems = Problems()
     signatures: dict[tuple[int, int], Signature] = {}
     for (variant, size), file in sorted(bundle.modules.items()):
         try:
-            signature = read_signature(file)
+            signature = look(_read(file), file.name)
         except BundleError as e:
             problems.lines += e.problems
             continue

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 from rsrv_bundle import manifest as manifest_file
@@ -24,7 +25,9 @@ _JULIA_HOOKS_FILE = "model.jl"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _MODULE = re.compile(r"(model(?:\.v(?:0|[1-9]\d{0,5}))?)(?:\.b([1-9]\d{0,9}))?\.mlir", re.ASCII)
-_MAX_FILES = 10_000
+_MAX_ENTRIES = 10_000
+_MAX_DEPTH = 16
+_MAX_HOLES = 2**30
 
 
 def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
@@ -111,37 +114,83 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
 def _list_files(directory: Path, problems: Problems) -> dict[str, Path]:
     """Relative POSIX name -> path of every regular file, without Python's caches.
 
-    Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever.
+    Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever. Raises
+    BundleError if there are too many.
     """
     root = directory.resolve()
     files: dict[str, Path] = {}
-    for parent, folders, names in os.walk(directory, followlinks=False):
-        folders[:] = sorted(folder for folder in folders if folder != "__pycache__")
-        for entry in (*folders, *names):
-            path = Path(parent, entry)
+    folders = [directory]
+    entries = 0
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as found:
+                # One more than allowed: however many there are, that is too many.
+                paths = [Path(entry.path) for entry in islice(found, _MAX_ENTRIES - entries + 1)]
+        except OSError as e:
+            problems.add(folder.relative_to(directory).as_posix(), "", f"cannot be listed: {e.strerror}")
+            continue
+        entries += len(paths)
+        if entries > _MAX_ENTRIES:
+            problems.add(directory.name, "", f"holds more than {_MAX_ENTRIES} files and directories")
+            raise BundleError(problems.lines)
+        for path in sorted(paths):
             relative = path.relative_to(directory).as_posix()
-            try:
-                if path.is_symlink():
-                    if not path.resolve(strict=True).is_relative_to(root):
-                        problems.add(
-                            relative, "", "is a link that leaves the bundle; put the file itself here"
-                        )
-                        continue
-                    if path.is_dir():
-                        problems.add(relative, "", "is a link to a directory; put the directory itself here")
-                        continue
-                mode = path.stat().st_mode
-            except (OSError, RuntimeError):
-                problems.add(relative, "", "cannot be read, or is a link to nothing")
-                continue
-            if stat.S_ISREG(mode):
+            rule, mode = _wrong_file(path, relative, root)
+            if rule:
+                problems.add(relative, "", rule)
+            elif stat.S_ISREG(mode):
                 files[relative] = path
-            elif not stat.S_ISDIR(mode):
-                problems.add(relative, "", "is neither a file nor a directory; remove it")
-        if len(files) > _MAX_FILES:
-            problems.add(directory.name, "", f"holds more than {_MAX_FILES} files")
-            break
+            elif path.name != "__pycache__":
+                folders.append(path)
     return files
+
+
+def _wrong_file(path: Path, relative: str, root: Path) -> tuple[str, int]:
+    """What a directory entry must not be, empty if it is well; and its mode."""
+    if not relative.isprintable():
+        return "has a name that cannot be printed; rename it", 0
+    if relative.count("/") > _MAX_DEPTH:
+        return f"lies more than {_MAX_DEPTH} directories deep", 0
+    try:
+        found = path.stat()
+        if path.is_symlink():
+            if not path.resolve(strict=True).is_relative_to(root):
+                return "is a link that leaves the bundle; put the file itself here", 0
+            if stat.S_ISDIR(found.st_mode):
+                return "is a link to a directory; put the directory itself here", 0
+        if not stat.S_ISREG(found.st_mode):
+            if stat.S_ISDIR(found.st_mode):
+                return "", found.st_mode
+            return "is neither a file nor a directory; remove it", 0
+        if found.st_size > _MAX_HOLES and _holes(path, found.st_size) > _MAX_HOLES:
+            return (
+                f"is a sparse file with more than {_MAX_HOLES} bytes of holes; copy it with --sparse=never",
+                0,
+            )
+    except (OSError, RuntimeError):
+        return "cannot be read, or is a link to nothing", 0
+    return "", found.st_mode
+
+
+def _holes(path: Path, size: int) -> int:
+    """Bytes of a file that are nowhere on the disk, counted as far as they are allowed.
+
+    They cost whoever wrote them nothing, and whoever reads them as much as others.
+    """
+    holes = at = 0
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while at < size and holes <= _MAX_HOLES:
+            start = os.lseek(fd, at, os.SEEK_HOLE)
+            try:
+                at = os.lseek(fd, start, os.SEEK_DATA)
+            except OSError:  # no more data
+                at = size
+            holes += max(0, at - start)
+    finally:
+        os.close(fd)
+    return holes
 
 
 def _read_manifest(path: Path, problems: Problems) -> bytes:

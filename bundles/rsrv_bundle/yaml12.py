@@ -12,28 +12,42 @@ import re
 from typing import Any
 
 # A manifest is a few kilobytes. Both limits bound what a hostile one can cost, the second also after aliases
-# have been expanded.
-MAX_BYTES = 1_000_000
-_MAX_NODES = 200_000
+# have been expanded. The parser takes up to 20 microseconds for each byte.
+MAX_BYTES = 64 * 1024
+_MAX_NODES = 50_000
 _MAX_DEPTH = 50
 # More than any text that happens to hold unmatched brackets.
 _MAX_BRACKETS = 200
+_MAX_BITS = 64
 
 
 def load(data: bytes) -> Any:
     """Parse one YAML document into dicts with text keys, lists, text, numbers, booleans and None.
 
     Dates become ISO text. Raises ValueError, in one line, for anything that is not such a document: bad UTF-8 or
-    YAML, duplicate keys, unsafe tags, over 1 MB, nested too deeply, or aliases that expand without bound.
+    YAML, duplicate keys, YAML 1.1's merge keys, unsafe tags, over MAX_BYTES, nested too deeply, aliases that expand
+    without bound, or whole numbers of more than 64 bits.
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"holds {len(data)} bytes; the limit is {MAX_BYTES}")
     if _open_brackets(data) > _MAX_BRACKETS:
         raise ValueError("is nested too deeply")
     from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 
+    class Constructor(SafeConstructor):
+        def flatten_mapping(self, node: Any) -> Any:
+            # They belong to YAML 1.1, and a few of them, each merging the one before, expand without bound.
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":
+                    raise ConstructorError(
+                        problem="merge keys (<<) are not supported", problem_mark=key.start_mark
+                    )
+
+    reader = YAML(typ="safe", pure=True)
+    reader.Constructor = Constructor
     try:
-        document = YAML(typ="safe", pure=True).load(data.decode("utf-8-sig"))
+        document = reader.load(data.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
         raise ValueError(f"is not UTF-8 (byte {e.start})") from None
     except RecursionError:
@@ -85,6 +99,9 @@ class _Plain:
             return [self.convert(item, depth + 1) for item in value]
         if isinstance(value, datetime.date):
             return value.isoformat()
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            # It could not even be shown: Python refuses to write long ones in decimal.
+            raise ValueError(f"holds a number of {value.bit_length()} bits; {_MAX_BITS} are allowed")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"holds the number {value}; only finite numbers are allowed")
         if value is None or isinstance(value, str | bool | int | float):
@@ -95,6 +112,6 @@ class _Plain:
 def _key(key: Any) -> str:
     if isinstance(key, bool):
         return "true" if key else "false"
-    if isinstance(key, str | int | float):
+    if isinstance(key, str | float) or (isinstance(key, int) and key.bit_length() <= _MAX_BITS):
         return str(key)
-    raise ValueError(f"has the key {key!r:.40}; keys are text")
+    raise ValueError(f"has a key of the type {type(key).__name__}; keys are text")

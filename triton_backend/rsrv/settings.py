@@ -178,8 +178,8 @@ class StubSection(_Section):
     memory_limit_bytes: int | None = Field(
         None,
         ge=2**26,
-        description="Private memory that a stub's process may have, hooks and their libraries included; a hook that "
-        "wants more fails. null: half of what the machine or the container has.",
+        description="Private memory that a stub's process may take beyond what it has when its model is ready; a hook "
+        "that wants more fails. Only stubs with hooks have a limit. null: half of what the machine or the container has.",
     )
 
 

@@ -90,3 +90,22 @@ def test_a_meta_model_runs(tmp_path: Path) -> None:
     assert check_hooks(file, "meta") == ("run",)
     with pytest.raises(BundleError, match="define preprocess or postprocess"):
         check_hooks(file, "model")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def preprocess(inputs, x, y=1" + " + 1" * 5000 + "): ...",
+        "if a: pass\n" + "elif b: pass\n" * 5000,
+        "x = " + "(" * 5000,
+        "x = " + "-" * 50_000 + "1",
+        "#" * 1_000_001,
+    ],
+    ids=["default", "elif", "brackets", "signs", "length"],
+)
+def test_python_without_end_is_refused(tmp_path: Path, text: str) -> None:
+    """Looking at it must not end whoever looks at many bundles."""
+    file = tmp_path / "model.py"
+    file.write_text(text)
+    with pytest.raises(BundleError, match=r"model\.py: is not valid Python"):
+        check_hooks(file, "model")

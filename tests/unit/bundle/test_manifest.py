@@ -86,6 +86,23 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("meta on a model", changed(GOOD, meta={"calls": []}), "meta: only a bundle of kind 'meta' has it"),
     ("public type", changed(GOOD, public="yes"), "public: must be true or false, not 'yes'"),
     ("public number", changed(GOOD, public=1), "public: must be true or false, not 1"),
+    (
+        "many variants",
+        changed(VARIANTS, input_shapes=[{"h": i, "w": 1} for i in range(1, 1002)]),
+        "has 1001 entries",
+    ),
+    (
+        "many sizes",
+        changed(GOOD, batching={"compiled_batch_sizes": list(range(1, 1002))}),
+        "has 1001 entries",
+    ),
+    ("many tensors", changed(GOOD, executable_inputs=[{}] * 1001), "executable_inputs: has 1001 entries"),
+    (
+        "many calls",
+        changed(META, meta={"calls": ["m"] * 1001}),
+        "meta.calls: has 1001 entries; 1000 are allowed",
+    ),
+    ("number beyond 64 bits", with_input(dims={"c": 2**70, "h": 4, "w": 5}), "holds a number of 71 bits"),
     ("unknown key", changed(GOOD, executable_input=[]), "did you mean 'executable_inputs'?"),
     ("unknown key far", changed(GOOD, zzz=1), "zzz: unknown key; known keys: format_version"),
     ("unknown nested", changed(GOOD, batching={"batch_sizes": [1]}), "batching.batch_sizes: unknown key"),

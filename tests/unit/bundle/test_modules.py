@@ -21,6 +21,7 @@ from rsrv_bundle.modules import (
     check_signatures,
     module_file,
     parsed,
+    read_module,
     read_signature,
     strip_locations,
 )
@@ -271,3 +272,69 @@ def test_64_bit_modules_run_where_64_bit_types_are_on() -> None:
     with jax.enable_x64(True):
         (result,) = jax.jit(wrapped.call)(np.array([1, 2]))
     assert np.asarray(result).tolist() == [2**33, 2**34]
+
+
+def call_tree(levels: int, *, main: str = "f0") -> str:
+    """A module whose functions each call the next one ten times."""
+    body = "".join(
+        f"""func.func {"public" if i == 0 else "private"} @{main if i == 0 else f"f{i}"}(%x: tensor<f32>) -> tensor<f32> {{
+        {"".join(f"%{j + 1} = func.call @f{i + 1}(%x) : (tensor<f32>) -> tensor<f32>" + chr(10) for j in range(10))}
+        return %x : tensor<f32> }}"""
+        for i in range(levels)
+    )
+    return (
+        f"{body} func.func private @f{levels}(%x: tensor<f32>) -> tensor<f32> {{ return %x : tensor<f32> }}"
+    )
+
+
+def assembled(text: str) -> bytes:
+    """An artifact of a module in MLIR's own words."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    # In the context of another one, which has brought the dialects along.
+    with parsed(returning(Y4, takes=(X4, W))):
+        module = ir.Module.parse(text)
+        blob: bytes = stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version())
+    return blob
+
+
+def test_functions_that_unfold_without_end_are_refused(tmp_path: Path) -> None:
+    """A few hundred bytes that the compiler would inline into billions of operations, or into endlessly many."""
+    assert "comes to more than 1000000 operations" in read(tmp_path, assembled(call_tree(9, main="main")))
+    file = tmp_path / "small.mlir"
+    file.write_bytes(assembled(call_tree(3, main="main")))
+    assert read_signature(file).outputs == ((F32, ()),)
+    endless = "func.func public @main(%x: tensor<f32>) -> tensor<f32> {%y = func.call @main(%x) : (tensor<f32>) -> tensor<f32> return %y : tensor<f32>}"
+    assert "comes to more than 1000000 operations" in read(tmp_path, assembled(endless))
+
+
+def test_tensors_larger_than_any_memory_are_refused(tmp_path: Path) -> None:
+    """They cost nothing to write down; the compiler multiplies their extents without a look."""
+    shape = "x".join(["1000000"] * 3)
+    big = f"""func.func public @main(%x: tensor<f32>) -> tensor<f32> {{
+        %y = stablehlo.broadcast_in_dim %x, dims = [] : (tensor<f32>) -> tensor<{shape}xf32>
+        return %x : tensor<f32> }}"""
+    assert "makes a tensor of more than 1099511627776 elements" in read(tmp_path, assembled(big))
+
+
+def test_regions_nested_without_end_are_refused(tmp_path: Path) -> None:
+    """Whoever walks them recursively runs out of stack."""
+    inner = "stablehlo.return %p : tensor<f32>"
+    for _ in range(120):
+        inner = f"""%q = "stablehlo.if"(%c) ({{ {inner} }}, {{ stablehlo.return %p : tensor<f32> }}) :
+            (tensor<i1>) -> tensor<f32> stablehlo.return %q : tensor<f32>"""
+    inner = inner.removesuffix("stablehlo.return %q : tensor<f32>") + "return %q : tensor<f32>"
+    text = f"func.func public @main(%c: tensor<i1>, %p: tensor<f32>) -> tensor<f32> {{ {inner} }}"
+    assert "is nested more than 100 levels deep" in read(tmp_path, assembled(text))
+
+
+def test_a_module_is_what_it_was_when_it_was_looked_at(tmp_path: Path) -> None:
+    """Whoever exchanges it in between finds out."""
+    blob = returning(Y4, takes=(X4, W))
+    bundle = bundle_of(tmp_path, {"model.mlir": blob})
+    ((key, signature),) = check_signatures(bundle).items()
+    assert read_module(bundle, key, signature) == blob
+    module_file(bundle, key).write_bytes(returning(Y4, Y4, takes=(X4, W)))
+    with pytest.raises(BundleError, match="was written to while the model was loaded"):
+        read_module(bundle, key, signature)

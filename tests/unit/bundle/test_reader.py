@@ -173,3 +173,49 @@ def test_an_error_survives_pickling() -> None:
     """Errors travel between processes."""
     error = pickle.loads(pickle.dumps(BundleError(["a: b", "c: d"])))
     assert (error.problems, str(error)) == (("a: b", "c: d"), "a: b\nc: d")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "extra.bin", "model.b1.mlir"])
+def test_a_file_that_is_mostly_holes_is_refused_unread(tmp_path: Path, name: str) -> None:
+    """It takes no room on the disk, and hours to hash."""
+    made = make_bundle(tmp_path)
+    with (made / name).open("ab") as file:
+        file.truncate(2**43)
+    assert any(line.startswith(f"{name}: is a sparse file") for line in problems_of(made))
+
+
+def test_a_file_with_small_holes_is_as_good_as_any(tmp_path: Path) -> None:
+    """Tools that copy leave out runs of zeros."""
+    made = make_bundle(tmp_path)
+    with (made / "extra.bin").open("wb") as file:
+        file.truncate(2**20)
+    assert problems_of(made) == ()
+
+
+def test_directories_without_end_are_refused(tmp_path: Path) -> None:
+    """Neither their number nor their depth may cost the reader its time."""
+    deep = make_bundle(tmp_path, name="deep")
+    deep.joinpath(*["d"] * 500).mkdir(parents=True)
+    assert problems_of(deep) == ("/".join(["d"] * 18) + ": lies more than 16 directories deep",)
+    wide = make_bundle(tmp_path, name="wide")
+    for i in range(10_001):
+        (wide / str(i)).mkdir()
+    assert problems_of(wide) == ("wide: holds more than 10000 files and directories",)
+
+
+@pytest.mark.parametrize("name", [b"two\nlines", b"\xff", b"\xe2\x80\xae"])
+def test_files_whose_names_cannot_be_printed_are_refused(tmp_path: Path, name: bytes) -> None:
+    """They would forge lines of logs, or end a program that prints them."""
+    made = make_bundle(tmp_path)
+    Path(os.fsdecode(bytes(made) + b"/" + name)).touch()
+    (line,) = problems_of(made)
+    assert line.isprintable()
+    assert "has a name that cannot be printed" in line
+
+
+def test_a_report_stays_short(tmp_path: Path) -> None:
+    """Whatever a bundle is made to say, a person should want to read it."""
+    names = [f"model.{'x' * 200}{i}.mlir" for i in range(500)]
+    lines = problems_of(make_bundle(tmp_path, changed(GOOD, kind="k" * 5000), modules=names))
+    assert len(lines) == 100
+    assert max(map(len, lines)) <= 1003

@@ -46,6 +46,9 @@ def test_numbers_of_yaml_1_1_with_colons_stay_text() -> None:
         (b"[" * 5000, "nested too deeply"),
         (b"- " * 5000, "nested too deeply"),
         (b"a: 1" + b"0" * 5000, "not valid YAML"),
+        (b"a: 0x" + b"f" * 5000, "a number of 20000 bits"),
+        (b"? 0x" + b"f" * 5000 + b"\n: a", "a key of the type int"),
+        (b"a: &a {b: 1}\nc: {<<: *a}", "line 2: merge keys (<<) are not supported"),
     ],
 )
 def test_bad_documents_are_refused_in_one_line(text: bytes, fragment: str) -> None:
@@ -66,4 +69,12 @@ def test_aliases_that_expand_exponentially_are_refused() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
     with pytest.raises(ValueError, match="remove its aliases"):
+        yaml12.load("\n".join(lines).encode())
+
+
+def test_merge_keys_that_expand_exponentially_are_refused() -> None:
+    """Five hundred bytes that kept the parser busy for minutes, before anything could be counted."""
+    lines = ["a0: &a0 {x: 1, y: 2}"]
+    lines += [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
+    with pytest.raises(ValueError, match="merge keys"):
         yaml12.load("\n".join(lines).encode())

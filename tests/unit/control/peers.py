@@ -291,8 +291,10 @@ class FakeLifecycle:
         self.loading: set[str] = set()
         self.reloaded: list[str] = []
         self.refusals: dict[str, LifecycleError] = {}
+        self.asked = asyncio.Event()
 
     async def reload(self, name: str) -> None:
+        self.asked.set()
         if name in self.refusals:
             raise self.refusals[name]
         self.reloaded.append(name)

@@ -405,7 +405,7 @@ def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag
 
 def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     """A model fails and goes, and then the runtime."""
-    failed = pb.Version(key="a@1", state=pb.STATE_FAILED, error="no\nroom")
+    failed = pb.Version(key="a@1", state=pb.STATE_FAILED, error="no\nroom \x1b[2J")
     for update in (
         pb.WatchStateResponse(
             change=pb.Change(revision=6, key="a@1", entry=pb.Entry(name="a", version=failed))
@@ -416,7 +416,7 @@ def test_what_a_watch_says_of_failures_and_ends(capsys: pytest.CaptureFixture[st
         print_update(update)
 
     assert capsys.readouterr().out.splitlines() == [
-        "6 a@1 failed, 0 stubs, no room",
+        "6 a@1 failed, 0 stubs, no room ?[2J",
         "7 a@1 gone",
         "the runtime does not answer",
     ]

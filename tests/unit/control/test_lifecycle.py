@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from rsrv.control import watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
+from rsrv.control.looks import Seen
 from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.write import version_of
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -62,6 +64,14 @@ def story(
 
     run(main())
     return world
+
+
+def add_meta(world: World, name: str, callee: str) -> None:
+    """A meta model, with modules as well: the server that pretends looks at these."""
+    aside = write_meta(world.roots["r"] / f".{name}", [callee])
+    manifest = (aside / "manifest.yaml").read_text()
+    write_bundle(aside, "meta").joinpath("manifest.yaml").write_text(manifest)
+    aside.rename(world.roots["r"] / name)
 
 
 def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> None:
@@ -188,6 +198,72 @@ def test_a_load_that_never_ends_holds_up_only_those_who_leave(tmp_path: Path) ->
     story(tmp_path, {"r": {"slow": "v1", "a": "v1", "b": "v1"}}, tell)
 
 
+def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
+    """While a load that it waits for is under way; and if it was only a glimpse, it is unloaded all the same."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        root = world.roots["r"]
+        world.triton.seconds = 20
+        place(root / "slow", "v2")
+        for name in ("back", "glimpse"):
+            shutil.rmtree(root / name)
+        while "load slow" not in world.triton.log:
+            await asyncio.sleep(0.1)
+        # The next look sees them just before the load ends, and no other one agrees with it so soon.
+        await asyncio.sleep(19.9)
+        seen = dict.fromkeys(("back", "glimpse", "slow"), "1")
+        place(root / "back", "v1")
+        lifecycle._took({root: watching.scan(root, linked=True)})
+        identity = watching.scan(root, linked=True).identity
+        lifecycle._took({root: Seen(identity, seen)})
+        await asyncio.sleep(0.5)
+        assert "loaded slow" in world.triton.log
+        assert not any(line.startswith("unload") for line in world.triton.log)
+        await asyncio.sleep(40)
+        assert world.triton.texts() == {"slow": "v2", "back": "v1"}
+        assert "unload back" not in world.triton.log
+
+    story(tmp_path, {"r": {"slow": "v1", "back": "v1", "glimpse": "v1"}}, tell)
+
+
+def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
+    """The directory that is being loaded is not written to meanwhile."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        add_meta(world, "meta", "a")
+        await asyncio.sleep(20)
+        world.triton.seconds = 20
+        world.triton.log.clear()
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(10)
+        before = version_of(world.repository / "meta")
+        place(world.roots["r"] / "a", "v3")
+        await asyncio.sleep(10)
+        assert version_of(world.repository / "meta") == before
+        await asyncio.sleep(60)
+        assert world.triton.log == 2 * ["load meta", "loaded meta"]
+        assert whole(world.repository / "meta" / "1" / "calls" / "a") == "v3"
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell)
+
+
+def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
+    """Whoever asks for it is told to wait, whether the looks have seen it yet or not."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
+        for _ in ("before a look", "after the first one"):
+            with pytest.raises(LifecycleError, match="is being written") as caught:
+                await lifecycle.reload("a")
+            assert caught.value.code == "UNAVAILABLE"
+            while lifecycle._looks.settled("a") is not None:
+                await asyncio.sleep(0.1)
+        (world.roots["r"] / "a" / "model.b8.mlir").write_text("half 8")
+        await asyncio.sleep(20)
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "half"}
+
+
 def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
     """Triton still calls the model ready, and is given a reason to load it."""
     for mode in ("dynamic", "static", "explicit"):
@@ -229,13 +305,9 @@ def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
     """The name is not Triton's, and stands for those that have its bundle."""
 
     async def tell(world: World, lifecycle: Lifecycle) -> None:
-        write_meta(world.roots["r"] / ".meta", ["a"]).rename(world.roots["r"] / "meta")
-        # The server that pretends reads modules, which a meta model has only of its callees.
-        write_bundle(world.roots["r"] / "meta", "v1").joinpath("manifest.yaml").write_text(
-            (write_meta(tmp_path / "again", ["a"]) / "manifest.yaml").read_text()
-        )
+        add_meta(world, "meta", "a")
         await asyncio.sleep(20)
-        assert world.triton.texts() == {"b": "v1", "meta": "v1"}
+        assert world.triton.texts() == {"b": "v1", "meta": "meta"}
         assert world.triton.log.index("loaded meta") < world.triton.log.index("unload a")
         world.triton.log.clear()
         await lifecycle.reload("a")

@@ -27,9 +27,9 @@ def test_what_could_not_be_looked_at_is_looked_at_later() -> None:
     assert rounds.next_time() is None
     assert not rounds.due(6)
     rounds.done("a")
-    rounds.later("a", 8)
-    assert rounds.next_time() == 8
-    assert rounds.due(8) == {"a"}
+    assert rounds.next_time() == 5
+    assert rounds.due(6) == {"a"}
+    assert rounds.next_time() is None
 
 
 def test_failures_are_tried_again_ever_more_seldom() -> None:

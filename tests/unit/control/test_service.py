@@ -329,6 +329,25 @@ async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
+    """The looks do not agree on it yet; later they do. Of another bundle they never do."""
+    settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
+    async with served(tmp_path, models=["a", "b"], settings=settings) as server:
+        late = LifecycleError("UNAVAILABLE", "the bundle is being written")
+        server.lifecycle.refusals["a"] = server.lifecycle.refusals["b"] = late
+        call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
+        await server.lifecycle.asked.wait()
+        del server.lifecycle.refusals["a"]
+        await call
+        assert server.lifecycle.reloaded == ["a"]
+
+        assert await refusal(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="b"))) == (
+            grpc.StatusCode.UNAVAILABLE,
+            "the bundle is being written",
+        )
+
+
+@looped
 async def test_a_profile_is_written_to_a_folder_of_its_own(tmp_path: Path) -> None:
     """It is started and stopped; who stops it learns the folder, too."""
     async with served(tmp_path) as server:

@@ -38,11 +38,8 @@ class FakeTriton:
         self.log: list[str] = []
 
     async def states(self) -> Mapping[str, State]:
-        dismissed: State = "dismissed"
-        ready: State = "ready"
-        states = dict.fromkeys(self.dismissed, dismissed)
-        states |= dict.fromkeys(self.served, ready)
-        return states
+        states: dict[str, State] = dict.fromkeys(self.dismissed, "dismissed")
+        return {**states, **dict.fromkeys(self.served, "ready")}
 
     async def load(self, name: str) -> None:
         self.log.append(f"load {name}")

@@ -181,6 +181,28 @@ def test_a_model_that_is_not_built_yet_cannot_be_fetched(
     registering.lane.close()
 
 
+def test_in_explicit_mode_only_what_was_fetched_is_served(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """A model warms up and leaves the device; requests for it are refused until somebody brings it back."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
+    engine = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
+        watcher.until(lambda: watcher.is_("a", weights="absent", state="ready"))
+        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+
+        operator.do("prefetch", model="a")
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        assert answered(ask(engine)) == 1
+
+        operator.do("evict", model="a")
+        assert refused(answer(ask(engine)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+        operator.do("residency", model="a", residency="device")
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        assert answered(ask(engine)) == 1
+    engine.close()
+
+
 # --- policy ------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
 from rsrv.wire.memory import create_sealed
 from rsrv.wire.socket import Closed, Receiver, connect, send
-from tests.unit.runtime.conftest import Runtime, StartRuntime
+from tests.unit.runtime.conftest import Runtime, StartRuntime, until
 
 
 class Client:
@@ -204,4 +204,86 @@ def test_a_deadline_that_is_years_away_does_not_end_the_runtime(runtime: Runtime
     received = 0
     while received < 40:
         received += len(client.lane.receive(10))
+    client.lane.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_peer_that_asks_and_does_not_read_is_given_up(runtime: Runtime, doubling: Path) -> None:
+    """Each answer waits with a descriptor, of which there are only so many for all."""
+    other = Client(runtime, doubling)
+    greeted = runtime.open()
+    before = descriptors()
+
+    def ask_on() -> None:
+        while True:
+            send(greeted.sock, frames.pack_json(Kind.STATUS, {}))
+
+    with pytest.raises(Closed):
+        ask_on()
+    assert other.works()
+    greeted.sock.close()
+    until(lambda: descriptors() < before)
+    other.lane.close()
+
+
+def test_segments_without_end_close_their_connection(runtime: Runtime, doubling: Path) -> None:
+    """A process has only so many mappings, and others need them, too."""
+    other, culprit = Client(runtime, doubling), Client(runtime, doubling)
+    fd = create_sealed(4096, "one of many")
+    culprit.lane.sock.setblocking(True)
+
+    def add_on() -> None:
+        for id in range(10, 2000):
+            send(culprit.lane.sock, frames.pack_ids(Kind.SEGMENT, [id]), [fd])
+        culprit.read_on()
+
+    with pytest.raises(Closed):
+        add_on()
+    os.close(fd)
+    assert other.works()
+    culprit.lane.close()
+    other.lane.close()
+
+
+def test_address_space_without_end_closes_its_connection(runtime: Runtime, doubling: Path) -> None:
+    """Two segments of 600 GiB that hold nothing."""
+    other, culprit = Client(runtime, doubling), Client(runtime, doubling)
+    for id in (10, 11):
+        fd = create_sealed(600 << 30, "hollow")
+        send(culprit.lane.sock, frames.pack_ids(Kind.SEGMENT, [id]), [fd])
+        os.close(fd)
+
+    with pytest.raises(Closed):
+        culprit.read_on()
+    assert other.works()
+    culprit.lane.close()
+    other.lane.close()
+
+
+def test_connections_without_end_wait_outside(
+    start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get half of the descriptors; those that are there are served, and a place that gets free is taken."""
+    monkeypatch.setattr("rsrv.runtime.transport.resource.getrlimit", lambda of: (256 + 40, 256 + 40))
+    runtime = start_runtime()
+    client = Client(runtime, doubling)
+    crowd = [connect(runtime.socket) for _ in range(50)]
+    for sock in crowd:
+        send(sock, frames.hello())
+
+    assert client.works()
+    waiting = crowd[-1]
+    waiting.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        Receiver(waiting).receive()
+    for sock in crowd[:40]:
+        sock.close()
+    waiting.settimeout(10)
+    assert frames.read_header(Receiver(waiting).receive()[0])[0] is Kind.WELCOME
+    assert client.works()
+    for sock in crowd:
+        sock.close()
     client.lane.close()

@@ -44,7 +44,8 @@ def test_a_bundle_that_is_damaged_while_it_is_built_fails_alone(
         runtime.device.compiles.set()
 
         with pytest.raises(
-            Rejected, match=r"^(weights\.safetensors|model\.b\d\.mlir): (cannot be read|changed since)"
+            Rejected,
+            match=r"^(weights\.safetensors|model\.b\d\.mlir): (cannot be read|changed since|was written to)",
         ):
             loading.result(20)
 

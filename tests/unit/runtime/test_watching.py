@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rsrv.runtime.blackbox import BlackBox, Death
 from rsrv.runtime.watching import Entry, Watching
 from rsrv.settings import load_settings
 from rsrv.stub.lane import Lane, Rejected
@@ -194,6 +195,32 @@ def test_a_meta_model_fails_with_what_it_calls(
         watcher.until(lambda: watcher.of("a") is None)
         assert watcher.history("meta", "state") == ["loading", "failed"]
         lane.close()
+
+
+def test_what_is_not_tried_any_more_is_seen_to_have_failed(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """However often it is asked for, that is one change; and a meta model that calls it fails as well."""
+    box = BlackBox(tmp_path)
+    key = f"a@{read_bundle(doublings['a']).digest[:12]}"
+    box.deaths.add(key, Death("EXECUTING", "hung", 0.0))
+    runtime = start_runtime(blackbox=box)
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a"])
+    with Watcher(runtime) as watcher:
+        for _ in range(2):
+            with pytest.raises(Rejected) as caught:
+                register(runtime, "a", doublings["a"])
+        lane = Lane(runtime.open())
+        with pytest.raises(Rejected, match="it hung"):
+            lane.register({"model": "meta", "bundle": str(meta), "calls": {"a": str(doublings["a"])}})
+        lane.close()
+
+        watcher.until(lambda: watcher.is_("meta", state="failed"))
+
+        error = watcher.entries[key]["error"]
+        assert str(caught.value) == f"{key}: {error}"
+        assert watcher.history("a", "state") == ["failed"]
+        assert watcher.is_("meta", error=f"{key}: {error}", models=[key])
 
 
 def test_what_operators_change_is_told(runtime: Runtime, doublings: dict[str, Path]) -> None:

@@ -657,7 +657,7 @@ def test_what_becomes_of_a_model_that_has_gone_is_not_its_successors(
         assert leaving.group is not None
         loop._registry.give_up(leaving.group.key, "no luck")
         loop._transport._close(leaving)
-        loop._registry._identified(coming, identify("a", str(doublings["a"]), {}))
+        loop._registry._identified(coming, identify("a", str(doublings["a"]), {}), {})
         done.set()
 
     loop._inbox.post(meet)

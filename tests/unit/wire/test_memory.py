@@ -110,7 +110,7 @@ def test_a_document_of_any_size_survives() -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff"])
+@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_a_document_without_sense_is_the_peers_fault(text: bytes) -> None:
     """It is refused, not passed on."""
     fd = create_sealed(len(text), "test")
@@ -126,7 +126,7 @@ def test_both_sides_see_the_same_bytes(arena: Arena) -> None:
     arena.segment(place)[place.offset : place.offset + 256] = np.arange(256, dtype=np.uint8)
     (_, fd) = arena.fresh[0]
 
-    mapped = map_segment(fd)
+    mapped = map_segment(fd, 1 << 30)
 
     assert mapped[place.offset : place.offset + 256].tolist() == list(range(256))
 
@@ -137,7 +137,38 @@ def test_a_segment_that_its_owner_could_shrink_is_refused() -> None:
     os.ftruncate(fd, 4096)
     try:
         with pytest.raises(SharedMemoryError, match="sealed"):
-            map_segment(fd)
+            map_segment(fd, 1 << 30)
+    finally:
+        os.close(fd)
+
+
+def test_a_segment_beyond_the_limit_is_refused() -> None:
+    """Its pages cost its owner nothing, and the runtime's address space is all models'."""
+    fd = create_sealed(1 << 30, "large")
+    try:
+        with pytest.raises(SharedMemoryError, match="is more than 4096"):
+            map_segment(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def test_a_board_is_one_page() -> None:
+    """Its number is read without a look at the size."""
+    for size in (1, 4100, 1 << 20):
+        fd = create_sealed(size, "board")
+        try:
+            with pytest.raises(SharedMemoryError):
+                read_board(fd)
+        finally:
+            os.close(fd)
+
+
+def test_a_document_beyond_the_limit_is_refused_unread() -> None:
+    """However many bytes its owner says that there are."""
+    fd = create_sealed(1 << 40, "document")
+    try:
+        with pytest.raises(SharedMemoryError, match="exceeds 67108864"):
+            read_document(fd)
     finally:
         os.close(fd)
 
@@ -147,7 +178,7 @@ def test_something_that_is_no_memory_is_refused() -> None:
     read, write = os.pipe()
     try:
         with pytest.raises(SharedMemoryError):
-            map_segment(read)
+            map_segment(read, 1 << 30)
     finally:
         os.close(read)
         os.close(write)

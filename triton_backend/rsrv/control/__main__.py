@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
+    # It counts the files of each change.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
         server = os.pidfd_open(options.server_pid)
         lock = _claim(options.directory / paths.CONTROL_LOCK)

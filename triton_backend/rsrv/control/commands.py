@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rsrv.control import find, pages
 from rsrv.control.enums import member
-from rsrv.control.output import print_json
+from rsrv.control.output import one_line, print_json
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 
@@ -46,14 +46,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _complain(text: str, status: int) -> int:
-    print(f"rsrv: {' '.join(text.split())}", file=sys.stderr)
+    print(f"rsrv: {one_line(text)}", file=sys.stderr)
     return status
 
 
 def _explain(error: Any, address: str) -> str:
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "failed to connect" in text:
-        return f"cannot connect to {address}: is the server there, and is it TLS on one side only? ({text})"
+        return f"cannot connect to {address}: is the server there, and do both sides or neither speak TLS?"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "no answer in time; --timeout says how long to wait"
     return text or code.name

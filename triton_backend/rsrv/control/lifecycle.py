@@ -74,6 +74,8 @@ class Lifecycle:
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
+        #: What the repository held to begin with. Whoever adds models of other places later, keeps them.
+        self._inherited = our_models(self._repository)
         #: Why nothing can be loaded or unloaded; empty: it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
@@ -116,21 +118,13 @@ class Lifecycle:
         if not names and not (self._lifecycle.bundles and self._looks.settled(name)):
             raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made")
         names = names or {name}
-        # Somebody who has just put a bundle there is ahead of the looks.
-        patience = self._now() + self._lifecycle.poll_s + 3 * self._lifecycle.look_s
-        wanted = names
-        while True:
-            while under_way := [self._tasks[name] for name in names if name in self._tasks]:
-                await asyncio.wait(under_way)
-            done = await self._bring(wanted, anew=True)
-            wanted = wanted & set(done.later)
-            if not wanted:
-                break
-            if self._now() > patience:
-                raise LifecycleError(
-                    "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
-                )
-            await asyncio.sleep(self._lifecycle.look_s)
+        while under_way := [self._tasks[name] for name in names if name in self._tasks]:
+            await asyncio.wait(under_way)
+        done = await self._bring(names, anew=True)
+        if not names.isdisjoint(done.later):
+            raise LifecycleError(
+                "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
+            )
         if under_way := [self._tasks[name] for name in names if name in self._tasks]:
             await asyncio.wait(under_way)
         for one in names & self.failures.keys():
@@ -211,11 +205,14 @@ class Lifecycle:
                     self._start(name, self._unload(name))
                 else:
                     self._rounds.stay(name)
+                    if not self._carriers.get(name):
+                        # Its bundle seems to be back; if that does not last, nothing else will say so.
+                        self._rounds.later(name, self._now() + self._lifecycle.poll_s)
 
     def _may_leave(self, name: str) -> bool:
         if carriers := self._carriers.get(name):
             return self.failures.keys().isdisjoint(carriers)
-        return self._looks.gone(name)
+        return not self._stays(name)
 
     async def _mend(self) -> None:
         """Finds models whose stub is dead, and has them loaded anew."""
@@ -290,17 +287,12 @@ class Lifecycle:
                 else:
                     self._carriers[name] = carriers
                     self._rounds.leave(name)
-            for name in names or ():
-                if name not in (
-                    *done.put,
-                    *done.unchanged,
-                    *done.go,
-                    *done.broken,
-                    *done.failed,
-                    *done.later,
-                ):
-                    # Neither bundle nor model.
-                    self._rounds.done(name)
+            for name in done.later:
+                self._rounds.later(name, self._now() + self._lifecycle.poll_s)
+            # Of the rest there is neither a bundle nor a model.
+            known = (done.put, done.unchanged, done.go, done.broken, done.failed, done.later)
+            for name in set(names or ()).difference(*known):
+                self._rounds.done(name)
         self._stir.set()
         return done
 
@@ -320,7 +312,10 @@ class Lifecycle:
         )
 
     def _stays(self, name: str) -> str:
-        return "" if self._looks.gone(name) else "its bundle is out of sight"
+        if not self._looks.gone(name):
+            return "its bundle is out of sight"
+        known = name in self._inherited or self._looks.known(name)
+        return "" if known else "it was made of a bundle that is not watched"
 
     def _is_whole(self, name: str) -> bool:
         """Whether the bundle is on disk as the looks agreed that it is."""
@@ -354,9 +349,11 @@ class Lifecycle:
             if anew:
                 self._stamps[name] = await asyncio.to_thread(touch, folder, self._stamps.get(name, 0))
             await self._triton.load(name)
-        except (TritonError, OSError) as error:
+        except Exception as error:
             if put is not None:
                 await asyncio.to_thread(put.undo)
+            if not isinstance(error, TritonError | OSError):
+                raise
             self._fail(name, f"could not be loaded: {_reason(name, str(error))}")
         else:
             if put is not None:

@@ -110,8 +110,12 @@ class Looks:
         """The signatures of this name's bundles, by root, if the looks agree on them; None while they do not."""
         return None if name in self._pending else self._settled.get(name, ())
 
+    def known(self, name: str) -> bool:
+        """Whether there ever was a bundle of this name."""
+        return name in self._settled
+
     def gone(self, name: str) -> bool:
         """Whether this name's bundle is not there any more, or never was, rather than out of sight."""
         if not self.agreed or self.settled(name) != ():
             return False
-        return name in self._settled or all(root.identity is not None for root in self._roots.values())
+        return self.known(name) or all(root.identity is not None for root in self._roots.values())

@@ -87,6 +87,16 @@ def is_terminal() -> bool:
 _STYLES = {"ready": "green", "failed": "bold red", "loading": "yellow", "hold": "magenta", "drain": "magenta"}
 
 
+def printable(text: str) -> str:
+    """A line from elsewhere, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Likewise, of a text of any lines."""
+    return printable(" ".join(text.split()))
+
+
 def amount(nbytes: int) -> str:
     """Bytes."""
     value = float(nbytes)

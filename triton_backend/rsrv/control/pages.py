@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rsrv.control.output import amount, duration, print_table
+from rsrv.control.output import amount, duration, one_line, print_table, printable
 from rsrv.control.v1 import control_pb2 as pb
 
 
@@ -142,7 +142,7 @@ def story_page(answer: pb.GetStoryResponse) -> None:
         if len(answer.stories) > 1:
             print(f"{story.key}:")
         for line in story.lines:
-            print(line)
+            print(printable(line))
 
 
 def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
@@ -179,7 +179,7 @@ def _print_entry(revision: int, key: str, entry: pb.Entry | None) -> None:
         _word(pb.Residency, entry.residency) and f"residency {_word(pb.Residency, entry.residency)}",
         f"{len(version.stubs)} stubs",
         _word(pb.Pause, version.paused) and f"paused ({_word(pb.Pause, version.paused)})",
-        " ".join(version.error.split()),
+        one_line(version.error),
     ]
     print(f"{revision} {key} {', '.join(filter(None, said))}", flush=True)
 
@@ -211,9 +211,7 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
 
 def _print_failures(answer: pb.GetStatusResponse) -> None:
     for failure in answer.failures:
-        print(
-            f"\n{failure.name} could not be loaded, {failure.tries} tries: {' '.join(failure.text.split())}"
-        )
+        print(f"\n{failure.name} could not be loaded, {failure.tries} tries: {one_line(failure.text)}")
 
 
 def _print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
@@ -233,7 +231,7 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
                     _word(pb.State, one.state),
                     _word(pb.Weights, one.weights),
                     " ".join(map(str, one.stubs)),
-                    " ".join(one.error.split()),
+                    one_line(one.error),
                 )
                 for one in versions
             ),

@@ -30,8 +30,9 @@ class Rounds:
     """All models with something to do."""
 
     def __init__(self) -> None:
-        #: Names to bring up to date.
+        #: Names to bring up to date, now and at some time.
         self._wanted: set[str] = set()
+        self._later: dict[str, float] = {}
         #: Loads and unloads under way -> when they began.
         self._busy: dict[str, float] = {}
         #: Who is to be unloaded -> the loads that it waits for.
@@ -62,16 +63,17 @@ class Rounds:
 
     def due(self, now: float) -> frozenset[str]:
         """Names to bring up to date now: they are wanted, or failed long enough ago. They do not wait any more."""
-        retries = {name for name, at in self._retry.items() if at <= now}
-        due = frozenset((self._wanted | retries) - self._busy.keys())
+        times = (*self._retry.items(), *self._later.items())
+        due = frozenset((self._wanted | {name for name, at in times if at <= now}) - self._busy.keys())
         self._wanted -= due
-        for name in due & retries:
-            del self._retry[name]
+        for name in due:
+            self._retry.pop(name, None)
+            self._later.pop(name, None)
         return due
 
     def later(self, name: str, at: float) -> None:
         """It could not be looked at, and wants to be at that time."""
-        self._retry[name] = min(at, self._retry.get(name, at))
+        self._later[name] = at
 
     def begin(self, name: str, now: float) -> None:
         """A load or an unload begins."""
@@ -127,5 +129,6 @@ class Rounds:
         may_go = self._leaving.keys() - self._busy.keys() - self._wanted
         waited_for = frozenset[str]().union(*(self._leaving[name] for name in may_go))
         times = [since + PATIENCE for name, since in self._busy.items() if name in waited_for]
-        times += [at for name, at in self._retry.items() if name not in self._busy]
+        others = (*self._retry.items(), *self._later.items())
+        times += [at for name, at in others if name not in self._busy]
         return min(times, default=None)

@@ -1,5 +1,6 @@
 """rsrv.control.v1.Control: what the runtime and the lifecycle do, over gRPC. control.proto says what each call means."""
 
+import asyncio
 import functools
 import importlib.metadata
 import logging
@@ -270,7 +271,17 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @_steers
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
-        await self._lifecycle.reload(model)
+        section, loop = self._settings.lifecycle, asyncio.get_running_loop()
+        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole.
+        patience = loop.time() + section.poll_s + 3 * section.look_s
+        while True:
+            try:
+                await self._lifecycle.reload(model)
+                break
+            except LifecycleError as error:
+                if error.code != "UNAVAILABLE" or loop.time() > patience:
+                    raise
+            await asyncio.sleep(section.look_s)
         versions = messages.by_name(self._link.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
 

@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.underway import Place, Task
         from rsrv.runtime.watchdog import Watchdog, describe
         from rsrv.settings import load_settings
+        from rsrv_bundle.inspection import Inspector
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
         settings = load_settings(text, str(options.settings))
@@ -96,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             weight_memory=settings.runtime.weight_memory,
         ),
         blackbox=box,
+        inspector=Inspector(),
     )
 
     def follow_the_server() -> None:

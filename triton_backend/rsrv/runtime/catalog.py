@@ -77,6 +77,13 @@ class Catalog:
         self.listed[key] = Listed(name, digest)
         self.tell(key)
 
+    def refuse(self, key: str, name: str, digest: str, why: str) -> None:
+        """It is not even tried, unless it is there already."""
+        if key not in self.listed:
+            self.listed[key] = Listed(name, digest, error=why)
+            self.tell(key)
+            self.drop(key)
+
     def drop(self, key: str) -> None:
         """It is there no longer."""
         del self.listed[key]

@@ -69,6 +69,21 @@ class CompiledCache:
                     os.unlink(unfinished)
 
 
+def check_private(directory: Path) -> None:
+    """Have only this user enter a directory, for what lies in it is run.
+
+    Raises CompiledCacheError if others could write to it so far, OSError if it is not there.
+    """
+    found = directory.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CompiledCacheError(
+            f"runtime.compilation_cache_dir {directory} must belong to uid {os.getuid()} and be writable "
+            "by nobody else: whoever can write it can run code here"
+        )
+    if found.st_mode & 0o077:
+        directory.chmod(0o700)
+
+
 def use_cache(directory: Path) -> None:
     """Have jax keep what it compiles in `directory`, if it can. Once per process, before anything is compiled.
 
@@ -80,15 +95,10 @@ def use_cache(directory: Path) -> None:
     try:
         directory = directory.expanduser()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
+        check_private(directory)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         log.warning("runtime.compilation_cache_dir: every start compiles anew: %s", error)
         return
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CompiledCacheError(
-            f"runtime.compilation_cache_dir {directory} must belong to uid {os.getuid()} and be writable "
-            "by nobody else: whoever can write it can run code here"
-        )
     if not hasattr(compilation_cache, "get_file_cache"):
         log.warning("every start compiles anew: rsrv does not know how jax %s keeps entries", jax.__version__)
         return

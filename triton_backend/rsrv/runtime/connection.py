@@ -10,8 +10,14 @@ from rsrv.wire.frames import Completion, Kind, ProtocolError, pack_completions, 
 from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segment
 from rsrv.wire.socket import Closed, Receiver, send
 
-#: frames that wait for a stub that does not read; beyond, the stub is taken for dead
+#: what may wait for a stub that does not read: frames, their bytes, and descriptors; beyond, it is taken for dead
 _MAX_BACKLOG = 4096
+_MAX_BACKLOG_BYTES = 16 << 20
+_MAX_BACKLOG_FDS = 64
+#: what a stub may have the runtime map: segments, each of which is a mapping, of which a process has 65,530, and bytes,
+#: which are address space only until somebody touches them
+_MAX_SEGMENTS = 1024
+_MAX_SEGMENT_BYTES = 1 << 40
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +50,8 @@ class Group:
 class Connection:
     """Non-blocking. Raises ProtocolError or Closed when the connection is to be closed."""
 
-    def __init__(self, id: int, sock: socket.socket, peer: int) -> None:
+    def __init__(self, id: int, sock: socket.socket, peer: int, buffer: bytearray | None = None) -> None:
+        """`buffer` is what it receives into, which others may use as well (`Receiver`)."""
         self.id = id
         self.sock = sock
         self.peer = peer
@@ -55,8 +62,10 @@ class Connection:
         self.group: Group | None = None  # once it is registered
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
-        self._receiver = Receiver(sock)
+        self._receiver = Receiver(sock, buffer)
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._backlog_bytes = 0
+        self._backlog_fds = 0
 
     def receive(self) -> tuple[memoryview, list[int]] | None:
         """A frame, valid until the next call, with its descriptors, which the caller owns. None: no more now."""
@@ -70,8 +79,11 @@ class Connection:
             raise ProtocolError(f"SEGMENT with {len(fds)} descriptors")
         if id in self.segments:
             raise ProtocolError(f"segment {id} twice")
+        if len(self.segments) >= _MAX_SEGMENTS:
+            raise ProtocolError(f"more than {_MAX_SEGMENTS} segments")
+        left = _MAX_SEGMENT_BYTES - sum(len(segment) for segment in self.segments.values())
         try:
-            self.segments[id] = map_segment(fds[0])
+            self.segments[id] = map_segment(fds[0], left)
         except SharedMemoryError as error:
             raise ProtocolError(str(error)) from None
 
@@ -85,7 +97,13 @@ class Connection:
             else:
                 return
         self._backlog.append((frame, tuple(os.dup(fd) for fd in fds)))
-        if len(self._backlog) > _MAX_BACKLOG:
+        self._backlog_bytes += len(frame)
+        self._backlog_fds += len(fds)
+        if (
+            len(self._backlog) > _MAX_BACKLOG
+            or self._backlog_bytes > _MAX_BACKLOG_BYTES
+            or self._backlog_fds > _MAX_BACKLOG_FDS
+        ):
             raise Closed(f"{len(self._backlog)} frames unread")
 
     def send_document(self, kind: Kind, value: dict[str, Any]) -> None:
@@ -113,6 +131,8 @@ class Connection:
             except BlockingIOError:
                 return
             self._backlog.popleft()
+            self._backlog_bytes -= len(frame)
+            self._backlog_fds -= len(fds)
             for fd in fds:
                 os.close(fd)
 

@@ -41,6 +41,7 @@ from rsrv.wire.frames import (
     unpack_submissions,
 )
 from rsrv.wire.memory import Board
+from rsrv_bundle.inspection import Inspector
 
 #: seconds; a deadline may be further away than epoll can wait
 _LONGEST_WAIT = 3600.0
@@ -58,6 +59,7 @@ class Loop:
         make_device: Callable[[], Device],
         clock: Callable[[], float] = time.monotonic,
         blackbox: BlackBox | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -85,6 +87,7 @@ class Loop:
             make_device,
             self.underway,
             blackbox.deaths,
+            inspector,
         )
         self._catalog, self._placement = self._registry.catalog, self._registry.placement
         self._requests = Requests(self._registry, self._transport, self._feed)

@@ -19,7 +19,7 @@ from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Signature, check_signatures, module_file
+from rsrv_bundle.modules import Look, Signature, check_signatures, read_module, signature_of
 
 log = logging.getLogger("rsrv.models")
 
@@ -97,19 +97,26 @@ def identify(name: str, path: str, calls: Mapping[str, str]) -> Wanted:
     return Wanted(f"{name}@{version}", name, bundle, models)
 
 
-def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, name: str) -> Model:
+def build(
+    bundle: Bundle,
+    device: Device,
+    host: HostStore,
+    settings: Settings,
+    name: str,
+    look: Look = signature_of,
+) -> Model:
     """Compile every module, and know the weights by their content; nothing of them is on the device yet.
 
-    What executions cost is not known before `warm_up`. Raises BundleError, HostMemoryError, DeviceError and
-    whatever the compiler raises.
+    What `look` has seen of a module is what is compiled. What executions cost is not known before `warm_up`. Raises
+    BundleError, HostMemoryError, DeviceError, and whatever `look` and the compiler raise.
     """
     started = time.perf_counter()
-    signatures = check_signatures(bundle)
+    signatures = check_signatures(bundle, look)
     of_model = settings.for_model(name)
     executables = {}
     wanted = usable(signatures, of_model.max_batch_size)
     for done, key in enumerate(wanted, 1):
-        executables[key] = device.compile(_read_module(bundle, key), signatures[key])
+        executables[key] = device.compile(read_module(bundle, key, signatures[key]), signatures[key])
         log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
     compiled = time.perf_counter() - started
     nbytes = sum(weight.nbytes for weight in bundle.weights)
@@ -145,14 +152,6 @@ def build(bundle: Bundle, device: Device, host: HostStore, settings: Settings, n
         of_model.residency,
         weights,
     )
-
-
-def _read_module(bundle: Bundle, key: tuple[int, int]) -> bytes:
-    file = module_file(bundle, key)
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{file.name}: cannot be read: {error.strerror}") from error
 
 
 def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple[int, int]]:

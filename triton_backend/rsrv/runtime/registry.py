@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from rsrv.runtime.workers import Inbox, Worker
 from rsrv.settings import Settings
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import signature_of
 
 log = logging.getLogger("rsrv.registry")
 
@@ -37,6 +39,7 @@ class Registry:
     """`feed` gives the scheduler an event and carries out what it says; `forget` drops what is kept per model's key.
 
     `make_device` runs on the build thread: importing jax takes seconds in which stubs may already connect.
+    `inspector` looks into modules before they are compiled; without one they are looked into here.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Registry:
         make_device: Callable[[], Device],
         underway: Underway,
         deaths: Deaths,
+        inspector: Inspector | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._inbox = inbox
@@ -59,12 +63,15 @@ class Registry:
         self._forget = forget
         self._underway = underway
         self._deaths = deaths
+        self._inspector = inspector
         self._builder = Worker("build")
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
         self.catalog = Catalog(Policy(settings), watching)
         self.placement = Placement(self.catalog, scheduler, self._builder, feed, self.let_go)
         self._equipment = Equipment(make_device, settings, inbox, self.placement.equip, underway.weights)
+        if inspector is not None:
+            self._builder.put(inspector.start)
         self._builder.put(self._equipment.begin)
 
     def find(self, connection: Connection) -> Model | None:
@@ -117,19 +124,16 @@ class Registry:
 
         def read() -> None:
             result: Wanted | str
-            client = ""
+            verdicts: dict[str, str] = {}
             try:
                 result = identify(name, path, calls)
-                for one in result.models:
-                    if verdict := self._deaths.verdict(one):
-                        result = client = f"{one}: {verdict}"
-                        break
+                verdicts = {one: why for one in result.models if (why := self._deaths.verdict(one))}
             except BundleError as error:
                 result = str(error)
             except Exception as error:
                 log.exception("%s: cannot read the bundle", name)
                 result = f"{type(error).__name__}: {error}"
-            self._inbox.post(lambda: self._identified(connection, result, client))
+            self._inbox.post(lambda: self._identified(connection, result, verdicts))
 
         self._builder.put(read)
 
@@ -180,34 +184,47 @@ class Registry:
 
         self.placement.when_moved(close)
 
-    def _identified(self, connection: Connection, result: Wanted | str, client: str = "") -> None:
+    def _identified(self, connection: Connection, result: Wanted | str, verdicts: Mapping[str, str]) -> None:
+        """`verdicts`: why models are not tried any more, by key."""
         if connection.closed:
             return
         if isinstance(result, str):
-            self._transport.guard(connection, connection.send, _rejected(result, client))
+            self._transport.guard(connection, connection.send, _rejected(result))
             return
         wanted = result
+        group = self._group(wanted)
+        for key, why in verdicts.items():
+            name, bundle = wanted.models[key]
+            self.catalog.refuse(key, name, bundle.digest, why)
+            text = f"{key}: {why}"
+            if group.counts is not None:
+                self._tell(group, text)
+            self._transport.guard(connection, connection.send, _rejected(text, text))
+            return
         for key in wanted.models:
             entry = self.catalog.listed.get(key)
             if entry is not None and entry.leaving:
-                entry.afterwards.append(lambda: self._identified(connection, wanted))
+                entry.afterwards.append(lambda: self._identified(connection, wanted, {}))
                 return
         for key, (name, bundle) in wanted.models.items():
             if key not in self.catalog.listed:
                 self.catalog.add(key, name, bundle.digest)
                 self.placement.builds += 1
                 self._builder.put(partial(self._build, key, name, bundle))
-        meta = wanted.bundle.manifest.kind == "meta"
-        group = self._groups().get(wanted.key) or Group(
+        self._transport.guard(connection, self._join, connection, group)
+
+    def _group(self, wanted: Wanted) -> Group:
+        """The one that there is, or a new one."""
+        manifest = wanted.bundle.manifest
+        return self._groups().get(wanted.key) or Group(
             wanted.key,
             wanted.name,
             wanted.bundle.digest,
             tuple(wanted.models),
             wire_tensors(wanted.bundle),
-            wanted.bundle.manifest.meta_calls,
-            MetaCounts() if meta else None,
+            manifest.meta_calls,
+            MetaCounts() if manifest.kind == "meta" else None,
         )
-        self._transport.guard(connection, self._join, connection, group)
 
     def _join(self, connection: Connection, group: Group) -> None:
         connection.group = group
@@ -239,8 +256,9 @@ class Registry:
         result: Model | str
         try:
             device, tiers = self._equipment.get()
+            inspect = self._inspector or signature_of
             with self._underway.build.doing(Phase.BUILDING, key):
-                result = build(bundle, device, tiers.host, self.catalog.policy.settings, name)
+                result = build(bundle, device, tiers.host, self.catalog.policy.settings, name, inspect)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
@@ -318,6 +336,8 @@ class Registry:
         if not self.placement.builds and tiers is not None:
             # Whoever wants what other runtimes left in shared memory has taken it.
             self._builder.put(tiers.host.sweep)
+            if self._inspector is not None:
+                self._builder.put(self._inspector.close)
             self.placement.decide()
 
     def give_up(self, key: str, error: str) -> None:

@@ -2,19 +2,22 @@
 
 import logging
 import os
+import resource
 import select
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from rsrv.runtime.connection import Connection
-from rsrv.wire.frames import Kind, ProtocolError, check_hello, read_header
+from rsrv.wire.frames import MAX_FRAME, Kind, ProtocolError, check_hello, read_header
 from rsrv.wire.socket import Closed, check_peer
 
 log = logging.getLogger("rsrv.transport")
 
 #: frames read from one connection before the others get their turn
 _BURST = 32
+#: descriptors that are not for connections but for what these bring along: weights' files, documents under way
+_SPARE = 256
 
 OnFrame = Callable[[Connection, Kind, int, memoryview, list[int]], None]
 
@@ -37,6 +40,11 @@ class Transport:
         self._on_frame = on_frame
         self._on_close = on_close
         self._next_id = 0
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        #: of descriptors, half of what there are
+        self._most = max(1, (limit - _SPARE) // 2)
+        # A frame is dealt with before the next one is received, from whomever.
+        self._buffer = bytearray(MAX_FRAME)
         self._epoll = select.epoll()
         self._targets: dict[int, Connection | Callable[[], None]] = {}
         self.watch(listener.fileno(), self._accept)
@@ -89,11 +97,13 @@ class Transport:
     def _accept(self) -> None:
         while True:
             try:
+                if len(self._targets) > self._most:
+                    raise OSError(f"there are {self._most} already")
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                # No descriptor is free: listen again when a connection has ended, or epoll would spin.
+                # No descriptor may be taken: listen again when a connection has ended, or epoll would spin.
                 log.error("cannot take another connection: %s", error)
                 self._epoll.modify(self._listener, 0)
                 return
@@ -105,7 +115,7 @@ class Transport:
                 sock.close()
                 continue
             self._next_id += 1
-            self._targets[sock.fileno()] = Connection(self._next_id, sock, peer)
+            self._targets[sock.fileno()] = Connection(self._next_id, sock, peer, self._buffer)
             self._epoll.register(sock, select.EPOLLIN)
 
     def _serve(self, connection: Connection, mask: int) -> None:

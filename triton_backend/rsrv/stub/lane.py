@@ -253,7 +253,9 @@ class Lane:
         """The next completions, waiting at most `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""
         if not self._readable.poll(max(0.0, timeout * 1e3)):
             raise TimeoutError
-        frame, _ = self._receiver.receive()
+        frame, fds = self._receiver.receive()
+        for fd in fds:  # a runtime sends none with answers
+            os.close(fd)
         kind, count = frames.read_header(frame)
         if kind is not Kind.DONE:
             raise ProtocolError(f"{kind.name} where DONE was expected")

@@ -146,8 +146,8 @@ def greet(sock: socket.socket) -> Greeted:
         send(sock, hello())
         receiver = Receiver(sock)
         frame, fds = receiver.receive()
-        check_hello(frame)
         try:
+            check_hello(frame)
             if len(fds) != 1:
                 raise ProtocolError("the runtime's greeting comes without its board")
             board = read_board(fds[0])

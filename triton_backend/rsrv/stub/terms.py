@@ -40,7 +40,7 @@ def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
         deadline = min(deadline, absolute) if deadline else absolute
     # As text: whoever reads JSON numbers as floating-point ones would change it.
     run = str(parameters.get(RUN, "0"))
-    if not (run.isascii() and run.isdecimal() and int(run) < 1 << 64):
+    if not (run.isascii() and run.isdecimal() and len(run) <= 20 and int(run) < 1 << 64):
         raise Failure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
     return Terms(deadline, priority, int(run))
 

@@ -26,6 +26,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Bytes = npt.NDArray[np.uint8]
 
 
+#: bytes; a status of thousands of models
+_MAX_DOCUMENT = 64 << 20
+
+
 class SharedMemoryError(Exception):
     """The peer's segment cannot be used: close the connection."""
 
@@ -42,20 +46,22 @@ def create_sealed(nbytes: int, name: str) -> int:
     return fd
 
 
-def _map_foreign(fd: int, access: int) -> mmap.mmap:
+def _map_foreign(fd: int, access: int, most: int) -> mmap.mmap:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         size = os.fstat(fd).st_size
         if not seals & fcntl.F_SEAL_SHRINK or size == 0:
             raise SharedMemoryError("a segment must be a non-empty memfd that is sealed against shrinking")
+        if size > most:
+            raise SharedMemoryError(f"a segment of {size} bytes is more than {most}")
         return mmap.mmap(fd, size, mmap.MAP_SHARED, access)
     except OSError as error:
         raise SharedMemoryError(f"a segment cannot be mapped: {error}") from None
 
 
-def map_segment(fd: int) -> Bytes:
-    """Map what a stub sent. Raises SharedMemoryError if the stub could still shrink it under us."""
-    return np.frombuffer(_map_foreign(fd, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)
+def map_segment(fd: int, most: int) -> Bytes:
+    """Map what a stub sent. Raises SharedMemoryError if the stub could still shrink it under us, or at more than `most` bytes."""
+    return np.frombuffer(_map_foreign(fd, mmap.PROT_READ | mmap.PROT_WRITE, most), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +223,11 @@ def create_document(value: dict[str, Any]) -> int:
 def read_document(fd: int) -> dict[str, Any]:
     """The JSON object in a memfd. Raises SharedMemoryError."""
     try:
-        value = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
-    except (OSError, ValueError) as error:
+        size = os.fstat(fd).st_size
+        if size > _MAX_DOCUMENT:
+            raise SharedMemoryError(f"a document of {size} bytes exceeds {_MAX_DOCUMENT}")
+        value = json.loads(os.pread(fd, size, 0))
+    except (OSError, ValueError, RecursionError) as error:
         raise SharedMemoryError(f"a document cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise SharedMemoryError("a document is not an object")
@@ -240,5 +249,8 @@ class Board:
 
 
 def read_board(fd: int) -> memoryview:
-    """The stub's read-only view of a Board: element 0 is its number."""
-    return memoryview(_map_foreign(fd, mmap.PROT_READ)).cast("Q")
+    """The stub's read-only view of a Board: element 0 is its number. Raises SharedMemoryError if it is none."""
+    page = _map_foreign(fd, mmap.PROT_READ, mmap.PAGESIZE)
+    if len(page) != mmap.PAGESIZE:
+        raise SharedMemoryError(f"a board of {len(page)} bytes is no page")
+    return memoryview(page).cast("Q")

@@ -64,11 +64,14 @@ def send(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
 
 
 class Receiver:
-    """Reads frames into one buffer, so that a read costs no allocation."""
+    """Reads frames into one buffer, so that a read costs no allocation.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Several may have one `buffer` of MAX_FRAME bytes: a frame is valid until any of them receives the next.
+    """
+
+    def __init__(self, sock: socket.socket, buffer: bytearray | None = None) -> None:
         self._sock = sock
-        self._buffer = bytearray(MAX_FRAME)
+        self._buffer = bytearray(MAX_FRAME) if buffer is None else buffer
         self._view = memoryview(self._buffer)
 
     def receive(self) -> tuple[memoryview, list[int]]:

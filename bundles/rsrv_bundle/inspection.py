@@ -1,0 +1,182 @@
+"""Looking into modules in a process that may die of it.
+
+jaxlib's parser is native code. Most modules with a few damaged bytes give an error, one of some hundreds crashes it, and
+one of some thousands keeps it busy for ever. So a process that does nothing else goes first, within limits of memory
+and time. It is no sandbox: it runs as the same user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import IO, Any
+
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.modules import Signature, signature_of
+
+#: bytes of address space, of which a good part is jaxlib's own, and more for each byte of a module
+_MEMORY, _MEMORY_PER_BYTE = 3 << 30, 8
+#: seconds of CPU time, likewise; and how much longer that may take on a busy machine
+_SECONDS, _SECONDS_PER_BYTE, _PATIENCE = 5, 1e-6, 4
+#: seconds in which the process starts and loads jaxlib
+_START = 120.0
+#: bytes; no model has a signature as long as that
+_MAX_ANSWER = 64 << 20
+
+
+class InspectorError(Exception):
+    """The process that looks into modules cannot be started: no module is to blame."""
+
+
+@dataclass(slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    sock: socket.socket
+    answers: IO[bytes]
+    ready: bool = False
+
+
+class Inspector:
+    """`rsrv_bundle.modules.signature_of`, in a process that may die of it. For one thread at a time.
+
+    The process is started when it is needed, and lives until `close`, or until this one ends. One that has met a bad
+    module is replaced, since that may have damaged more than it reported.
+    """
+
+    def __init__(self) -> None:
+        self._child: _Child | None = None
+
+    def start(self) -> None:
+        """Have the process load jaxlib by the time that it is needed; when that cannot be, the next module says so."""
+        if self._child is None:
+            with contextlib.suppress(OSError):
+                self._child = _spawn()
+
+    def __call__(self, blob: bytes, file: str) -> Signature:
+        """The signature of a module, which is that of `file`. Raises BundleError, InspectorError."""
+        child = self._started()
+        child.sock.settimeout(_seconds(len(blob)) * _PATIENCE)
+        try:
+            child.sock.sendall(json.dumps({"file": file, "bytes": len(blob)}).encode() + b"\n" + blob)
+            answer = json.loads(child.answers.readline(_MAX_ANSWER))
+        except TimeoutError:
+            self.close()
+            raise BundleError(f"{file}: {_BLAME.format('takes for ever')}") from None
+        except (OSError, ValueError):
+            how = _end(child.process)
+            self.close()
+            raise BundleError(f"{file}: {_BLAME.format(how)}") from None
+        if "problems" in answer:
+            self.close()
+            self.start()
+            raise BundleError(answer["problems"])
+        inputs, outputs = (
+            tuple((token, tuple(shape)) for token, shape in answer[side]) for side in ("inputs", "outputs")
+        )
+        return Signature(inputs, outputs, answer["digest"])
+
+    def close(self) -> None:
+        """End the process; the next module starts another."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
+            child.answers.close()
+            child.sock.close()
+
+    def _started(self) -> _Child:
+        self.start()
+        child = self._child
+        if child is not None and not child.ready:
+            child.sock.settimeout(_START)
+            with contextlib.suppress(OSError):
+                child.ready = child.answers.readline(16) == b"ready\n"
+        if child is None or not child.ready:
+            self.close()
+            raise InspectorError(
+                "the process that looks into modules does not start; this should say why: "
+                f"{sys.executable} -m {__name__}"
+            )
+        return child
+
+
+def _spawn() -> _Child:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:
+            ours.close()
+            raise
+    return _Child(process, ours, ours.makefile("rb"))
+
+
+_BLAME = "parsing it {}: it is damaged, or was made to do harm"
+
+
+def _end(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended that should have answered."""
+    try:
+        status = process.wait(10)
+    except subprocess.TimeoutExpired:
+        return "gives no answer"
+    if status == -signal.SIGXCPU:
+        return "takes for ever"
+    return f"ends in {signal.Signals(-status).name}" if status < 0 else "gives no answer"
+
+
+def _seconds(nbytes: int) -> float:
+    return _SECONDS + nbytes * _SECONDS_PER_BYTE
+
+
+def main() -> None:
+    """Answer one line of JSON, and the module after it, with one line of JSON, until the other end of stdin closes."""
+    import jaxlib.mlir.dialects.stablehlo  # noqa: F401 - before the limits, and while nobody waits
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=sys.stdin.fileno()) as sock, sock.makefile("rwb") as stream:
+        stream.write(b"ready\n")
+        stream.flush()
+        while line := stream.readline():
+            wanted = json.loads(line)
+            blob = stream.read(wanted["bytes"])
+            _limit(len(blob))
+            stream.write(json.dumps(_answer(blob, wanted["file"])).encode() + b"\n")
+            stream.flush()
+
+
+def _limit(nbytes: int) -> None:
+    """What the next module may take; the kernel ends this process when it takes more time."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_at_most(hard, _MEMORY + nbytes * _MEMORY_PER_BYTE), hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    seconds = int(time.process_time() + _seconds(nbytes)) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (_at_most(hard, seconds), hard))
+
+
+def _at_most(hard: int, wanted: int) -> int:
+    return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+
+
+def _answer(blob: bytes, file: str) -> dict[str, Any]:
+    try:
+        signature = signature_of(blob, file)
+    except BundleError as error:
+        return {"problems": error.problems}
+    return {"inputs": signature.inputs, "outputs": signature.outputs, "digest": signature.digest}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.fuzz.bundles import check_bundles
+from tests.fuzz.corpus import good_bundles
+from tests.fuzz.frames import check_answers, check_frames
+from tests.fuzz.watched import Verdict
+
+
+def main() -> int:
+    """Returns 0 if nothing bad was found."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Hostile input, made from seeds."
+    )
+    parser.add_argument(
+        "--first", type=int, default=0, help="the first seed of each kind; default: %(default)s"
+    )
+    parser.add_argument("--bundles", type=int, default=10_000, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--frames",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="connections that misbehave; default: %(default)s",
+    )
+    parser.add_argument(
+        "--answers", type=int, default=10_000, metavar="N", help="runtimes that do; default: %(default)s"
+    )
+    options = parser.parse_args()
+
+    def seeds(count: int) -> range:
+        return range(options.first, options.first + count)
+
+    with tempfile.TemporaryDirectory(prefix="rsrv-fuzz-") as scratch:
+        folder = Path(scratch)
+        good = good_bundles(folder / "good") if options.bundles or options.frames else []
+        found = [
+            _report("bundles", check_bundles(seeds(options.bundles), good, folder)),
+            _report("frames", check_frames(seeds(options.frames), good, folder)),
+            _report("answers", check_answers(seeds(options.answers))),
+        ]
+    return int(any(found))
+
+
+def _report(what: str, verdicts: Iterable[Verdict]) -> int:
+    """Print what is bad at once, and a line at the end; how many are."""
+    started = time.monotonic()
+    outcomes: Counter[str] = Counter()
+    slowest, largest, bad = 0.0, 0, 0
+    for verdict in verdicts:
+        outcomes[verdict.outcome] += 1
+        slowest, largest = max(slowest, verdict.seconds), max(largest, verdict.nbytes)
+        if verdict.bad:
+            bad += 1
+            print(
+                f"{what}: {verdict.outcome}: seed {verdict.seed}, {verdict.seconds:.1f} s,"
+                f" {verdict.nbytes >> 20} MiB: {verdict.detail}",
+                flush=True,
+            )
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    print(
+        f"{what}: {outcomes.total()} in {time.monotonic() - started:.0f} s: {counts or 'none'};"
+        f" at most {slowest:.1f} s and {largest >> 20} MiB for one; {bad} bad",
+        flush=True,
+    )
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,534 @@
+"""Bundles that something is wrong with: the same one for the same seed.
+
+Each is a good bundle after one to three changes, to its manifest, its weights, its modules, its hooks, or to what the file
+system says of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rsrv_bundle import yaml12
+from tests.unit.bundle.forge import META, safetensors_bytes
+
+#: a bundle's files, by name
+Files = dict[str, bytes]
+Random = random.Random
+
+_HOOKS = b"def preprocess(inputs):\n    return inputs\n\ndef postprocess(outputs):\n    return outputs\n"
+
+
+def good_bundles(scratch: Path) -> list[Files]:
+    """The bundles that all others are made from: plain, with hooks, with variants, of format 2.0, a meta model."""
+    # Elsewhere: jax starts threads, and children are to be forked here.
+    subprocess.run([sys.executable, "-m", __name__, str(scratch)], check=True)
+    first, variants = _read(scratch / "plain"), _read(scratch / "variants")
+    old = first["manifest.yaml"].replace(b"shape: nc", b"shape: cn").replace(b"shape: na", b"shape: an")
+    run = b"async def run(inputs, call):\n    return inputs\n"
+    return [
+        first,
+        {**first, "model.py": _HOOKS, "vocabulary.txt": b"one\ntwo\n"},
+        variants,
+        {**first, "manifest.yaml": old.replace(b'"3.0"', b'"2.0"').replace(b"'3.0'", b"'2.0'")},
+        {"manifest.yaml": json.dumps(META).encode(), "model.py": run},
+    ]
+
+
+def _export(scratch: Path) -> None:
+    import jax.numpy as jnp
+
+    from rsrv_bundle.export import export_bundle
+
+    def f(params: Any, x: Any) -> dict[str, Any]:
+        return {"y": jnp.tanh(x @ params["w"]).sum(-1, keepdims=True) + params["b"]}
+
+    weights = {"w": np.ones((4, 3), np.float32), "b": np.ones((1,), np.float32)}
+    inputs = {"x": np.zeros((1, 4), np.float32)}
+    export_bundle(f, weights, inputs, batch_sizes=[1, 4], out_dir=scratch / "plain")
+    export_bundle(
+        lambda params, x: {"y": (x * params["b"]).sum((1, 2))},
+        {"b": weights["b"]},
+        {"x": np.zeros((1, 4, 6), np.float32)},
+        batch_sizes=[2],
+        axes={"x": "nhw"},
+        input_shapes=[{"h": 4, "w": 6}, {"h": 8, "w": 2}],
+        out_dir=scratch / "variants",
+    )
+
+
+def _read(directory: Path) -> Files:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
+    """Make the bundle of this seed in `parent`, and return its directory."""
+    rng = Random(seed)
+    files = dict(rng.choice(good))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        rng.choice(_OF_CONTENT)(rng, files)
+    directory = parent / (rng.choice(_NAMES) if rng.random() < 0.05 else "mutant")
+    directory.mkdir()
+    for name, content in files.items():
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+            (directory / name).write_bytes(content)
+    if rng.random() < 0.25:
+        rng.choice(_OF_FILES)(rng, directory)
+    return directory
+
+
+_NAMES = (
+    "with space",
+    "new\nline",
+    "-dash",
+    "ü",
+    "a" * 255,
+    "..x",
+    "x.",
+    "rsrv.yaml",
+    "%s{0}",
+    "$(id)",
+    "..",
+)[:-1]
+
+# --- the manifest -----------------------------------------------------------------------------------------
+
+_VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 10**400, 0.5, 1e308, -0.0,
+    "", "n", "b", "nn", "nc", "2.0", "3.0", "-1", "f32", "f8_e4m3", "meta", "model", "x" * 300, "x" * 100_000, "a\nb", "\0",
+    "../../etc/passwd", "/etc/passwd", "é", "\u202e", "2026-01-01", "@hex@", "@inf@", "@octal@", "@surrogate@", "@tag@",
+    [], {}, [[]], [None], {"": None}, {"a": {"b": {}}}, [1] * 3000, ["m"] * 2, {"c": 3}, {"n": 1}, {"h": 4, "w": 6},
+)  # fmt: skip
+_RAW = {
+    '"@hex@"': "0x" + "f" * 6000,
+    '"@octal@"': "0o" + "7" * 9000,
+    '"@inf@"': ".inf",
+    '"@surrogate@"': r'"\ud800"',
+    '"@tag@"': "!!binary aGk=",
+}
+
+
+def _manifest_value(rng: Random, files: Files) -> None:
+    """One value, anywhere, becomes another."""
+    document = _document(files)
+    place = _place(rng, document)
+    if place is not None:
+        holder, key = place
+        holder[key] = copy.deepcopy(rng.choice(_VALUES))
+    _dump(document, files)
+
+
+def _manifest_key(rng: Random, files: Files) -> None:
+    """One key, anywhere, goes, comes, or is called something else."""
+    document = _document(files)
+    place = _place(rng, document)
+    if place is not None:
+        holder, key = place
+        value = holder[key]
+        if rng.random() < 0.6:
+            del holder[key]
+        if isinstance(holder, dict):
+            known = ("client_inputs", "client_outputs", "input_shapes", "meta", "public", "kind", "numerics")
+            holder[rng.choice((f"{key}s", "", "\0", "n", "dims", *known))] = copy.deepcopy(
+                rng.choice((value, *_VALUES))
+            )
+        else:
+            holder.insert(0, copy.deepcopy(rng.choice((value, *_VALUES))))
+    _dump(document, files)
+
+
+def _manifest_many(rng: Random, files: Files) -> None:
+    """One list, or mapping, gets very long."""
+    document = _document(files)
+    count = rng.choice((300, 5000, 60_000))
+    entry = {"name": "x", "dtype": "f32", "shape": "nc", "dims": {"c": 1}}
+    section = rng.choice(("executable_inputs", "executable_outputs", "client_inputs"))
+    match rng.randrange(6):
+        case 0:
+            document[section] = [{**entry, "name": f"x{i}"} for i in range(count // 10)]
+        case 1:
+            document["input_shapes"] = [{"h": i + 1, "w": i + 1} for i in range(count)]
+        case 2:
+            document["batching"] = {"compiled_batch_sizes": list(range(1, count))}
+        case 3:
+            document["meta"] = {
+                "calls": [f"m{i}" for i in range(count)],
+                "external": [f"m{i}" for i in range(count)],
+            }
+        case 4:
+            document |= {f"{section[:-1]}{i}": i for i in range(count)}
+        case _:
+            document["provenance"] = {str(i): [i] for i in range(count)}
+    _dump(document, files)
+
+
+def _document(files: Files) -> dict[str, Any]:
+    try:
+        document = yaml12.load(files["manifest.yaml"])
+    except ValueError:  # because of an earlier change
+        document = None
+    return document if isinstance(document, dict) else {}
+
+
+def _place(rng: Random, document: Any) -> tuple[Any, Any] | None:
+    """Some list or mapping of the document, and one of its keys."""
+    places: list[tuple[Any, Any]] = []
+
+    def collect(value: Any) -> None:
+        keys = (
+            list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+        )
+        for key in keys:
+            places.append((value, key))
+            collect(value[key])
+
+    collect(document)
+    return rng.choice(places) if places else None
+
+
+def _dump(document: Any, files: Files) -> None:
+    text = json.dumps(document, default=str)  # which is YAML, too
+    for marker, raw in _RAW.items():
+        text = text.replace(marker, raw)
+    files["manifest.yaml"] = text.encode()
+
+
+def _manifest_text(rng: Random, files: Files) -> None:
+    """YAML's own devices, anywhere in the text."""
+    text = files["manifest.yaml"]
+    at = rng.randrange(len(text) + 1)
+    piece = rng.choice(
+        (
+            b"&a ", b"*a", b"<<: *a\n", b"? ", b"- " * 60, b"\t", b"--- ", b"...\n", b"%YAML 1.1\n", b"!!python/object:os.x ",
+            b"!!set {a}", b"!<tag:x> ", b"\0", b"\xff", b"\xef\xbb\xbf", b"{" * 150, b"[" * 3000, b"'", b'"', b"# ", b"|\n", b">9\n",
+            b'"\\x', b'"\\ud800"', b": : :", b"@", b"`", b"y", b"\r", "\u2028\u0085".encode(), b"\n" * 5000, b" " * 5000,
+        )
+    )  # fmt: skip
+    match rng.randrange(4):
+        case 0:
+            files["manifest.yaml"] = text[:at]
+        case 1:
+            files["manifest.yaml"] = text.decode(errors="replace").encode(
+                rng.choice(("utf-16", "utf-32", "latin-1")), "replace"
+            )
+        case _:
+            files["manifest.yaml"] = text[:at] + piece + text[at:]
+
+
+def _manifest_bomb(rng: Random, files: Files) -> None:
+    """Little text that is much to whoever reads it."""
+    levels = rng.choice((8, 14, 40))
+    count = rng.choice((2_000, 20_000, 90_000))
+    bombs = (
+        "\n".join(
+            ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+            + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, levels)]
+        ),
+        "\n".join(
+            ["a0: &a0 {x: 1, y: 2}"]
+            + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}, *a{i - 1}]}}" for i in range(1, levels)]
+        ),
+        "a: &a {" + ", ".join(f"k{i}: 1" for i in range(count // 20)) + "}\n" + "".join(f"c{i}: {{<<: *a}}\n" for i in range(count // 20)),
+        "a: &a [*a, *a, *a]",
+        "a: " + "[" * levels * 4 + "]" * levels * 4,
+        "".join(" " * i + "a:\n" for i in range(levels * 10)),
+        "a: " + "{b: " * levels * 4,
+        "? " * levels,
+        "a: [" + "a, " * count + "]",
+        "".join(f"k{i}: v\n" for i in range(count)),
+        "- a\n" * count,
+        "a: " + "x\n " * count,
+        "a: !" + "x" * count,
+        "a: 0x" + "f" * count,
+        "a: 1" + "_1" * count,
+        "".join(f"- &a{i} x\n" for i in range(count)),
+        "a: 'x" + "''" * count,
+        "a: \"" + "\\u0041" * count + '"',
+    )  # fmt: skip
+    text = files["manifest.yaml"].decode(errors="replace")
+    bomb = rng.choice(bombs)
+    files["manifest.yaml"] = (f"{bomb}\n" if rng.random() < 0.5 else f"{text}\n{bomb}\n").encode()
+
+
+# --- weights ----------------------------------------------------------------------------------------------
+
+
+def _weights_header(rng: Random, files: Files) -> None:
+    """The header lies about one thing."""
+    header, buffer = _weights(files)
+    entries = [name for name in header if name != "__metadata__"]
+    if entries:
+        entry = header[rng.choice(entries)]
+        match rng.randrange(6):
+            case 0:
+                entry["dtype"] = rng.choice(
+                    ("F64", "I8", "BOOL", "F4", "C64", "f32", "", 7, None, [], "F8_E4M3")
+                )
+            case 1:
+                entry["shape"] = rng.choice(
+                    (
+                        [],
+                        [0],
+                        [-1],
+                        [2**62, 4],
+                        [2**64],
+                        [1] * 100_000,
+                        "4",
+                        None,
+                        [1.5],
+                        [True],
+                        [4, 3, 1],
+                        [10**30],
+                        [[4]],
+                    )
+                )
+            case 2:
+                begin, end = entry["data_offsets"]
+                entry["data_offsets"] = rng.choice(
+                    (
+                        [begin, end + 4],
+                        [begin + 4, end],
+                        [end, begin],
+                        [-4, end],
+                        [begin, 2**63],
+                        [2**64, 2**64 + 48],
+                    )
+                )
+            case 3:
+                header[rng.choice(("w", "", "\0", "x" * 5000, "\n", "__metadata__", "é"))] = dict(entry)
+            case 4:
+                del header[rng.choice(entries)]
+            case _:
+                entry[rng.choice(("x", "dtype ", ""))] = rng.choice(_VALUES)
+    files["weights.safetensors"] = safetensors_bytes(header, buffer)
+
+
+def _weights_metadata(rng: Random, files: Files) -> None:
+    """The order of the arguments is none."""
+    header, buffer = _weights(files)
+    deep = "[" * 100_000 + "]" * 100_000
+    header["__metadata__"] = rng.choice(
+        (
+            None, [], "x", {}, {"argument_order": "[]"}, {"argument_order": '["w", "w"]'}, {"argument_order": '["nobody"]'},
+            {"argument_order": "["}, {"argument_order": deep}, {"argument_order": '["b", "w"]'}, {"argument_order": 5},
+            {"argument_order": "NaN"}, {"argument_order": json.dumps([str(i) for i in range(50_000)])}, {"argument_order": "[1" + "0" * 5000 + "]"},
+        )
+    )  # fmt: skip
+    files["weights.safetensors"] = safetensors_bytes(header, buffer)
+
+
+def _weights_bytes(rng: Random, files: Files) -> None:
+    """The file is not what it was."""
+    raw = files.get("weights.safetensors", b"")
+    match rng.randrange(8):
+        case 0:
+            raw = raw[: rng.randrange(len(raw) + 1)]
+        case 1:
+            raw = (
+                struct.pack(
+                    "<Q", rng.choice((0, 1, 7, len(raw), len(raw) - 8, 2**32, 2**63, 2**64 - 1, 10**8))
+                )
+                + raw[8:]
+            )
+        case 2:
+            raw += bytes(rng.choice((1, 4096)))
+        case 3:
+            raw = safetensors_bytes(
+                rng.choice(("{" * 90_000, '{"a":' * 50_000, "[]", "null", "{}", "", '{"a":1e999}', "{\xff"))
+            )
+        case 4:
+            raw = safetensors_bytes('{"a":' + "[" + "[],".join([""] * rng.choice((1000, 2_000_000))) + "0]}")
+        case 5:
+            zero = {
+                f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+                for i in range(rng.choice((100, 20_000)))
+            }
+            raw = safetensors_bytes({**zero, "__metadata__": {"argument_order": json.dumps(list(zero))}})
+        case 6:
+            header, buffer = _weights(files)
+            text = json.dumps(header)
+            raw = safetensors_bytes(text[:-1] + ", " + text[1:], buffer)  # every key twice
+        case _:
+            raw = _damaged(rng, raw)
+    files["weights.safetensors"] = raw
+
+
+def _weights(files: Files) -> tuple[dict[str, Any], bytes]:
+    raw = files.get("weights.safetensors", b"")
+    try:
+        (length,) = struct.unpack_from("<Q", raw)
+        header = json.loads(raw[8 : 8 + length])
+        assert all(
+            isinstance(entry, dict) and "data_offsets" in entry
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
+        return header, raw[8 + length :]
+    except Exception:  # noqa: BLE001 - an earlier change may have left anything
+        return {}, b""
+
+
+# --- modules, hooks, and other files ----------------------------------------------------------------------
+
+
+def _module(rng: Random, files: Files) -> None:
+    """A module is damaged, exchanged, gone, or called something else."""
+    modules = [name for name in files if name.endswith(".mlir")]
+    if not modules:
+        return
+    name = rng.choice(modules)
+    match rng.randrange(8):
+        case 0:
+            files[name] = files[rng.choice(modules)]
+        case 1:
+            files[rng.choice(_MODULE_NAMES)] = files.pop(name)
+        case 2:
+            files[name] = rng.choice(
+                (
+                    b"",
+                    b"module {}",
+                    b"ML\xefR",
+                    files["manifest.yaml"],
+                    bytes(100_000),
+                    b"ML\xefR\x0dStableHLO_v1.9.0\0",
+                )
+            )
+        case 3:
+            files[name] = files[name].replace(b"StableHLO_v1", b"StableHLO_v9")
+        case _:
+            files[name] = _damaged(rng, files[name])
+
+
+_MODULE_NAMES = (
+    "model.mlir", "model.b0.mlir", "model.b01.mlir", "model.b9999999999.mlir", "model.b4294967296.mlir", "model.v0.mlir", "model.b٣.mlir",
+    "model.v99999.b1.mlir", "model.v-1.mlir", "model..mlir", "model.b1.MLIR", "model.b1.mlir\n", "model.jl", "x" * 255, "\udcff.mlir",
+)  # fmt: skip
+
+
+def _damaged(rng: Random, raw: bytes) -> bytes:
+    """Some bytes are others."""
+    damaged = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 10))):
+        if len(damaged) < 2:
+            break
+        at = rng.randrange(len(damaged))
+        match rng.randrange(5):
+            case 0:
+                damaged[at] ^= 1 << rng.randrange(8)
+            case 1:
+                damaged[at] = rng.choice((0, 1, 3, 0x7F, 0xFF))
+            case 2:
+                damaged[at : at + rng.choice((1, 8, 64))] = b""
+            case 3:
+                damaged[at:at] = damaged[at : at + 16] * rng.choice((1, 20))
+            case _:
+                other = rng.randrange(len(damaged))
+                damaged[at : at + 16] = damaged[other : other + 16]
+    return bytes(damaged)
+
+
+def _hooks(rng: Random, files: Files) -> None:
+    """The Python is none, or is much."""
+    count = rng.choice((500, 20_000))
+    files["model.py"] = rng.choice(
+        (
+            b"", b"def preprocess(", b"def preprocess(): ...", b"def other(inputs): ...", b"\0", b"\xff\xfe", b"# coding: utf-7\n+AGE-",
+            b"x = " + b"(" * count, b"x = " + b"-" * count + b"1", b"x = 1" + b" + 1" * count, b"x = a" + b".b" * count,
+            b"def preprocess(inputs, x=1" + b" + 1" * count + b", y=2, *, z): ...",
+            b"if x: pass\n" + b"elif x: pass\n" * count, b"".join(b" " * i + b"if x:\n" for i in range(120)) + b" " * 120 + b"y = 1",
+            b"x = [" + b"1," * count + b"]", b"def preprocess(" + b",".join(b"a%d" % i for i in range(count)) + b"): ...",
+            b"preprocess = postprocess = run = lambda *a: a\n", b"import os as run\n", b"class preprocess: ...", b"x = " + b"f'{" * 200,
+        )
+    )  # fmt: skip
+    if rng.random() < 0.2:
+        del files["model.py"]
+
+
+_OF_CONTENT: tuple[Callable[[Random, Files], None], ...] = (
+    _manifest_value, _manifest_value, _manifest_value, _manifest_key, _manifest_key, _manifest_many, _manifest_text, _manifest_text,
+    _manifest_bomb, _weights_header, _weights_header, _weights_metadata, _weights_bytes, _module, _module, _module, _hooks,
+)  # fmt: skip
+
+
+# --- the file system --------------------------------------------------------------------------------------
+
+
+def _some_file(rng: Random, directory: Path) -> Path:
+    names = sorted(path.name for path in directory.iterdir())
+    return directory / rng.choice(
+        (*names, "extra", "model.mlir", "weights.safetensors", "model.py", "manifest.yaml")
+    )
+
+
+def _special(rng: Random, directory: Path) -> None:
+    """One of the files is none."""
+    path = _some_file(rng, directory)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    with contextlib.suppress(OSError):  # a device, without the right to make one
+        match rng.randrange(9):
+            case 0:
+                os.mkfifo(path)
+            case 1:
+                with socket.socket(socket.AF_UNIX) as sock:
+                    sock.bind(str(path))
+            case 2:
+                os.mknod(path, 0o20600, os.makedev(1, 5))  # /dev/zero
+            case 3:
+                path.mkdir()
+            case 4:
+                path.symlink_to(
+                    rng.choice(
+                        ("/dev/zero", "/etc/passwd", "/proc/self/mem", "..", ".", path.name, "nowhere")
+                    )
+                )
+            case 5:
+                path.symlink_to(directory / "manifest.yaml")
+            case 6:
+                deep = directory / "deep"
+                for _ in range(rng.choice((40, 600))):
+                    deep /= "d"
+                deep.mkdir(parents=True)
+            case 7:
+                for i in range(rng.choice((50, 12_000))):
+                    (directory / f"file{i}").touch()
+            case _:
+                (directory / "folders").mkdir()
+                for i in range(rng.choice((50, 12_000))):
+                    (directory / "folders" / str(i)).mkdir()
+
+
+def _sparse(rng: Random, directory: Path) -> None:
+    """One of the files is huge, and takes no room."""
+    path = _some_file(rng, directory)
+    with contextlib.suppress(OSError), path.open("ab") as file:
+        size = rng.choice((2**31 + 5, 2**40, 2**43))
+        if path.name == "weights.safetensors" and rng.random() < 0.7:
+            # With a header that says so.
+            file.truncate(0)
+            header = {
+                "__metadata__": {"argument_order": '["w"]'},
+                "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+            }
+            file.write(safetensors_bytes(header))
+            size += file.tell()
+        os.truncate(path, size)
+
+
+_OF_FILES: tuple[Callable[[Random, Path], None], ...] = (_special, _special, _special, _sparse)
+
+
+if __name__ == "__main__":
+    _export(Path(sys.argv[1]))

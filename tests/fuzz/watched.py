@@ -1,0 +1,114 @@
+"""Cases run one after the other in a child process, which is watched: for its life, its time and its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from io import FileIO
+from pathlib import Path
+from typing import NoReturn
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one case."""
+
+    seed: int
+    #: what the case returned, or one of BAD
+    outcome: str
+    detail: str = ""
+    #: CPU time of the child
+    seconds: float = 0.0
+    #: by how much its memory grew at the worst
+    nbytes: int = 0
+
+    @property
+    def bad(self) -> bool:
+        return self.outcome in BAD
+
+
+#: the child died; did not end; raised something; took more CPU time, or more memory, than any case may
+BAD = ("crash", "hang", "fault", "slow", "bloat")
+
+Case = Callable[[int], str]
+
+
+def watch(case: Case, seeds: Sequence[int], *, seconds: float, nbytes: int) -> Iterator[Verdict]:
+    """Run `case(seed)` for each seed, in a child that is forked anew when it dies.
+
+    No case may take more than `seconds` of CPU time, or twelve times that by the clock, or `nbytes` of memory beyond what
+    there was before.
+    """
+    left = list(seeds)
+    while left:
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(read)
+            _run(case, left, write)
+        os.close(write)
+        with open(read, "rb", buffering=0) as pipe:
+            for line in _lines(pipe, 12 * seconds, child):
+                verdict = Verdict(**json.loads(line))
+                if not verdict.bad and verdict.seconds > seconds:
+                    verdict = replace(verdict, outcome="slow", detail=f"{verdict.outcome}: {verdict.detail}")
+                elif not verdict.bad and verdict.nbytes > nbytes:
+                    verdict = replace(verdict, outcome="bloat", detail=f"{verdict.outcome}: {verdict.detail}")
+                yield verdict
+                del left[0]
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if left:
+            hung = status == -signal.SIGKILL
+            yield Verdict(left.pop(0), "hang" if hung else "crash", "" if hung else f"status {status}")
+
+
+def _lines(pipe: FileIO, seconds: float, child: int) -> Iterator[bytes]:
+    """What the child says, until it ends; it is killed when it says nothing for that long."""
+    rest = b""
+    while True:
+        if not select.select([pipe], [], [], seconds)[0]:
+            os.kill(child, signal.SIGKILL)
+        more = pipe.read(65536)
+        if not more:
+            return
+        *lines, rest = (rest + more).split(b"\n")
+        yield from lines
+
+
+def _run(case: Case, seeds: Sequence[int], out: int) -> NoReturn:
+    """In the child."""
+    try:
+        for seed in seeds:
+            before, started = _forget_peak(), time.process_time()
+            detail = ""
+            try:
+                outcome = case(seed)
+            except Exception as error:  # noqa: BLE001 - what is looked for
+                outcome, detail = "fault", f"{type(error).__name__}: {error}"[:300]
+                place = error.__traceback__
+                while place is not None and place.tb_next is not None:
+                    place = place.tb_next
+                if place is not None:
+                    detail += f" ({Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno})"
+            grown = _memory("VmHWM") - before
+            verdict = Verdict(seed, outcome, detail, time.process_time() - started, grown)
+            os.write(out, json.dumps(asdict(verdict)).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+def _forget_peak() -> int:
+    """Have the kernel count the peak anew; the memory now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(figure: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(figure))
+    return int(kilobytes) * 1024

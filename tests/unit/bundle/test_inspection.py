@@ -1,0 +1,152 @@
+"""Modules that crash, stall or bloat whoever parses them, against a process that may die of it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rsrv_bundle import BundleError, inspection
+from rsrv_bundle.cli import main
+from rsrv_bundle.inspection import Inspector, InspectorError
+from rsrv_bundle.modules import signature_of
+from tests.unit.bundle.forge import GOOD, changed, make_bundle, one_weight
+from tests.unit.bundle.test_modules import X4, Y4, W, returning
+
+GOOD_MODULE = returning(Y4, takes=(X4, W))
+
+
+@pytest.fixture
+def look() -> Iterator[Inspector]:
+    with closing(Inspector()) as inspector:
+        yield inspector
+
+
+def pid(look: Inspector) -> int:
+    """The process that looks next."""
+    look.start()
+    assert look._child is not None
+    return look._child.process.pid
+
+
+#: An affine model of 547 bytes with byte 42 set to 0: jaxlib 0.10.2 follows it to a SIGSEGV, a later one may refuse it.
+CRASHING = base64.b64decode(
+    """
+    TUzvUg1TdGFibGVITE9fdjEuMTUuMAABHQUBBQ0BAwsDCw8TFxsfA18xAAERBw8jCw8LCwsDIQsLDwsXCw8TCwsLC0
+    8TTy8BBQsPAxcHFwcbGxMTHwcTEwJuAh8RAwUDBwcJCwMNAwUREQEABRMFFQUXIxUNAR8XARcBAwcTExMjEwMDHw0D
+    ISMdGR0bHR0dHx8RIQEAAAAAAAAAAgAAAAAAAAADBRcXHxEhAAAAAAAAAAABAAAAAAAAAB8ZEQEAAAAAAAAAAQkBAg
+    IJKQUFEQUdKQcFCQ0FKQcJDREFKQMRBSkDCQkRBwsNDwMHQykDAQkpAwUJBHMFAVEBBQEHBGEDAQUDUAEDBwRNAw0T
+    BxUZHQAFRgEFAwcFAQMHRgEHAwcDBQkGAQMHBQcJCwQBAwsGAwEFAQA+AyEPCw8hEyUpORUPKR8RDwsRYnVpbHRpbg
+    B2aGxvAG1vZHVsZQBmdW5jX3YxAGRvdF9nZW5lcmFsX3YyAGJyb2FkY2FzdF9pbl9kaW1fdjEAYWRkX3YxAHJldHVy
+    bl92MQBqYXgudXNlc19zaGFwZV9wb2x5bW9ycGhpc20AbWhsby5udW1fcGFydGl0aW9ucwBtaGxvLm51bV9yZXBsaW
+    NhcwBqaXRfbWFpbgBqYXgucmVzdWx0X2luZm8AcmVzdWx0AG1haW4AcHVibGljAAgzCQUfAQsZGx0lJxkRERURKRER
+    KxURLREDLw==
+    """
+)
+CRASHED = r"parsing it ends in SIG\w+: it is damaged|is not a valid StableHLO"
+
+
+def test_a_good_module_is_seen_as_it_is(look: Inspector) -> None:
+    """One process serves them all, and says what this one would have said."""
+    first = pid(look)
+    for _ in range(3):
+        found, expected = look(GOOD_MODULE, "model.mlir"), signature_of(GOOD_MODULE, "model.mlir")
+        assert (found, found.digest) == (expected, expected.digest)
+    assert pid(look) == first
+
+
+def test_a_bad_module_is_refused_in_the_same_words(look: Inspector) -> None:
+    """And the process is replaced, since what it parsed may have damaged it."""
+    first = pid(look)
+    for junk in (b"hello", GOOD_MODULE[:-20]):
+        with pytest.raises(BundleError) as here:
+            signature_of(junk, "model.mlir")
+        with pytest.raises(BundleError) as there:
+            look(junk, "model.mlir")
+        assert there.value.problems == here.value.problems
+    assert pid(look) != first
+    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+
+
+def test_a_module_that_crashes_the_parser_costs_that_model_only(look: Inspector) -> None:
+    """The error names the file and the signal; the next module is looked into as if nothing had been."""
+    with pytest.raises(BundleError, match=f"^model.b4.mlir: ({CRASHED})"):
+        look(CRASHING, "model.b4.mlir")
+    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+
+
+def test_a_module_that_takes_for_ever_is_given_up(look: Inspector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the process is stopped, which is as good as a parser that never returns."""
+    look(GOOD_MODULE, "model.mlir")
+    monkeypatch.setattr(inspection, "_SECONDS", 0.01)
+    os.kill(pid(look), signal.SIGSTOP)
+    with pytest.raises(BundleError, match=r"model\.mlir: parsing it takes for ever"):
+        look(GOOD_MODULE, "model.mlir")
+    monkeypatch.undo()
+    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+
+
+def test_a_process_that_was_killed_is_replaced(look: Inspector) -> None:
+    """The module that met the dead one is blamed, once."""
+    look(GOOD_MODULE, "model.mlir")
+    os.kill(pid(look), signal.SIGKILL)
+    with pytest.raises(BundleError, match="ends in SIGKILL"):
+        look(GOOD_MODULE, "model.mlir")
+    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+
+
+def test_a_process_that_cannot_start_is_no_modules_fault(
+    look: Inspector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installation without jaxlib is said to be one."""
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(InspectorError, match="does not start"):
+        look(GOOD_MODULE, "model.mlir")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(InspectorError, match="does not start"):
+        look(GOOD_MODULE, "model.mlir")
+
+
+def test_memory_and_time_of_the_process_are_limited(look: Inspector) -> None:
+    """By the kernel, since a parser that is stuck in native code hears nothing else."""
+    look(GOOD_MODULE, "model.mlir")
+    lines = Path(f"/proc/{pid(look)}/limits").read_text().splitlines()
+    limits = {line[:25].strip(): line[26:].split()[0] for line in lines}
+    assert int(limits["Max address space"]) < 4 << 30
+    assert int(limits["Max cpu time"]) < 60
+    assert limits["Max core file size"] == "0"
+
+
+def test_the_process_ends_with_its_owner() -> None:
+    """Also when that is killed and closes nothing."""
+    with closing(Inspector()) as look:
+        look(GOOD_MODULE, "model.mlir")
+        child = look._child
+        assert child is not None
+        child.answers.close()
+        child.sock.close()
+        assert child.process.wait(20) == 0
+
+
+def test_the_command_says_which_module_crashes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rsrv-bundle check` goes on to the next bundle."""
+    bad, good = (
+        make_bundle(
+            tmp_path,
+            changed(GOOD, batching=None),
+            name=name,
+            modules={"model.b4.mlir": module},
+            weights=one_weight(),
+        )
+        for name, module in (("bad", CRASHING), ("good", GOOD_MODULE))
+    )
+    assert main(["check", str(bad), str(good)]) == 1
+    out = capsys.readouterr().out
+    assert re.search(f"^{bad}: model.b4.mlir: ({CRASHED})", out)
+    assert f"ok {good}" in out

@@ -1,0 +1,210 @@
+"""What docs/security.md promises of processes, directories and words, beside what the parts' own tests show."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.compiled import CompiledCacheError, check_private
+from rsrv.runtime.device import Array
+from rsrv.stub.hooks import Hooks
+from rsrv.wire.frames import ProtocolError
+from rsrv.wire.socket import connect, listen
+from tests.fakes import FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime
+
+ROOT = Path(__file__).resolve().parents[3]
+PRODUCT = ("bundles/rsrv_bundle", "model_repository_gen", "triton_backend")
+
+#: modules whose data is code, and functions that run text
+_UNSAFE_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "pty",
+}
+_UNSAFE_CALLS = {
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "tempfile.mktemp",
+    "np.load",
+    "numpy.load",
+    "jax.export.deserialize",
+}
+
+
+def unsafe(source: str) -> Iterator[str]:
+    """What a source text uses that turns data into code."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names if alias.name.partition(".")[0] in _UNSAFE_MODULES)
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in _UNSAFE_MODULES:
+                yield module
+            case ast.Call(func=function, keywords=keywords):
+                name = ast.unparse(function)
+                if name in _UNSAFE_CALLS:
+                    yield name
+                for keyword in keywords:
+                    if (keyword.arg, ast.unparse(keyword.value)) in {
+                        ("shell", "True"),
+                        ("allow_pickle", "True"),
+                    }:
+                        yield f"{name}({keyword.arg}=True)"
+
+
+def test_nothing_turns_data_into_code() -> None:
+    """No pickle, no eval, no shell anywhere in the product; a bundle's model.py is code, and the one thing that is run."""
+    sources = [path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(sources) > 80
+    found = {str(path.relative_to(ROOT)): list(unsafe(path.read_text())) for path in sources}
+    assert {path: uses for path, uses in found.items() if uses} == {
+        "triton_backend/rsrv/stub/hooks.py": ["exec"]
+    }
+
+
+def test_the_search_for_unsafe_code_finds_it() -> None:
+    """It would be of no use otherwise."""
+    text = "import pickle.x\nfrom marshal import loads\neval(a)\nos.system(b)\nsubprocess.run(c, shell=True)"
+    assert len(list(unsafe(text))) == 5
+
+
+def test_another_user_cannot_talk_to_a_runtime(
+    start_runtime: StartRuntime, tmp_path: Path, open_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not through the private directory, and not if that were open to all. Only root can play another user here."""
+    runtime = start_runtime()
+    root = os.getuid() == 0
+    assert stranger_hears(runtime.socket) == ("PermissionError" if root else "a greeting")
+
+    way_in = open_folder / "socket"
+    os.link(runtime.socket, way_in)
+    way_in.chmod(0o666)
+    with caplog.at_level(logging.WARNING):
+        assert stranger_hears(way_in) == ("the end" if root else "a greeting")
+    assert ("refused a connection: the peer runs as uid 65534" in caplog.text) == root
+    runtime.open().sock.close()
+
+
+def stranger_hears(path: Path) -> str:
+    """What becomes of somebody else's hello."""
+    script = """
+import os, socket, sys
+from rsrv.wire.frames import hello
+if os.getuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+try:
+    sock.connect(sys.argv[1])
+    sock.send(hello())
+    print("a greeting" if sock.recv(1000) else "the end")
+except PermissionError as error:
+    print(type(error).__name__)
+except ConnectionError:
+    print("the end")
+"""
+    command = [sys.executable, "-c", script, str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Iterator[Path]:
+    """A directory that everybody can enter, on the file system of `tmp_path`."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_a_stub_does_not_talk_to_another_users_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who listens there may have been quicker with making the directory."""
+    with listen(tmp_path / "socket"):
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        with pytest.raises(ProtocolError, match="run both as one user"):
+            connect(tmp_path / "socket")
+
+
+def test_the_cache_of_compiled_code_is_private(tmp_path: Path) -> None:
+    """What lies in it is run: a directory that others may write to is refused, one that they may read is closed."""
+    for mode, expected in ((0o700, 0o700), (0o755, 0o700), (0o750, 0o700)):
+        directory = tmp_path / f"{mode:o}"
+        directory.mkdir()
+        directory.chmod(mode)
+        check_private(directory)
+        assert stat.S_IMODE(directory.stat().st_mode) == expected
+    for mode in (0o777, 0o770, 0o1777):
+        directory = tmp_path / f"{mode:o}"
+        directory.mkdir()
+        directory.chmod(mode)
+        with pytest.raises(CompiledCacheError, match="writable by nobody else"):
+            check_private(directory)
+
+
+SECRET = "hunter2-never-to-be-seen"
+
+
+def leaky(arrays: dict[str, Array]) -> dict[str, Array]:
+    """A hook that says all it knows when it fails."""
+    raise RuntimeError(f"{os.environ['RSRV_TEST_TOKEN']} in {__file__}")
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [Hooks(), Hooks(preprocess=leaky), Hooks(postprocess=leaky), Hooks(preprocess=lambda a: {"x": object()})],  # type: ignore[dict-item]
+    ids=["device", "preprocess", "postprocess", "nonsense"],
+)
+def test_what_clients_are_told_has_no_secrets(
+    runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hooks: Hooks
+) -> None:
+    """No environment, no path and no traceback, whatever fails and whatever it says of itself."""
+    monkeypatch.setenv("RSRV_TEST_TOKEN", SECRET)
+    engine = start_engine(hooks)
+    runtime.device.fail = f"{SECRET} in {tmp_path}"
+    wrong = np.zeros((1, 7), np.float32)
+    requests = [
+        FakeRequest({"x": np.zeros((1, 3), np.float32)}),
+        FakeRequest({"x": wrong}),
+        FakeRequest({"y": wrong}),
+        FakeRequest({}),
+        *(FakeRequest({"x": wrong[:, :3]}, parameters=json.dumps(p)) for p in PARAMETERS),
+    ]
+    answers = engine.execute(requests)
+    texts = [
+        answer.error.message
+        for answer in (answers if answers is not None else [r.answers.get(timeout=10) for r in requests])
+        if answer.error is not None
+    ]
+    assert len(texts) == len(requests)
+    for text in texts:
+        assert SECRET not in text
+        assert not re.search(r"/\w+/|Traceback|File \"|\.py\b|0x[0-9a-f]{6}", text), text
+        assert len(text) < 500
+
+
+PARAMETERS: list[dict[str, object]] = [
+    {"rsrv_run": "9" * 5000},
+    {"rsrv_run": "18446744073709551616"},
+    {"rsrv_run": "x" * 5000},
+    {"rsrv_priority": "x" * 5000},
+    {"rsrv_deadline_unix_ns": -1},
+]

@@ -1,0 +1,56 @@
+"""No bytes bring a reader of frames to do anything but understand them or raise ProtocolError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.wire import calls, frames
+from rsrv.wire.frames import HEADER, Kind, ProtocolError
+
+READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
+    frames.unpack_submissions,
+    frames.unpack_completions,
+    frames.unpack_ids,
+    calls.unpack_entrances,
+    calls.unpack_leavings,
+    calls.unpack_calls,
+    calls.unpack_releases,
+]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@given(
+    st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1)),
+    st.one_of(st.binary(max_size=300), st.integers(0, 300).map(bytes)),
+)
+def test_entries_are_as_many_as_said(
+    reader: Callable[[bytes, int], Iterable[Any]], count: int, body: bytes
+) -> None:
+    """Nothing is read that was not sent, however many are announced."""
+    try:
+        entries = list(reader(HEADER.pack(Kind.SUBMIT, 0, 0) + body, count))
+    except ProtocolError:
+        return
+    assert len(entries) == count
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a":' * 20_000, b'{"a":NaN}', b'{"a":-Infinity}', b'{"a":' + b"9" * 5000 + b"}", b"\xff", b"1"]
+)  # fmt: skip
+def test_json_that_is_none_is_a_protocol_error(body: bytes) -> None:
+    """What cannot be said in JSON, however Python reads it, too."""
+    with pytest.raises(ProtocolError):
+        frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body)
+
+
+@given(st.binary(max_size=200))
+def test_any_json_is_an_object_or_a_protocol_error(body: bytes) -> None:
+    """Whatever the encoding that Python guesses."""
+    with suppress(ProtocolError):
+        assert isinstance(frames.unpack_json(HEADER.pack(Kind.REGISTER, 0, 0) + body), dict)

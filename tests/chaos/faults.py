@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from rsrv.control.mending import CONNECT
 from rsrv.wire.paths import DEATHS
 from tests.chaos.figures import Expected
 from tests.chaos.health import watched
@@ -177,6 +178,9 @@ class KillStub(Fault):
     expected = Expected({"elastic"}, excuse=NO_ANSWER)
     unhealthy = "elastic"
 
+    def prepare(self, house: House) -> None:
+        _wait_out_the_start(house)
+
     def strike(self, house: House, load: Load) -> float:
         (stub,) = house.server.stub_pids("elastic")
         return kill(stub, signal.SIGKILL)
@@ -189,6 +193,9 @@ class _MoodyHook(Fault):
     load = (*clients("moody", grpc=2, http=1, pause=0.05), *WORK)
     expected = Expected({"moody"}, excuse=NO_ANSWER)
     mood: ClassVar[str]
+
+    def prepare(self, house: House) -> None:
+        _wait_out_the_start(house)
 
     def strike(self, house: House, load: Load) -> float:
         return house.strike(load, "moody", mood(self.mood))
@@ -220,6 +227,11 @@ class HookHoards(_MoodyHook):
     def check(self, house: House) -> Iterable[str]:
         if "nobody minds" in house.log_from(self._mark):
             yield "the hook got all that it wanted"
+
+
+def _wait_out_the_start(house: House) -> None:
+    """Stubs have some seconds to find a runtime that has just started: so long none is taken for dead."""
+    wait_until(lambda: house.status()["uptime_s"] > CONNECT, 2 * CONNECT, what="the runtime not to be new")
 
 
 def _revive(model: str, house: House) -> None:

@@ -83,7 +83,8 @@ def _settle(clients: Load, house: House, fault: Fault, relief: float, earliest: 
     awaited = clients.models - set(fault.expected.stays)
     well_since: float | None = None
     while house.alive and (now := time.monotonic()) < relief + fault.patience:
-        if not clients.right_since(relief) >= awaited:
+        # Who is not answered at all is not well, either.
+        if not clients.right_since(max(relief, now - pace.settled)) >= awaited:
             well_since = None
         elif well_since is None:
             well_since = now

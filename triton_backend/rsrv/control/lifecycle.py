@@ -276,7 +276,8 @@ class Lifecycle:
                 if name in self._tasks:
                     continue
                 if not self._barred and ((anew and here) or self._served.get(name) != version_of(folder)):
-                    self._start(name, self._load(name, anew=names is not None))
+                    begun = self._confirm(name) if names is None else self._load(name, anew=True)
+                    self._start(name, begun)
                 else:
                     self._rounds.done(name)
             for name, carriers in done.go.items():
@@ -362,6 +363,15 @@ class Lifecycle:
                 log.info("%s is loaded, after %.1f s", name, self._now() - started)
             self._served[name] = version
             self._rounds.done(name)
+
+    async def _confirm(self, name: str) -> None:
+        """Has Triton load what is in the repository, if it has not; unless somebody unloads it just now."""
+        with contextlib.suppress(TritonError):
+            if (await self._triton.states()).get(name) == "dismissed":
+                self._served[name] = await asyncio.to_thread(version_of, self._repository / name)
+                self._rounds.done(name)
+                return
+        await self._load(name)
 
     async def _unload(self, name: str) -> None:
         try:

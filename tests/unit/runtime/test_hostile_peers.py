@@ -87,7 +87,6 @@ def test_a_misbehaving_stub_loses_its_connection_only(
         {},
         {"model": "a"},
         {"model": 1, "bundle": 2},
-        {"model": "a", "bundle": "b", "calls": {"c": 3}},
         {"model": "two\nlines", "bundle": "b"},
         {"model": "a" * 256, "bundle": "b"},
         {"key": "nobody"},

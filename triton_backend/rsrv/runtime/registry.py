@@ -123,8 +123,6 @@ class Registry:
         name, path, calls = wanted.get("model"), wanted.get("bundle"), wanted.get("calls", {})
         if not isinstance(name, str) or not isinstance(path, str) or not isinstance(calls, dict):
             raise ProtocolError("REGISTER without a model's name and its bundle's path")
-        if not all(isinstance(place, str) for place in calls.values()):
-            raise ProtocolError("REGISTER of a meta model without the paths of those that it calls")
         if not name.isprintable() or len(name) > _MAX_NAME:
             # It comes up in logs and in what watchers are told.
             raise ProtocolError("REGISTER of a model whose name cannot be printed, or is too long")

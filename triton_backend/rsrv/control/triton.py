@@ -113,6 +113,12 @@ def _state(state: str, reason: str) -> State:
     return "dismissed" if (state, reason) == ("UNAVAILABLE", "unloaded") else "other"
 
 
+def _reason(name: str, text: str) -> str:
+    """What a stub said, out of what Triton puts around it."""
+    said = text.rpartition("TritonModelException: ")[2].partition("\n\nAt:\n")[0]
+    return said.removeprefix(f"{name}: ").strip()
+
+
 class Triton:
     """The repository API of one tritonserver. Used on one event loop."""
 
@@ -149,7 +155,10 @@ class Triton:
         if self.mode != "poll":
             # However long compiling takes.
             request = service_pb2.RepositoryModelLoadRequest(model_name=name)
-            await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
+            try:
+                await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
+            except TritonError as error:
+                raise TritonError(_reason(name, str(error))) from None
 
     async def unload(self, name: str) -> None:
         """Returns when new requests are refused; those under way are answered. Raises TritonError."""

@@ -110,7 +110,9 @@ def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
 def _state(state: str, reason: str) -> State:
     if state == "READY":
         return "ready"
-    return "dismissed" if (state, reason) == ("UNAVAILABLE", "unloaded") else "other"
+    # Until its stub has ended, it is not unloaded yet.
+    dismissed = state == "UNLOADING" or (state, reason) == ("UNAVAILABLE", "unloaded")
+    return "dismissed" if dismissed else "other"
 
 
 def _reason(name: str, text: str) -> str:

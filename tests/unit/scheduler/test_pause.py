@@ -383,18 +383,24 @@ def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine:
 
 
 def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> None:
-    """Their calls belong to what is under way; requests of others are refused."""
+    """Their calls belong to what is under way. Those of later runs are refused: else it might never be drained."""
     machine.add(program("a", SINGLE))
-    run = machine.run_of()
-    machine.ask(run)
+    run, waits, late = machine.run_of(), machine.run_of(), machine.run_of()
+    machine.change(meta_concurrency=1)
+    machine.ask(run, waits)
     machine.pause(Pause.DRAIN, "a")
     calls = [machine.request(run=run.id), machine.request(run=run.id)]
     stranger = machine.request()
     machine.arrive(*calls, stranger)
     machine.finish_all()
+    machine.end(run)
+    machine.ask(late)
+    machine.end(waits)
+    others = [machine.request(run=waits.id), machine.request(run=late.id)]
+    machine.arrive(*others)
 
     assert [machine.outcome(one) for one in calls] == [Outcome.ANSWERED] * 2
-    assert machine.outcome(stranger) is Reason.PAUSED
+    assert {machine.outcome(one) for one in (stranger, *others)} == {Reason.PAUSED}
 
 
 def test_a_model_that_was_held_drains(machine: Driver) -> None:

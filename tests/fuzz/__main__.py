@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.fuzz.bundles import check_bundles
+from tests.fuzz.bundles import check_bundles, check_modules
 from tests.fuzz.corpus import good_bundles
 from tests.fuzz.frames import check_answers, check_frames
 from tests.fuzz.watched import Verdict
@@ -21,6 +21,9 @@ def main() -> int:
         "--first", type=int, default=0, help="the first seed of each kind; default: %(default)s"
     )
     parser.add_argument("--bundles", type=int, default=10_000, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--modules", type=int, default=1000, metavar="N", help="that are compiled; default: %(default)s"
+    )
     parser.add_argument(
         "--frames",
         type=int,
@@ -38,9 +41,10 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="rsrv-fuzz-") as scratch:
         folder = Path(scratch)
-        good = good_bundles(folder / "good") if options.bundles or options.frames else []
+        good = good_bundles(folder / "good") if options.bundles or options.modules or options.frames else []
         found = [
             _report("bundles", check_bundles(seeds(options.bundles), good, folder)),
+            _report("modules", check_modules(seeds(options.modules), good, folder)),
             _report("frames", check_frames(seeds(options.frames), good, folder)),
             _report("answers", check_answers(seeds(options.answers))),
         ]

@@ -5,57 +5,82 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from rsrv.runtime.device import Device, DeviceError
+from rsrv.runtime.device import Device, JaxDevice
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
-from rsrv.runtime.models import build, identify
+from rsrv.runtime.models import Model, build, identify, warm_up
 from rsrv.settings import load_settings
 from rsrv_bundle import BundleError, read_bundle
 from rsrv_bundle.inspection import Inspector
 from rsrv_gen.plan import plan_repository
 from rsrv_gen.sources import read_sources
 from tests.fakes import FakeDevice
-from tests.fuzz.corpus import Files, write_mutant
+from tests.fuzz.corpus import Files, write_module_mutant, write_mutant
 from tests.fuzz.watched import Verdict, watch
 
 #: what one bundle may cost that is read three times, whatever is in it
 SECONDS = 10.0
 NBYTES = 400 << 20
+#: what one may cost that is compiled, too
+COMPILING = 20.0
+COMPILING_NBYTES = 1 << 30
 
 
 def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
-    """Make and read the bundle of every seed."""
+    """Make and read the bundle of every seed; the device compiles nothing."""
     inspector = Inspector()
     device = FakeDevice(lambda inputs, weights: [])
-    settings = load_settings()
 
     def case(seed: int) -> str:
         with _folder(scratch) as parent:
             path = write_mutant(seed, good, parent)
+            # First what reads many bundles, and must not end because of one.
+            sources = read_sources([path.parent])
+            models = {name: one for name, one in sources.good.items() if one.bundle.manifest.kind == "model"}
+            plan_repository(models, {})
             try:
-                return _serve(path, device, inspector)
-            except (BundleError, HostMemoryError, DeviceError):
+                if read_bundle(path).manifest.kind == "meta":
+                    return "read"
+                _build(path, device, inspector).host.close()
+            except (BundleError, HostMemoryError):
                 return "refused"
-
-    def _serve(path: Path, device: Device, inspector: Inspector) -> str:
-        # First what reads many bundles, and must not end because of one.
-        sources = read_sources([path.parent])
-        plan_repository(
-            {name: s for name, s in sources.good.items() if s.bundle.manifest.kind == "model"}, {}
-        )
-        bundle = read_bundle(path)
-        if bundle.manifest.kind == "meta":
-            return "read"
-        wanted = identify("model", str(path), {})
-        ((name, found),) = wanted.models.values()
-        model = build(found, device, HostStore(PrivateMemory()), settings, name, inspector)
-        model.host.close()
-        return "built"
+            return "built"
 
     yield from watch(case, seeds, seconds=SECONDS, nbytes=NBYTES)
+
+
+def check_modules(seeds: Sequence[int], good: Sequence[Files], scratch: Path) -> Iterator[Verdict]:
+    """Make a bundle of every seed of which only a module is damaged; what passes is compiled, and runs."""
+    inspector = Inspector()
+    devices: list[Device] = []
+
+    def case(seed: int) -> str:
+        if not devices:  # in the child: jax starts threads
+            devices.append(JaxDevice("cpu"))
+        (device,) = devices
+        with _folder(scratch) as parent:
+            path = write_module_mutant(seed, good, parent)
+            try:
+                model = _build(path, device, inspector)
+                with closing(model.host) as host:
+                    model.weights = device.upload([host.read(i) for i in range(len(host.tensors))])
+                    warm_up(model, device)
+            except BundleError:
+                return "refused"
+            except Exception:  # noqa: BLE001 - the runtime takes whatever the compiler raises
+                return "failed"
+            return "executed"
+
+    yield from watch(case, seeds, seconds=COMPILING, nbytes=COMPILING_NBYTES)
+
+
+def _build(path: Path, device: Device, inspector: Inspector) -> Model:
+    wanted = identify("model", str(path), {})
+    ((name, bundle),) = wanted.models.values()
+    return build(bundle, device, HostStore(PrivateMemory()), load_settings(), name, inspector)
 
 
 @contextmanager

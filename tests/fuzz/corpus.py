@@ -89,6 +89,18 @@ def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
     return directory
 
 
+def write_module_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
+    """Likewise, but only one of its modules is damaged."""
+    rng = Random(seed)
+    files = dict(rng.choice([files for files in good if "model.b1.mlir" in files]))
+    files["model.b1.mlir"] = _damaged(rng, files["model.b1.mlir"])
+    directory = parent / "mutant"
+    directory.mkdir()
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
 _NAMES = (
     "with space",
     "new\nline",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("what", ["bundles", "frames", "answers"])
 def test_hostile_input_is_refused_and_harms_nobody(what: str) -> None:
     """In a process of its own, because children are forked there, which this one's threads forbid."""
-    counts = {"bundles": 0, "frames": 0, "answers": 0, what: 120 if what == "bundles" else 1000}
+    counts = {"bundles": 0, "modules": 0, "frames": 0, "answers": 0, what: 120 if what == "bundles" else 1000}
     options = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", *options], check=False, cwd=ROOT, capture_output=True, text=True

@@ -37,6 +37,7 @@ from rsrv.wire.socket import connect, listen
 from rsrv.wire.status import read_status
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
+from rsrv_bundle.inspection import Inspector
 from tests.fakes import Compute, FakeDevice, FakePbUtils
 from tests.unit.runtime.metas import CLIENT, Run, meta_engine, write_meta
 
@@ -109,6 +110,7 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         asynchronous: bool = False,
         compute: Compute = double,
         blackbox: BlackBox | None = None,
+        inspector: Inspector | None = None,
     ) -> Runtime:
         path = tmp_path / SOCKET
         path.unlink(missing_ok=True)
@@ -116,7 +118,15 @@ def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
         settings = settings or load_settings()
         device = FakeDevice(compute, asynchronous=asynchronous)
         scheduler = Scheduler(scheduler_settings(settings))
-        loop = Loop(listener, os.getpid(), settings, scheduler, lambda: device, blackbox=blackbox)
+        loop = Loop(
+            listener,
+            os.getpid(),
+            settings,
+            scheduler,
+            lambda: device,
+            blackbox=blackbox,
+            inspector=inspector,
+        )
 
         def run() -> None:
             loop.run()

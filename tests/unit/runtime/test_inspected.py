@@ -1,0 +1,77 @@
+"""Bundles that crash who parses them, against a runtime that has others parse first."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rsrv.stub.lane import Lane, Rejected
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import Signature
+from tests.unit.bundle.test_inspection import CRASHED, CRASHING
+from tests.unit.runtime.conftest import StartRuntime, until
+from tests.unit.runtime.test_hostile_peers import Client
+
+
+@pytest.fixture
+def inspector() -> Iterator[Inspector]:
+    with closing(Inspector()) as made:
+        yield made
+
+
+def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
+    start_runtime: StartRuntime, inspector: Inspector, doubling: Path, tmp_path: Path
+) -> None:
+    """The stub learns which file it is; before and after, models load."""
+    runtime = start_runtime(inspector=inspector)
+    before = Client(runtime, doubling)
+    bad = shutil.copytree(doubling, tmp_path / "bad")
+    (bad / "model.b4.mlir").write_bytes(CRASHING)
+    lane = Lane(runtime.open())
+
+    with pytest.raises(Rejected, match=f"model.b4.mlir: ({CRASHED})"):
+        lane.register({"model": "bad", "bundle": str(bad)})
+
+    lane.close()
+    assert before.works()
+    other = shutil.copytree(doubling, tmp_path / "other")
+    after = Client(runtime, other)
+    assert after.works()
+    before.lane.close()
+    after.lane.close()
+
+
+def test_nobody_looks_while_nothing_is_built(
+    start_runtime: StartRuntime, inspector: Inspector, doubling: Path
+) -> None:
+    """The process takes memory, which models could use."""
+    runtime = start_runtime(inspector=inspector)
+    client = Client(runtime, doubling)
+    until(lambda: inspector._child is None)
+    assert client.works()
+    client.lane.close()
+
+
+def test_a_module_that_is_exchanged_while_it_is_looked_at_is_not_compiled(
+    start_runtime: StartRuntime, inspector: Inspector, doubling: Path, tmp_path: Path
+) -> None:
+    """What the process has seen is what the runtime takes, or nothing is."""
+    bundle = shutil.copytree(doubling, tmp_path / "bundle")
+    module = bundle / "model.b8.mlir"
+
+    class Exchanging(Inspector):
+        def __call__(self, blob: bytes, file: str) -> Signature:
+            found = super().__call__(blob, file)
+            if file == module.name:
+                module.write_bytes(CRASHING)
+            return found
+
+    with closing(Exchanging()) as exchanging:
+        runtime = start_runtime(inspector=exchanging)
+        lane = Lane(runtime.open())
+        with pytest.raises(Rejected, match=r"model\.b8\.mlir: was written to while the model was loaded"):
+            lane.register({"model": "m", "bundle": str(bundle)})
+        lane.close()
+        runtime.stop()

@@ -172,9 +172,10 @@ def update(
 
 
 def remove(repository: Path, name: str, link: LinkMode) -> None:
-    """Removes a model that rsrv-gen made. Raises OSError."""
+    """Removes a model that rsrv-gen made, if it is there. Raises OSError."""
     with open_repository(repository, link) as writer:
-        writer.remove(name)
+        if is_ours(repository / name):
+            writer.remove(name)
 
 
 def _put(repository: Path, link: LinkMode, name: str, plan: ModelPlan, later_than: int, done: Update) -> None:

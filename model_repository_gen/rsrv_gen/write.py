@@ -242,6 +242,18 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def being_written(repository: Path) -> bool:
+    """Whether an rsrv-gen is at work on it."""
+    handle = os.open(repository, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
 class _Aside:
     """A directory on the repository's file system that is no model's. It is locked for as long as somebody uses it."""
 

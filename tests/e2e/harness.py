@@ -136,6 +136,8 @@ def running_triton(
             finally:
                 running.grpc.close()
                 running.http.close()
+                # An orderly end takes Triton three seconds. Those tests that are about it end their server themselves.
+                server.kill()
     finally:
         _running.remove(server)
 

@@ -60,7 +60,7 @@ def works(check: Callable[[], None]) -> bool:
     return not isinstance(outcome(check), Refused)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
     start: Callable[..., RunningTriton], made: Mapping[str, Path], depth: int
 ) -> None:
@@ -100,6 +100,7 @@ def test_an_execution_that_hangs_ends_the_runtime_and_not_the_service(
     assert not is_alive(old)
 
 
+@pytest.mark.long
 def test_a_runtime_that_is_stopped_for_longer_than_its_patience_lives_on(
     start: Callable[..., RunningTriton], made: Mapping[str, Path]
 ) -> None:

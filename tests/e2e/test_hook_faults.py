@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Arrays, Refused, caller, outcome
 from tests.e2e.harness import RunningTriton, is_alive, running_triton, wait_until
@@ -100,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     with running_triton(
         folder / "gen",
         folder / "server.log",
-        extra_args=["--disable-auto-complete-config", "--model-load-thread-count=8"],
+        extra_args=["--model-control-mode=explicit", "--load-model=*"],
     ) as running:
         yield running
         # After the death of a stub Triton waits as long as it may before it ends.
@@ -156,9 +155,16 @@ def stub(server: RunningTriton, model: str) -> int:
 
 
 def gone(server: RunningTriton, model: str, pid: int) -> None:
-    """The process has ended, and the runtime knows."""
+    """The process has ended."""
     wait_until(lambda: not is_alive(pid), 5, what=f"end of {model}")
-    wait_until(lambda: model not in {**(s := read_status(server.pid))["models"], **s["metas"]}, 5)
+
+
+def back(server: RunningTriton, model: str, pid: int) -> None:
+    """The process has ended, and the model is served by another one."""
+    gone(server, model, pid)
+    wait_until(lambda: isinstance(ask(server, model, 4.0), dict), what=f"return of {model}")
+    assert well(server, model)
+    assert pid not in server.stub_pids(model)
 
 
 def slow_down(server: RunningTriton, model: str) -> None:
@@ -180,7 +186,7 @@ def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton
         started = time.monotonic()
         assert "not healthy" in refused(server, model)
         assert TIMEOUT <= time.monotonic() - started < 2 * TIMEOUT + 2.5
-    gone(server, model, pid)
+        back(server, model, pid)
 
 
 def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(server: RunningTriton) -> None:
@@ -200,7 +206,7 @@ def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(ser
             assert isinstance(answer, Refused)
             answer.assert_is("INTERNAL", "grpc")
             assert answer.message == "the model's preprocess hook hangs; the model is being restarted"
-    gone(server, "sleeps", pid)
+        back(server, "sleeps", pid)
     log = server.log_text()
     assert "preprocess has not returned for 1.5 s (stub.hook_timeout_s). It is here:" in log
     assert "time.sleep(60)" in log
@@ -216,7 +222,7 @@ def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, va
         assert isinstance(answer, dict), answer
     with calm(server):
         assert "the model's run hook hangs" in refused(server, model, value)
-    gone(server, model, pid)
+        back(server, model, pid)
 
 
 # --- hooks that want too much memory ----------------------------------------------------------------------------------
@@ -234,6 +240,7 @@ def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTrit
         before = psutil.Process(pid).memory_info().rss
         for _ in range(3):
             refused(server, model)
+            assert well(server, model)
         assert psutil.Process(pid).memory_info().rss < before + (8 << 20)
     assert stub(server, model) == pid
 
@@ -243,7 +250,7 @@ def test_a_hook_that_keeps_all_memory_ends_its_process(server: RunningTriton) ->
     pid = stub(server, "keeps")
     with calm(server):
         refused(server, "keeps")
-    gone(server, "keeps", pid)
+        back(server, "keeps", pid)
 
 
 # --- hooks that do other things ---------------------------------------------------------------------------------------
@@ -278,9 +285,11 @@ def test_processes_that_a_hook_made_do_not_hide_the_end_of_their_parent(server: 
         children = psutil.Process(pid).children(recursive=True)
         assert len(children) == 2
         psutil.Process(pid).kill()
-        gone(server, "begets", pid)
+        wait_until(lambda: set(server.stub_pids("begets")) - {pid, *(child.pid for child in children)})
+        assert all(child.is_running() for child in children)
         for child in children:
             child.kill()
+        back(server, "begets", pid)
 
 
 def test_a_hook_that_forks_and_returns_twice_is_heard_once(server: RunningTriton) -> None:
@@ -302,4 +311,4 @@ def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(server: Runni
     assert well(server, model)
     with calm(server):
         refused(server, model)
-    gone(server, model, pid)
+        back(server, model, pid)

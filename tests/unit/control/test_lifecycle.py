@@ -18,7 +18,7 @@ from rsrv.control import watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
 from rsrv_gen.cli import main as rsrv_gen
-from rsrv_gen.write import version_of
+from rsrv_gen.write import open_repository, version_of
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -103,6 +103,31 @@ def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
 
     run(main())
     assert world.triton.texts() == {"a": "v2", "c": "v1", "d": "v2", "e": "v1"}
+
+
+def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
+    """Its models stay, although nobody had looked there when it wrote them, and their bundles are followed."""
+    world = World(tmp_path, {"r": {"a": "v1"}})
+    place(tmp_path / "more" / "b", "v1")
+
+    async def main() -> None:
+        async with living(world):
+            with open_repository(world.repository, "hard") as writer:
+                shutil.copytree(world.repository / "a", world.repository / "b")
+                await asyncio.sleep(60)
+                assert "unload b" not in world.triton.log
+                writer.remove("b")
+            assert rsrv_gen([str(tmp_path / "more"), "-o", str(world.repository)]) == 0
+            await asyncio.sleep(60)
+            assert world.triton.texts() == {"a": "v1", "b": "v1"}
+            place(tmp_path / "more" / "b", "v2")
+            await asyncio.sleep(20)
+            assert world.triton.texts() == {"a": "v1", "b": "v2"}
+            assert rsrv_gen([str(tmp_path / "r"), "-o", str(world.repository), "--prune"]) == 0
+            await asyncio.sleep(20)
+            assert world.triton.texts() == {"a": "v1"}
+
+    run(main())
 
 
 def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.control.triton import Door, door
+from rsrv.control.triton import Door, _reason, door
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,10 @@ def test_a_restricted_repository_is_opened_with_its_key() -> None:
         "shm-memory,model-repository:Admin-Key=secret=word",
     ]
     assert door(flags).metadata == (("triton-grpc-protocol-admin-key", "secret=word"),)
+
+
+def test_the_stubs_own_words_are_the_reason() -> None:
+    """Without what Triton and Python put around them; what Triton says itself stays."""
+    stub = "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: TritonModelException: m: no module"
+    assert _reason("m", f"{stub}\n\nAt:\n  /somewhere/model.py(49): initialize\n;\n") == "no module"
+    assert _reason("m", "failed to poll from model repository") == "failed to poll from model repository"

@@ -96,7 +96,7 @@ def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
             return False
 
         async with asyncio.TaskGroup() as group:
-            watcher = group.create_task(watch([root], settings, took))
+            watcher = group.create_task(watch(lambda: [root], settings, took))
             before = (await looks.get())[root]
             while True:
                 # Again and again: when the kernel has begun to listen is not known.

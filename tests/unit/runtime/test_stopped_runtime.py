@@ -14,7 +14,7 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.lane import Lane
 from rsrv.stub.launch import Greeted
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
@@ -202,49 +202,6 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
         assert answer_of(one).error is None
     until(lambda: not status_of()["running"])
     assert_served(engine)
-
-
-def test_a_runtime_that_dies_while_it_loads_a_model_is_replaced(
-    runtime: Runtime, start_runtime: StartRuntime, doubling: Path
-) -> None:
-    """The load succeeds with the next one."""
-    runtime.device.compiles.clear()
-    made: list[Engine] = []
-    lives = [runtime]
-    replaced = threading.Event()
-
-    def open_connection() -> Greeted:
-        if runtime.device.compiles.waiting.is_set():
-            assert replaced.wait(20)
-        return lives[-1].open()
-
-    loading = threading.Thread(target=lambda: made.append(engine_of(open_connection, doubling)))
-    loading.start()
-    assert runtime.device.compiles.waiting.wait(20)
-
-    runtime.stop()
-    lives.append(start_runtime())
-    replaced.set()
-    loading.join(20)
-
-    (engine,) = made
-    (answer,) = ask(engine, request(value=5))
-    assert_y(answer, rows(1, 11))
-    runtime.device.compiles.set()
-    engine.close()
-
-
-def test_a_bundle_that_is_refused_is_not_tried_again(runtime: Runtime, tmp_path: Path) -> None:
-    """Only the runtime's end is worth a second try."""
-    opened = []
-
-    def open_connection() -> Any:
-        opened.append(1)
-        return runtime.open()
-
-    with pytest.raises(Rejected):
-        Session(open_connection, "x", str(tmp_path / "missing")).begin()
-    assert opened == [1]
 
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:

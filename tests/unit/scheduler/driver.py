@@ -116,6 +116,8 @@ class Driver:
         #: model -> how it is paused, and how many of its requests may wait.
         self.paused: dict[str, Pause | None] = {}
         self.limits: dict[str, int] = {}
+        #: model -> runs that were under way when it was to drain.
+        self.finishing: dict[str, set[int]] = {}
         #: models that are to be evicted, and may be resident still.
         self.leaving: set[str] = set()
         #: model -> epoch of its load under way.
@@ -160,11 +162,15 @@ class Driver:
             (self.patient.add if event.program.max_delay else self.patient.discard)(event.program.model)
         if isinstance(event, ModelAdded):
             self.paused[event.program.model] = event.program.paused
+            self.finishing[event.program.model] = set()
             self.limits[event.program.model] = event.program.max_queue_depth
         if isinstance(event, ModelAdded) and event.resident:
             self.resident.add(event.program.model)
         if isinstance(event, Paused):
-            self.paused |= dict.fromkeys(event.models, event.mode)
+            for model in event.models:
+                if self.paused[model] is not event.mode:
+                    self.finishing[model] = set(self.under_way)
+                self.paused[model] = event.mode
         if isinstance(event, PolicyChanged):
             self.limits[event.model] = event.max_queue_depth or self.limits[event.model]
             if event.max_delay:
@@ -403,7 +409,7 @@ class Driver:
                 continue
             match self.paused[request.model]:
                 case Pause.DRAIN:
-                    assert request.run
+                    assert request.run in self.finishing[request.model]
                 case Pause.REJECT:
                     raise AssertionError("it was to be refused")
             started = {id for one in out if isinstance(one, Execute) for id in one.requests}

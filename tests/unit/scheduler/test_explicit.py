@@ -328,6 +328,35 @@ def test_a_budget_that_falls_sends_the_unpinned_away() -> None:
     assert not driver.loading
 
 
+def test_what_came_for_requests_goes_before_these_execute() -> None:
+    """They are not served at any price: the control plane has the last word, and they are told."""
+    driver = explicit()
+    driver.add(program("b", SINGLE))
+    driver.add(program("a", SINGLE), resident=False)
+    driver.arrive(driver.request("b"))
+    driver.send(Prefetch("a"))
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.load("a")
+    driver.evict("a")
+
+    assert driver.outcome(request) is Reason.NOT_RESIDENT
+    assert driver.resident == {"b"}
+
+
+def test_what_is_to_go_does_not_come_back_from_a_compaction() -> None:
+    """All others do."""
+    driver = explicit()
+    driver.add(program("a", SINGLE), program("b", SINGLE))
+    driver.arrive(driver.request("a"))
+    driver.evict("a")
+    driver.send(Compact())
+    driver.finish()
+    driver.settle()
+
+    assert driver.resident == {"b"}
+
+
 # --- models that are added ---------------------------------------------------------------------------------
 
 
@@ -361,13 +390,21 @@ def _pin(driver: Driver) -> None:
     driver.send(Pinned("a", True))
 
 
-def _evict(driver: Driver) -> None:
+def _prefetch_and_evict(driver: Driver) -> None:
+    driver.send(Prefetch("a"))
+    driver.evict("a")
+
+
+def _pin_and_unpin(driver: Driver) -> None:
     driver.send(Pinned("a", True))
     driver.send(Pinned("a", False))
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-@pytest.mark.parametrize(("wish", "stays"), [(_prefetch, True), (_pin, True), (_evict, False)])
+@pytest.mark.parametrize(
+    ("wish", "stays"),
+    [(_prefetch, True), (_pin, True), (_prefetch_and_evict, False), (_pin_and_unpin, False)],
+)
 def test_what_is_wished_during_a_warm_up_holds_after_it(
     wish: Callable[[Driver], None], stays: bool, loaded: bool
 ) -> None:
@@ -454,6 +491,53 @@ def test_what_is_there_stays_when_a_control_plane_takes_over() -> None:
 
     assert [driver.outcome(one) for one in (there, coming)] == [Outcome.ANSWERED] * 2
     assert driver.resident == {"a", "b"}
+
+
+def test_what_warms_up_when_a_control_plane_takes_over_leaves() -> None:
+    """It is there for the warm-up only, as if it had been added later."""
+    driver = Driver()
+    driver.add(program("a"), program("b"), resident=False, warm_up=True)
+    driver.load("a")
+    driver.change(on_demand=False)
+    driver.warm_up_ends("a")
+    driver.load("b")
+    driver.warm_up_ends("b")
+
+    assert not driver.resident
+
+
+def test_what_is_to_go_when_a_control_plane_takes_over_goes() -> None:
+    """What is committed is executed before, and what waits besides is refused."""
+    driver = Driver()
+    driver.add(program("a", SINGLE))
+    first, other, call = driver.request(), driver.request(), driver.request(run=3)
+    driver.arrive(first)
+    driver.evict("a")
+    driver.arrive(call, other)
+    driver.change(on_demand=False)
+    driver.finish_all()
+
+    assert not driver.resident
+    assert driver.outcome(call) is Outcome.ANSWERED
+    assert driver.outcome(other) is Reason.NOT_RESIDENT
+
+
+def test_what_would_come_for_the_next_request_does_not_when_a_control_plane_takes_over() -> None:
+    """Under edf a request was shed for its model's load, which is in line, and of no use any more."""
+    driver = Driver(SchedulerSettings(discipline="edf", weight_budget_bytes=100, residency_factor=4.0))
+    driver.add(program("a"), program("b"), resident=False)
+    for name in "ab":
+        driver.arrive(driver.request(name))
+        driver.load(name, 1.0)
+        driver.finish_all()
+    late = driver.request("a", deadline=driver.now + 0.5)
+    driver.arrive(late)
+    assert driver.outcome(late) is Outcome.SHED
+    driver.change(on_demand=False)
+    driver.change(weight_budget_bytes=1000)
+
+    assert not driver.loading
+    assert not driver.given_up
 
 
 def test_what_was_compacted_away_comes_back_to_a_control_plane() -> None:

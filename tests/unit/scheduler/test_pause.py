@@ -216,6 +216,24 @@ def test_what_is_tried_again_for_want_of_memory_is_not_when_the_model_is_held(ma
     assert not machine.waiting
 
 
+def test_a_model_that_was_held_has_another_two_tries(machine: Driver) -> None:
+    """Its load found no memory before; when it goes on, that is forgotten."""
+    machine.add(program("a"), resident=False)
+    machine.add(program("b"))
+    request = machine.request("a")
+    machine.arrive(request)
+    machine.arrive(machine.request("b"))
+    machine.fail_load("a", out_of_memory=True)
+    machine.pause(Pause.HOLD, "a")
+    machine.finish_all()
+    machine.pause(None, "a")
+    machine.fail_load("a", out_of_memory=True)
+    assert machine.outcome(request) is None
+    machine.settle()
+
+    assert machine.outcome(request) is Outcome.ANSWERED
+
+
 def test_an_execution_that_began_before_has_its_second_try(machine: Driver) -> None:
     """It found no memory, and the model was held meanwhile: it is tried again alone, what waits is not."""
     machine.add(program("a", SINGLE))
@@ -314,6 +332,25 @@ def test_a_model_that_was_held_gets_what_it_was_owed_before() -> None:
     assert device.got["b"] - before <= 0.02
 
 
+def test_a_model_that_was_held_claims_what_it_missed_before_for_want_of_its_weights() -> None:
+    """For three seconds another one had its place: it has these first, however long it was held meanwhile."""
+    device = Device(SchedulerSettings(weight_budget_bytes=100), validate_every=50)
+    device.model(program("b", COST), load=1.0)
+    device.model(program("a", COST), load=1.0, resident=False)
+    device.saturate("ab")
+    device.run(3.0)
+    assert not device.loads
+    device.pause(Pause.HOLD, "a")
+    device.run(10.0)
+    device.change(weight_budget_bytes=200)
+    device.pause(None, "a")
+    device.run(11.0)
+    before = device.got["a"]
+    device.run(13.0)
+
+    assert device.got["a"] - before >= 1.9
+
+
 def test_holding_and_letting_go_drops_no_debt() -> None:
     """A model that pauses itself after each of its executions gets no more than its share."""
     device = Device(validate_every=5)
@@ -346,18 +383,24 @@ def test_a_model_that_drains_executes_what_waits_and_refuses_what_comes(machine:
 
 
 def test_runs_that_are_under_way_call_a_model_that_drains(machine: Driver) -> None:
-    """Their calls belong to what is under way; requests of others are refused."""
+    """Their calls belong to what is under way. Those of later runs are refused: else it might never be drained."""
     machine.add(program("a", SINGLE))
-    run = machine.run_of()
-    machine.ask(run)
+    run, waits, late = machine.run_of(), machine.run_of(), machine.run_of()
+    machine.change(meta_concurrency=1)
+    machine.ask(run, waits)
     machine.pause(Pause.DRAIN, "a")
     calls = [machine.request(run=run.id), machine.request(run=run.id)]
     stranger = machine.request()
     machine.arrive(*calls, stranger)
     machine.finish_all()
+    machine.end(run)
+    machine.ask(late)
+    machine.end(waits)
+    others = [machine.request(run=waits.id), machine.request(run=late.id)]
+    machine.arrive(*others)
 
     assert [machine.outcome(one) for one in calls] == [Outcome.ANSWERED] * 2
-    assert machine.outcome(stranger) is Reason.PAUSED
+    assert {machine.outcome(one) for one in (stranger, *others)} == {Reason.PAUSED}
 
 
 def test_a_model_that_was_held_drains(machine: Driver) -> None:

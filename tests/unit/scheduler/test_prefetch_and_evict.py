@@ -264,16 +264,17 @@ def test_a_load_that_is_as_good_as_done_leaves_when_it_is(machine: Driver) -> No
 
 
 def test_a_load_that_requests_wait_for_goes_on(machine: Driver) -> None:
-    """It would only begin anew."""
+    """It would only begin anew; the weights go when these requests have been executed."""
     machine.add(program("a"), resident=False)
     machine.arrive(machine.request("a"))
     assert machine.evict("a") == []
-
     assert executions(machine.load("a"))
+
+    assert machine.finish()[1:] == [EvictWeights("a", 1)]
 
 
 def test_a_request_that_comes_while_a_load_is_given_up_has_its_weights(machine: Driver) -> None:
-    """If the load ends well after all they stay; if not they are loaded anew."""
+    """If the load ends well after all it executes before they go; if not they are loaded anew."""
     for well in (True, False):
         machine.add(program("a"), resident=False)
         machine.send(Prefetch("a"))
@@ -336,6 +337,18 @@ def test_evicting_withdraws_what_was_prefetched_or_would_come_back(machine: Driv
     machine.settle()
 
     assert not machine.resident
+
+
+def test_what_is_to_go_does_not_come_back_from_a_compaction(machine: Driver) -> None:
+    """The device is cleared in the moment in which it goes, and of those that come back it is none."""
+    machine.add(program("a", SINGLE), program("b", SINGLE))
+    machine.arrive(machine.request("a"))
+    machine.evict("a")
+    machine.send(Compact())
+    machine.finish()
+    machine.settle()
+
+    assert machine.resident == {"b"}
 
 
 def test_a_model_that_is_added_warms_up_before_it_goes(machine: Driver) -> None:

@@ -17,13 +17,15 @@ from typing import TypeVar
 
 from rsrv.control.looks import Looks, Seen
 from rsrv.control.mending import AGREE, Mending
+from rsrv.control.places import Places
 from rsrv.control.rounds import Failure, Rounds
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.view import RuntimeView
 from rsrv.control.watching import sign, watch
 from rsrv.settings import Settings
+from rsrv_gen.sources import SETTINGS_FILE
 from rsrv_gen.update import Update, remove, update
-from rsrv_gen.write import Replaced, carried, our_models, touch, version_of
+from rsrv_gen.write import Replaced, being_written, carried, our_models, touch, version_of
 
 log = logging.getLogger("rsrv.control")
 
@@ -59,6 +61,7 @@ class Lifecycle:
         self._repository = repository.absolute()
         self._view = view
         self._triton = triton
+        self._places = Places(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
         self._looks = Looks(settings.lifecycle.look_s)
         self._rounds = Rounds()
         self._mending = Mending()
@@ -74,8 +77,6 @@ class Lifecycle:
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
-        #: What the repository held to begin with. Whoever adds models of other places later, keeps them.
-        self._inherited = our_models(self._repository)
         #: Why nothing can be loaded or unloaded; empty: it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
@@ -100,8 +101,8 @@ class Lifecycle:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._again(self._mend), name="mend")
                 group.create_task(self._again(self._tend), name="tend")
-                if self._lifecycle.mode == "dynamic" and self._lifecycle.bundles:
-                    watching = partial(watch, self._lifecycle.bundles, self._lifecycle, self._took)
+                if self._lifecycle.mode == "dynamic":
+                    watching = partial(watch, self._places.read, self._lifecycle, self._took)
                     group.create_task(self._again(watching), name="watch")
         finally:
             for task in self._tasks.values():
@@ -115,7 +116,7 @@ class Lifecycle:
         if self._barred:
             raise LifecycleError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
         names = await asyncio.to_thread(self._stands_for, name)
-        if not names and not (self._lifecycle.bundles and self._looks.settled(name)):
+        if not names and not self._looks.settled(name):
             raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made")
         names = names or {name}
         while under_way := [self._tasks[name] for name in names if name in self._tasks]:
@@ -173,12 +174,13 @@ class Lifecycle:
 
     async def _tend(self) -> None:
         """Does what is due."""
-        first = self._lifecycle.mode == "dynamic" and bool(self._lifecycle.bundles)
+        first = self._lifecycle.mode == "dynamic"
         while True:
             self._stir.clear()
             if first and self._looks.agreed:
+                # Whatever changed while nobody looked.
                 self._rounds.due(self._now())
-                await self._begin()
+                await self._bring(None)
                 first = False
             if not first:
                 if due := self._rounds.due(self._now()):
@@ -188,20 +190,10 @@ class Lifecycle:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stir.wait(), None if at is None else max(0.0, at - self._now()))
 
-    async def _begin(self) -> None:
-        """Takes what changed while nobody looked. What Triton has loaded already, it does not load again."""
-        states: Mapping[str, State] = {}
-        with contextlib.suppress(TritonError):
-            states = await self._triton.states()
-        # Whoever unloaded a model by hand meant it, until its bundle changes.
-        for name in [name for name, state in states.items() if state == "dismissed"]:
-            self._served[name] = await asyncio.to_thread(version_of, self._repository / name)
-        await self._bring(None)
-
     async def _let_go(self) -> None:
         async with self._writing:
             for name in self._rounds.leavers(self._now()):
-                if self._may_leave(name):
+                if await self._may_leave(name):
                     self._start(name, self._unload(name))
                 else:
                     self._rounds.stay(name)
@@ -209,10 +201,16 @@ class Lifecycle:
                         # Its bundle seems to be back; if that does not last, nothing else will say so.
                         self._rounds.later(name, self._now() + self._lifecycle.poll_s)
 
-    def _may_leave(self, name: str) -> bool:
+    async def _may_leave(self, name: str) -> bool:
         if carriers := self._carriers.get(name):
             return self.failures.keys().isdisjoint(carriers)
-        return not self._stays(name)
+        if not self._looks.gone(name):
+            return False
+        # One whose bundle was never seen may come from a place that an rsrv-gen is about to name.
+        return self._looks.knew(name) or await asyncio.to_thread(self._all_places_seen)
+
+    def _all_places_seen(self) -> bool:
+        return not being_written(self._repository) and set(self._places.read()) == set(self._looks.roots)
 
     async def _mend(self) -> None:
         """Finds models whose stub is dead, and has them loaded anew."""
@@ -265,6 +263,8 @@ class Lifecycle:
         async with self._writing:
             done = await asyncio.to_thread(self._update, names)
             self._report(done)
+            if names is None:
+                await self._spare_dismissed()
             for name, put in done.put.items():
                 self._rounds.stay(name)
                 self._stamps[name] = put.stamp
@@ -276,8 +276,7 @@ class Lifecycle:
                 if name in self._tasks:
                     continue
                 if not self._barred and ((anew and here) or self._served.get(name) != version_of(folder)):
-                    begun = self._confirm(name) if names is None else self._load(name, anew=True)
-                    self._start(name, begun)
+                    self._start(name, self._load(name, anew=names is not None))
                 else:
                     self._rounds.done(name)
             for name, carriers in done.go.items():
@@ -293,16 +292,29 @@ class Lifecycle:
             # Of the rest there is neither a bundle nor a model.
             known = (done.put, done.unchanged, done.go, done.broken, done.failed, done.later)
             for name in set(names or ()).difference(*known):
-                self._rounds.done(name)
+                if name in self._served and not self._barred:
+                    # Another rsrv-gen has removed it.
+                    self._carriers.pop(name, None)
+                    self._rounds.leave(name)
+                else:
+                    self._rounds.done(name)
         self._stir.set()
         return done
+
+    async def _spare_dismissed(self) -> None:
+        """Whoever unloaded a model by hand meant it, until its bundle changes: it counts as served."""
+        states: Mapping[str, State] = {}
+        with contextlib.suppress(TritonError):
+            states = await self._triton.states()
+        for name in [name for name, state in states.items() if state == "dismissed"]:
+            self._served[name] = version_of(self._repository / name)
 
     def _update(self, names: Collection[str] | None) -> Update:
         """On a thread: brings the repository up to date."""
         watched = self._lifecycle.mode == "dynamic"
         return update(
             self._repository,
-            self._lifecycle.bundles,
+            self._places.read(),
             names,
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
@@ -313,10 +325,7 @@ class Lifecycle:
         )
 
     def _stays(self, name: str) -> str:
-        if not self._looks.gone(name):
-            return "its bundle is out of sight"
-        known = name in self._inherited or self._looks.known(name)
-        return "" if known else "it was made of a bundle that is not watched"
+        return "" if self._looks.gone(name) else "its bundle is out of sight"
 
     def _is_whole(self, name: str) -> bool:
         """Whether the bundle is on disk as the looks agreed that it is."""
@@ -355,7 +364,7 @@ class Lifecycle:
                 await asyncio.to_thread(put.undo)
             if not isinstance(error, TritonError | OSError):
                 raise
-            self._fail(name, f"could not be loaded: {_reason(name, str(error))}")
+            self._fail(name, f"could not be loaded: {error}")
         else:
             if put is not None:
                 await asyncio.to_thread(put.forget)
@@ -363,15 +372,6 @@ class Lifecycle:
                 log.info("%s is loaded, after %.1f s", name, self._now() - started)
             self._served[name] = version
             self._rounds.done(name)
-
-    async def _confirm(self, name: str) -> None:
-        """Has Triton load what is in the repository, if it has not; unless somebody unloads it just now."""
-        with contextlib.suppress(TritonError):
-            if (await self._triton.states()).get(name) == "dismissed":
-                self._served[name] = await asyncio.to_thread(version_of, self._repository / name)
-                self._rounds.done(name)
-                return
-        await self._load(name)
 
     async def _unload(self, name: str) -> None:
         try:
@@ -410,9 +410,3 @@ class Lifecycle:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _reason(name: str, text: str) -> str:
-    """What a stub said, out of what Triton puts around it."""
-    said = text.rpartition("TritonModelException: ")[2].partition("\n\nAt:\n")[0]
-    return said.removeprefix(f"{name}: ").strip()

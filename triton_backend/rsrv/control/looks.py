@@ -7,7 +7,7 @@ that is not there nothing is known, so nothing below it has changed: it may be a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,6 +68,8 @@ class Looks:
         """One look at all roots: names of the bundles whose change counts from now on, and what to tell people."""
         self._first = now if self._first is None else self._first
         self.agreed = now - self._first >= self._pause
+        # One that is not to be looked at any more takes its bundles with it.
+        self._roots = {path: self._roots.get(path, _Root()) for path in roots}
         told = [line for path, seen in roots.items() if (line := self._root(path, seen))]
         states = self._states()
         changed = set()
@@ -87,7 +89,7 @@ class Looks:
 
     def _root(self, path: Path, seen: Seen) -> str:
         """Takes one root's look; returns what there is to tell."""
-        root = self._roots.setdefault(path, _Root())
+        root = self._roots[path]
         trouble = seen.trouble
         if not trouble and not seen.bundles and seen.identity != root.identity:
             trouble = "holds no bundles" if root.identity is None else "has become another, empty directory"
@@ -110,12 +112,19 @@ class Looks:
         """The signatures of this name's bundles, by root, if the looks agree on them; None while they do not."""
         return None if name in self._pending else self._settled.get(name, ())
 
-    def known(self, name: str) -> bool:
-        """Whether there ever was a bundle of this name."""
-        return name in self._settled
-
     def gone(self, name: str) -> bool:
         """Whether this name's bundle is not there any more, or never was, rather than out of sight."""
         if not self.agreed or self.settled(name) != ():
             return False
-        return self.known(name) or all(root.identity is not None for root in self._roots.values())
+        return self.knew(name) or (
+            bool(self._roots) and all(root.identity is not None for root in self._roots.values())
+        )
+
+    def knew(self, name: str) -> bool:
+        """Whether there was a bundle of this name at any time."""
+        return name in self._settled
+
+    @property
+    def roots(self) -> Collection[Path]:
+        """Those of the last look."""
+        return self._roots.keys()

@@ -110,7 +110,15 @@ def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
 def _state(state: str, reason: str) -> State:
     if state == "READY":
         return "ready"
-    return "dismissed" if (state, reason) == ("UNAVAILABLE", "unloaded") else "other"
+    # Until its stub has ended, it is not unloaded yet.
+    dismissed = state == "UNLOADING" or (state, reason) == ("UNAVAILABLE", "unloaded")
+    return "dismissed" if dismissed else "other"
+
+
+def _reason(name: str, text: str) -> str:
+    """What a stub said, out of what Triton puts around it."""
+    said = text.rpartition("TritonModelException: ")[2].partition("\n\nAt:\n")[0]
+    return said.removeprefix(f"{name}: ").strip()
 
 
 class Triton:
@@ -149,7 +157,10 @@ class Triton:
         if self.mode != "poll":
             # However long compiling takes.
             request = service_pb2.RepositoryModelLoadRequest(model_name=name)
-            await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
+            try:
+                await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
+            except TritonError as error:
+                raise TritonError(_reason(name, str(error))) from None
 
     async def unload(self, name: str) -> None:
         """Returns when new requests are refused; those under way are answered. Raises TritonError."""

@@ -82,9 +82,12 @@ def _raise(error: OSError) -> None:
 
 
 async def watch(
-    roots: Sequence[Path], settings: LifecycleSection, took: Callable[[Mapping[Path, Seen]], bool]
+    roots: Callable[[], Sequence[Path]],
+    settings: LifecycleSection,
+    took: Callable[[Mapping[Path, Seen]], bool],
 ) -> None:
-    """Looks at the roots for ever. `took` gets each look, and says whether it wants the next one soon."""
+    """Looks at the roots for ever, whichever they are then (asked on a thread). `took` gets each look, and says
+    whether it wants the next one soon."""
     linked = settings.link == "hard"
     hint = asyncio.Event()
     listener: asyncio.Task[None] | None = None
@@ -92,7 +95,7 @@ async def watch(
     identities: object = None
 
     def look() -> dict[Path, Seen]:
-        return {root: scan(root, linked=linked) for root in roots}
+        return {root: scan(root, linked=linked) for root in roots()}
 
     try:
         while True:

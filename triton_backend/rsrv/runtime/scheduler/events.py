@@ -27,7 +27,7 @@ DEFAULT_PRIORITY = 5
 class Pause(Enum):
     """What becomes of the requests of a model that is paused. What executes, finishes; a warm-up goes on."""
 
-    #: what waits, and what running meta models call, is executed; new requests are refused.
+    #: what waits is executed, and so is what runs of meta models call that are under way; new requests are refused.
     DRAIN = "drain"
     #: all wait, nothing starts to execute, and the model takes no part in what is decided.
     HOLD = "hold"

@@ -260,11 +260,10 @@ class Fair:
             account = self._accounts[candidate.name] = _Account(self._clock, candidate.weight)
         elif account.weight != candidate.weight:
             if account.present:
-                # What it is owed, or owes, is device time, and stays. Else frequent changes would cost it its turns.
+                # What it is owed, or owes, is device time, and stays; so do the clock and all others.
                 lag = (self._clock - account.start) * account.weight / candidate.weight
-                self._leave(account)
-                self._owing.discard(candidate.name)
-                account.start, account.due = self._clock - lag, max(0.0, lag)
+                account.start = self._clock - lag
+                self._weight += candidate.weight - account.weight
             account.weight = candidate.weight
         return account
 

@@ -65,6 +65,10 @@ class Gate:
         """Runs that are under way."""
         return len(self.live) - len(self.waiting)
 
+    def under_way(self) -> frozenset[int]:
+        """Those runs."""
+        return frozenset(self.live.keys() - self.waiting.keys())
+
     def check(self, runs: Sequence[Run], requests: KeysView[int]) -> None:
         """Refuse runs that nobody could account for; `requests` are the ids in flight.
 

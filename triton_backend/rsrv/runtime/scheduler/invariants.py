@@ -273,6 +273,7 @@ def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
     stays = not evictable(state) or (state.place is not None and holding.fresh)
     _require(not leaving or stays, "it is to go, and does not (10)", state)
     if not (scheduler.settings.on_demand or asked):
+        _require(not hoped, "it is hoped for on demand (10)", state)
         here = residency is Residency.RESIDENT
         _require(here or not state.queued, "requests wait for nothing (10)", state)
         expected = gone or leaving or state.warm_up or state.warming

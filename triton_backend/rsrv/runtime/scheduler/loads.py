@@ -16,7 +16,10 @@ whatever executes. It gets free bytes, or those of `make_room`. These do not giv
 
 While the first one finds no room nobody else is loaded: a large model is not starved by small ones.
 Before all of them come models that an operator pinned: for these, only the first of the exceptions holds. Models
-that are added take turns with those that have work, and let them keep what came less than the said time ago.
+that are added take turns with those that have work, and let them keep what came less than the said time ago. After
+all of them come those that are hoped for: somebody prefetched them, or a request was shed because of their load.
+
+If weights do not come on demand, nobody gives way but for models that are pinned or added.
 """
 
 from collections.abc import Iterable, Mapping
@@ -109,8 +112,12 @@ class Loads:
             self.retry()
 
     def forget(self, name: str) -> None:
-        """A model is gone, or its weights need not come for their own sake any more."""
+        """A model's weights need not come for their own sake any more."""
         self.unwant(name)
+        self.withdraw(name)
+
+    def withdraw(self, name: str) -> None:
+        """A model is not hoped for any more, nor comes back."""
         self.hoped.pop(name, None)
         if name in self.later:
             self.later.remove(name)
@@ -222,7 +229,7 @@ class Loads:
 
     def without_room(self) -> ModelState | None:
         """Who is next in line, if it does not fit beside what is there and nobody gives way for it."""
-        if self.on_demand or self.wanted:
+        if self.on_demand:
             return None
         first = self.cold.first()
         in_line = (self._models[name] for name in (self.hoped if first is None else (first,)))

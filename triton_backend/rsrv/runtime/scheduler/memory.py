@@ -134,13 +134,12 @@ class Memory:
             holding.asked = False
             if not model.warm_up:
                 self._unwant(model)
-                self.loads.forget(model.name)
-            # A load that requests wait for goes on, and a model that warms up does so first.
-            needed = self.loads.on_demand and model.place is not None
-            loading = holding.residency is Residency.LOADING
-            if holding.residency is Residency.RESIDENT or (loading and (model.warm_up or not needed)):
+            self.loads.withdraw(model.name)
+            if holding.residency is not Residency.ABSENT:
                 self.leaving[model] = None
-            if loading and not (model.warm_up or needed or self.weights.abandoning):
+            # A load that requests wait for goes on, and a model that warms up does so first.
+            needed = model.warm_up or (self.loads.on_demand and model.place is not None)
+            if holding.residency is Residency.LOADING and not (needed or self.weights.abandoning):
                 self._abandon(model, now, out)
             if holding.residency is not Residency.RESIDENT:
                 self._turn_away(model, now, out)
@@ -166,7 +165,7 @@ class Memory:
         """A model's warm-up is over, well or not."""
         model.warming = False
         self.warming -= 1
-        if not (self.loads.on_demand or model.holding.asked or model.draining):
+        if not (self.loads.on_demand or model.holding.asked):
             self.leaving[model] = None
         self._queues.touched[model] = None
 
@@ -196,7 +195,6 @@ class Memory:
                 loads.hoped.pop(model.name, None)
                 if model.holding.residency is not Residency.RESIDENT:
                     self._turn_away(model, now, out)
-        loads.later.clear()
 
     # --- loads end ---------------------------------------------------------------------------------------
 
@@ -214,9 +212,6 @@ class Memory:
         match event:
             case WeightsLoaded():
                 self.loads.forget(model.name)
-                if self.loads.on_demand and model.place is not None:
-                    # It was to be evicted while nobody waited.
-                    self.leaving.pop(model, None)
                 self.weights.loaded(model.holding, event.seconds, now)
                 model.holding.fresh = model.place is not None
                 self.compaction.count(self.weights.loads, self._interval)
@@ -288,7 +283,7 @@ class Memory:
         # Before the evictions: what it shares with those that leave stays.
         load = self.weights.load(model.holding, now)
         # Where all residency was asked for, who makes room for a warm-up comes back after it.
-        returns = not self.loads.on_demand and model.warm_up and not model.holding.pinned
+        returns = not self.loads.on_demand and model.warm_up
         for victim in victims:
             self.evict(victim, now, out, heir=model.name, returns=returns)
         self.loads.started(model)
@@ -351,13 +346,14 @@ class Memory:
         Returns:
             How long loads take, in seconds, that bring back those with waiting work.
         """
+        self.let_go(now, out)
         evicted = [model for model in self._models.values() if evictable(model)]
         evicted.sort(key=lambda model: model.holding.used, reverse=True)
         working = [model for model in evicted if model.place is not None]
         for model in evicted:
-            self.evict(model, now, out, returns=not self.loads.on_demand and model not in self.leaving)
+            self.evict(model, now, out, returns=not self.loads.on_demand)
         self.loads.retry()
-        if self.compaction.done(self.weights.loads, len(evicted)) and self.loads.on_demand:
+        if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
         if self.compaction.warm_ups and not self.compaction.retries:
             self.compaction.warming = self.compaction.warm_ups.popleft()

@@ -1,6 +1,6 @@
 """The scheduler's record of one model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf, isfinite
 
@@ -67,6 +67,7 @@ class ModelState:
         "draining",
         "executing",
         "executions",
+        "finishing",
         "front",
         "holding",
         "lanes",
@@ -111,6 +112,8 @@ class ModelState:
         self.warm_up = warm_up
         self.warming = False
         self.paused = program.paused
+        #: runs of meta models whose calls are let in while it drains: those that were under way when that began.
+        self.finishing: Collection[int] = ()
         #: until when it does not execute, because others gave way for it and shall get their turn.
         self.barred = -inf
         #: requests that found its weights elsewhere.
@@ -156,8 +159,9 @@ class ModelState:
 
     def closed_to(self, request: Request) -> bool:
         """Whether a request is refused because the model is paused."""
-        # What running meta models call belongs to what is under way.
-        return self.paused is Pause.REJECT or (self.paused is Pause.DRAIN and not request.run)
+        if self.paused is Pause.DRAIN:
+            return request.run not in self.finishing
+        return self.paused is Pause.REJECT
 
     def learn(self, costs: Mapping[int, VariantCosts]) -> None:
         """The warm-up has measured the costs."""

@@ -277,6 +277,7 @@ class Scheduler:
         if mode is model.paused:
             return
         model.paused = mode
+        model.finishing = self._gate.under_way() if mode is Pause.DRAIN else ()
         model.story.add(now, "goes on" if mode is None else f"paused: {mode.value}", "")
         if mode is Pause.REJECT:
             self._queues.refuse_all(model, Reason.PAUSED, now, out)

@@ -18,7 +18,8 @@ from rsrv_bundle.inspection import Inspector
 from rsrv_gen.plan import plan_repository
 from rsrv_gen.sources import read_sources
 from tests.fakes import FakeDevice
-from tests.fuzz.corpus import Files, write_module_mutant, write_mutant
+from tests.fuzz.corpus import write_module_mutant, write_mutant
+from tests.fuzz.manifests import Files
 from tests.fuzz.watched import Verdict, watch
 
 #: what one bundle may cost that is read three times, whatever is in it

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from rsrv.control.watching import scan
 from rsrv.runtime.device import Device, JaxDevice
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
@@ -39,6 +40,7 @@ def check_bundles(seeds: Sequence[int], good: Sequence[Files], scratch: Path) ->
         with _folder(scratch) as parent:
             path = write_mutant(seed, good, parent)
             # First what reads many bundles, and must not end because of one.
+            scan(path.parent, linked=True)
             sources = read_sources([path.parent])
             models = {name: one for name, one in sources.good.items() if one.bundle.manifest.kind == "model"}
             plan_repository(models, {})

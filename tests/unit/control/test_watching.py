@@ -110,3 +110,21 @@ def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
             watcher.cancel()
 
     asyncio.run(main())
+
+
+def test_directories_a_thousand_deep_end_no_look(tmp_path: Path) -> None:
+    """The bundle is not known, and its neighbours are."""
+    for name in ("deep", "good"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.yaml").touch()
+    folders = [tmp_path / "deep"]
+    for _ in range(1500):
+        folders.append(folders[-1] / "d")
+        folders[-1].mkdir()
+
+    seen = scan(tmp_path, linked=True).bundles
+
+    for folder in reversed(folders[1:]):  # nobody who cleans up by recursion could
+        folder.rmdir()
+    assert seen["deep"] is None
+    assert seen["good"] is not None

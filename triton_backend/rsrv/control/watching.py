@@ -55,7 +55,7 @@ def sign(bundle: Path, *, linked: bool) -> Signature:
     """The signature of the bundle in this directory."""
     try:
         return signature(_files(bundle, linked))
-    except OSError:
+    except (OSError, RecursionError):  # the latter for directories a thousand deep
         return None
 
 

@@ -289,6 +289,24 @@ def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
     assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "half"}
 
 
+def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
+    """Removed and copied anew, its weights first: many looks find no manifest."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        folder = world.roots["r"] / "a"
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for part in range(20):
+            (folder / "labels.txt").write_bytes(bytes(1 + part))
+            await asyncio.sleep(0.7)
+        place(folder, "v2")
+        await asyncio.sleep(20)
+
+    world = story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+    assert world.triton.log == ["load a", "loaded a"]
+    assert world.triton.texts() == {"a": "v2", "b": "v1"}
+
+
 def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
     """Triton still calls the model ready, and is given a reason to load it."""
     for mode in ("dynamic", "static", "explicit"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from rsrv.control.looks import Seen, Signature, signature
+from rsrv.control.looks import NO_BUNDLE, Seen, Signature, signature
 from rsrv.settings import LifecycleSection
 from rsrv_gen.write import LINK_BYTES
 
@@ -42,13 +42,25 @@ def scan(root: Path, *, linked: bool) -> Seen:
         if single or not folder.name.startswith("."):
             try:
                 os.stat(folder / _MANIFEST)
-            except (FileNotFoundError, NotADirectoryError):
+            except NotADirectoryError:
                 continue
+            except FileNotFoundError:
+                # Perhaps the copy of a bundle whose manifest comes last.
+                if _holds_something(folder) and (found := sign(folder, linked=linked)) is not None:
+                    bundles[folder.name] = NO_BUNDLE + found
             except OSError:
                 bundles[folder.name] = None
             else:
                 bundles[folder.name] = sign(folder, linked=linked)
     return Seen((status.st_dev, status.st_ino), bundles)
+
+
+def _holds_something(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None
+    except OSError:
+        return False
 
 
 def sign(bundle: Path, *, linked: bool) -> Signature:

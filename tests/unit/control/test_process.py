@@ -144,7 +144,7 @@ async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) ->
         assert control.stderr is not None
         line = (await control.stderr.readline()).decode()
 
-        assert "control.listen needs tls_certificate and tls_key, or token_file" in line
+        assert "control.listen needs tls_client_ca (with tls_certificate and tls_key) or token_file" in line
         await listening(control)
         await place.end()
         await control.communicate()

@@ -78,7 +78,11 @@ def steps(
 
 
 def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
-    if is_current(folder, plan, link):
+    try:
+        current = is_current(folder, plan, link)
+    except OSError:
+        current = False  # writing it will say why
+    if current:
         return "unchanged"
     if is_foreign(folder):
         return "foreign"

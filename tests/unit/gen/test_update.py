@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,30 @@ def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles
     os.utime(large, ns=(2**62, 2**62))
     assert set(bring(gen, bundles).put) == {"one"}
     assert bring(gen, bundles).unchanged == {"one", "two"}
+
+
+def test_a_file_that_cannot_be_read_fails_its_own_model_only(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are brought up to date."""
+    for name in ("one", "two"):
+        write_bundle(bundles / name, "v2", files={"labels.txt": "a"})
+    assert set(bring(gen, bundles).put) == {"one", "two"}
+    write_bundle(bundles / "two", "v3")
+
+    def refusing(function: Callable[..., object]) -> Callable[..., object]:
+        def refuse(source: Path, *rest: object, **options: object) -> object:
+            if source == bundles / "one" / "labels.txt":
+                raise PermissionError(13, "Permission denied")
+            return function(source, *rest, **options)
+
+        return refuse
+
+    monkeypatch.setattr(filecmp, "cmp", refusing(filecmp.cmp))
+    monkeypatch.setattr(shutil, "copy2", refusing(shutil.copy2))
+    done = bring(gen, bundles)
+    assert set(done.put) == {"two"}
+    assert "Permission denied" in done.failed["one"]
 
 
 # --- the way back ---------------------------------------------------------------------------------------------------

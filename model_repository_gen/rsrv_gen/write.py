@@ -83,6 +83,8 @@ def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
     """
     if not is_ours(folder):
         return False
+    # It takes files of the same size and time for the same as before.
+    filecmp.clear_cache()
     written = (folder / CONFIG_FILE).stat().st_mtime_ns
     present: set[PurePosixPath] = set()
     for parent, folders, names in os.walk(folder):

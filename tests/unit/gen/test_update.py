@@ -169,6 +169,17 @@ def test_a_file_that_cannot_be_read_fails_its_own_model_only(
     assert "Permission denied" in done.failed["one"]
 
 
+def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bundles: Path) -> None:
+    """One process compares it again and again."""
+    labels = write_bundle(bundles / "one", "v1", files={"labels.txt": "a"}) / "labels.txt"
+    assert set(bring(gen, bundles).put) == {"one"}
+    assert bring(gen, bundles).unchanged == {"one", "two"}
+    age = labels.stat()
+    labels.write_text("b")
+    os.utime(labels, ns=(age.st_atime_ns, age.st_mtime_ns))
+    assert set(bring(gen, bundles).put) == {"one"}
+
+
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 

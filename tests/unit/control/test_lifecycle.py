@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rsrv.control import watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
+from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import open_repository, version_of
 from tests.unit.control.virtual import run
@@ -305,6 +306,26 @@ def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
     world = story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
     assert world.triton.log == ["load a", "loaded a"]
     assert world.triton.texts() == {"a": "v2", "b": "v1"}
+
+
+def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No look sees that it is well again."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("stale file handle")
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        place(world.roots["r"] / "a", "v2")
+        with monkeypatch.context() as patch:
+            patch.setattr(sources, "read_bundle", fail)
+            await asyncio.sleep(20)
+        assert lifecycle.failures["a"].text == "stale file handle"
+        await asyncio.sleep(70)
+        assert not lifecycle.failures
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
 
 
 def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:

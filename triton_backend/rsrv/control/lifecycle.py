@@ -39,6 +39,8 @@ _LONG_START = 120.0
 _BREATH = 0.2
 #: Seconds that a mended model is left alone; a Triton that polls needs longer until it has seen what to load.
 _PARDON = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
+#: Seconds until a broken bundle is read again, although it seems to be the same.
+_BROKEN_PAUSE = 60.0
 #: Seconds after something unexpected.
 _AFTER_ERROR = 5.0
 
@@ -263,6 +265,10 @@ class Lifecycle:
         async with self._writing:
             done = await asyncio.to_thread(self._update, names)
             self._report(done)
+            if self._lifecycle.mode == "dynamic":
+                # What broke them may be the disk's, and pass without a change that a look would see.
+                for name in done.broken if names is None else done.broken.keys() & set(names):
+                    self._rounds.later(name, self._now() + _BROKEN_PAUSE)
             if names is None:
                 await self._spare_dismissed()
             for name, put in done.put.items():

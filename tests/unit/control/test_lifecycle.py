@@ -328,6 +328,20 @@ def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
 
 
+def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
+    """However long that compiles."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        world.triton.seconds = 900
+        add_meta(world, "meta", "a")
+        await asyncio.sleep(880)
+        assert world.triton.log == ["load meta"]
+        await asyncio.sleep(60)
+        assert world.triton.log == ["load meta", "loaded meta", "unload a"]
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"meta": "meta"}
+
+
 def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
     """Triton still calls the model ready, and is given a reason to load it."""
     for mode in ("dynamic", "static", "explicit"):

@@ -199,17 +199,23 @@ class Lifecycle:
                     self._start(name, self._unload(name))
                 else:
                     self._rounds.stay(name)
-                    if not self._carriers.get(name):
-                        # Its bundle seems to be back; if that does not last, nothing else will say so.
+                    if self.failures.keys().isdisjoint(self._carriers.get(name, ())):
+                        # Its bundle seems to be back, or who carries it is not there yet: nothing else may say so when
+                        # that changes. A carrier that failed is tried again, and this one with it.
                         self._rounds.later(name, self._now() + self._lifecycle.poll_s)
 
     async def _may_leave(self, name: str) -> bool:
         if carriers := self._carriers.get(name):
-            return self.failures.keys().isdisjoint(carriers)
+            return all(self._carries(meta, name) for meta in carriers)
         if not self._looks.gone(name):
             return False
         # One whose bundle was never seen may come from a place that an rsrv-gen is about to name.
         return self._looks.knew(name) or await asyncio.to_thread(self._all_places_seen)
+
+    def _carries(self, meta: str, name: str) -> bool:
+        """Whether a meta model serves that has this one with it."""
+        loaded = meta in self._served and meta not in self._tasks and meta not in self.failures
+        return loaded and name in carried(self._repository / meta)
 
     def _all_places_seen(self) -> bool:
         return not being_written(self._repository) and set(self._places.read()) == set(self._looks.roots)

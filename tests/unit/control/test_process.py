@@ -109,6 +109,23 @@ async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path)
 
 
 @looped
+async def test_a_disk_that_hangs_does_not_keep_it(directory: Path) -> None:
+    """A thread waits for a file for ever; when the server ends, the process does."""
+    async with placed(directory) as place:
+        (place.settings.parent / "a").mkdir()
+        os.mkfifo(place.settings.parent / "a" / "config.pbtxt")
+        control = await place.control()
+        await listening(control)
+        await place.end()
+        try:
+            assert "tritonserver is gone" in await asyncio.wait_for(said(control), 20)
+            assert control.returncode == 0
+        finally:
+            with suppress(ProcessLookupError):
+                control.kill()
+
+
+@looped
 async def test_there_is_one_of_it(directory: Path) -> None:
     """A second one leaves at once, and the first one serves on; when that is killed, the next one takes its place."""
     async with placed(directory) as place:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rsrv.control import watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
+from rsrv.control.triton import TritonError
 from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import open_repository, version_of
@@ -355,6 +356,29 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
 
         world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
         assert world.triton.log == ["load a", "loaded a"]
+
+
+def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its bundle and the repository agree; and until then the failure shows."""
+
+    async def refuse(name: str) -> None:
+        raise TritonError("no memory")
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        # Then nobody looks whether it has a stub for a minute.
+        world.triton.mode = "poll"
+        with monkeypatch.context() as patch:
+            patch.setattr(world.triton, "load", refuse)
+            world.triton.kill("a")
+            await asyncio.sleep(8)
+        assert lifecycle.failures["a"].text == "could not be loaded: no memory"
+        await asyncio.sleep(12)
+        assert not lifecycle.failures
+        assert not world.triton.dead
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
 
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:

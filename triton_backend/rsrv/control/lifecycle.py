@@ -287,7 +287,9 @@ class Lifecycle:
                 here = names is not None and name in names
                 if name in self._tasks:
                     continue
-                if not self._barred and ((anew and here) or self._served.get(name) != version_of(folder)):
+                # What failed though nothing is to be written lost its stub, and still has none.
+                wanted = (anew and here) or name in self._rounds.failures
+                if not self._barred and (wanted or self._served.get(name) != version_of(folder)):
                     self._start(name, self._load(name, anew=names is not None))
                 else:
                     self._rounds.done(name)

@@ -42,6 +42,16 @@ def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
         assert scan(missing, linked=False).trouble
 
 
+def test_an_entry_that_cannot_be_looked_into_hides_no_other(root: Path) -> None:
+    """Of that one nothing is known; what a file system has for itself is left alone."""
+    (root / "odd").symlink_to("x" * 300)
+    (root / "lost+found").mkdir()
+    (root / "lost+found" / "file").touch()
+    found = scan(root, linked=False).bundles
+    assert set(found) == {"one", "odd"}
+    assert found["odd"] is None
+
+
 def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -> None:
     """What is in it shows, so that it is seen to grow."""
     seen = []

@@ -18,6 +18,7 @@ from watchfiles import awatch
 
 from rsrv.control.looks import NO_BUNDLE, Seen, Signature, signature
 from rsrv.settings import LifecycleSection
+from rsrv_bundle.reader import may_be_bundle
 from rsrv_gen.write import LINK_BYTES
 
 log = logging.getLogger("rsrv.control")
@@ -39,7 +40,7 @@ def scan(root: Path, *, linked: bool) -> Seen:
         return Seen(None, trouble=f"cannot be read ({error.strerror})")
     bundles: dict[str, Signature] = {}
     for folder in folders:
-        if single or not folder.name.startswith("."):
+        if single or may_be_bundle(folder.name):
             try:
                 os.stat(folder / _MANIFEST)
             except NotADirectoryError:

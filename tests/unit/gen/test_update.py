@@ -201,6 +201,25 @@ def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
     assert not left_aside(gen)
 
 
+def test_the_old_version_outlives_an_undo_that_fails(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, and finds it."""
+    write_bundle(bundles / "one", "v2")
+    put = bring(gen, bundles).put["one"]
+
+    def refuse(one: Path, other: Path) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "exchange", refuse)
+        with pytest.raises(OSError, match="no"):
+            put.undo()
+    assert put.undo()
+    assert text(gen, "one") == "v1 1"
+    assert not left_aside(gen)
+
+
 def test_nothing_is_undone_that_somebody_else_has_replaced(gen: Path, bundles: Path) -> None:
     """Then the old directory is forgotten."""
     write_bundle(bundles / "one", "v2")

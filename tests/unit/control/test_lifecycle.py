@@ -395,6 +395,10 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
         with pytest.raises(LifecycleError, match="there is no model 'c'") as caught:
             await lifecycle.reload("c")
         assert caught.value.code == "NOT_FOUND"
+        shutil.rmtree(world.roots["r"] / "b")
+        with pytest.raises(LifecycleError, match="b: there is no bundle, or it is out of sight") as caught:
+            await lifecycle.reload("b")
+        assert caught.value.code == "FAILED_PRECONDITION"
         place(world.roots["r"] / "a", BAD)
         with pytest.raises(LifecycleError, match="a: could not be loaded: no module") as caught:
             await lifecycle.reload("a")

@@ -128,6 +128,12 @@ class Lifecycle:
             raise LifecycleError(
                 "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
             )
+        without = done.kept | {name for name, carriers in done.go.items() if not carriers}
+        for one in names & without:
+            raise LifecycleError(
+                "FAILED_PRECONDITION",
+                f"{one}: there is no bundle, or it is out of sight; the model is as it was",
+            )
         if under_way := [self._tasks[name] for name in names if name in self._tasks]:
             await asyncio.wait(under_way)
         for one in names & self.failures.keys():

@@ -196,7 +196,9 @@ class Lifecycle:
                 await self._let_go()
             at = self._rounds.next_time()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stir.wait(), None if at is None else max(0.0, at - self._now()))
+                # Not wait_for, which forgets that it was cancelled when something stirs at that moment.
+                async with asyncio.timeout_at(at):
+                    await self._stir.wait()
 
     async def _let_go(self) -> None:
         async with self._writing:
@@ -255,7 +257,8 @@ class Lifecycle:
             await asyncio.sleep(_BREATH)
             with contextlib.suppress(TimeoutError):
                 wait = AGREE - _BREATH if self._mending.suspicious else self._lifecycle.poll_s
-                await asyncio.wait_for(self._view.wait_change(seen), wait)
+                async with asyncio.timeout(wait):
+                    await self._view.wait_change(seen)
 
     def _replace(self, name: str) -> None:
         """Its stub is dead."""
@@ -310,7 +313,9 @@ class Lifecycle:
             for name in done.later:
                 self._rounds.later(name, self._now() + self._lifecycle.poll_s)
             # Of the rest there is neither a bundle nor a model.
-            known = (done.put, done.unchanged, done.go, done.broken, done.failed, done.later)
+            known = [done.put, done.unchanged, done.go, done.broken, done.failed, done.later]
+            if self._lifecycle.mode != "dynamic":
+                known.append(done.kept)  # nobody looks whether it is back
             for name in set(names or ()).difference(*known):
                 if name in self._served and not self._barred:
                     # Another rsrv-gen has removed it.

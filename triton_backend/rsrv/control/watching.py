@@ -126,7 +126,8 @@ async def watch(
             await asyncio.sleep(settings.look_s)
             if not soon:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(hint.wait(), max(0.0, settings.poll_s - settings.look_s))
+                    async with asyncio.timeout(settings.poll_s - settings.look_s):
+                        await hint.wait()
     finally:
         if listener is not None:
             await _stop(listener)

@@ -33,14 +33,26 @@ _MAX_HOLES = 2**30
 def find_bundles(root: str | os.PathLike[str]) -> list[Path]:
     """The bundles right below `root`, by name: its directories that hold a manifest.yaml.
 
-    Hidden directories are skipped, since that is where unfinished copies are made. Raises OSError if `root` can
-    not be listed.
+    One that cannot be looked into counts: reading it says why. Raises OSError if `root` can not be listed.
     """
     return sorted(
-        entry
-        for entry in Path(root).iterdir()
-        if not entry.name.startswith(".") and (entry / manifest_file.FILE).is_file()
+        entry for entry in Path(root).iterdir() if may_be_bundle(entry.name) and _has_manifest(entry)
     )
+
+
+def may_be_bundle(name: str) -> bool:
+    """Whether a directory of this name is looked into.
+
+    Hidden ones are not, since that is where unfinished copies are made, nor is what a file system keeps in its root.
+    """
+    return not name.startswith(".") and name != "lost+found"
+
+
+def _has_manifest(entry: Path) -> bool:
+    try:
+        return (entry / manifest_file.FILE).is_file()
+    except OSError:
+        return True
 
 
 def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:

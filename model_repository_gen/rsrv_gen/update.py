@@ -78,7 +78,11 @@ def steps(
 
 
 def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
-    if is_current(folder, plan, link):
+    try:
+        current = is_current(folder, plan, link)
+    except OSError:
+        current = False  # writing it will say why
+    if current:
         return "unchanged"
     if is_foreign(folder):
         return "foreign"
@@ -111,6 +115,8 @@ class Update:
     unchanged: set[str] = field(default_factory=set)
     #: Models to remove, with the metas that have to be in place before.
     go: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Models without a bundle that stay all the same.
+    kept: set[str] = field(default_factory=set)
     #: Models that are not in order: their bundles, or what stands in their place. All of them, asked for or not.
     broken: dict[str, str] = field(default_factory=dict)
     #: Models that could not be written, with the reason.
@@ -166,6 +172,8 @@ def update(
                 done.broken[step.name] = (
                     f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
+            case "kept" if step.name not in done.broken:
+                done.kept.add(step.name)
             case "removed":
                 done.go[step.name] = step.carriers
     return done

@@ -83,6 +83,8 @@ def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
     """
     if not is_ours(folder):
         return False
+    # It takes files of the same size and time for the same as before.
+    filecmp.clear_cache()
     written = (folder / CONFIG_FILE).stat().st_mtime_ns
     present: set[PurePosixPath] = set()
     for parent, folders, names in os.walk(folder):
@@ -141,19 +143,19 @@ class Replaced:
         self._aside.remove()
 
     def undo(self) -> bool:
-        """Puts back what was there before, if only nothing. False if somebody has changed the model since."""
-        try:
-            with _locked(self._target.parent):
-                if version_of(self._target) != self._version:
-                    return False
-                old = self._aside.path / self._target.name
-                if old.exists():
-                    exchange(old, self._target)
-                else:
-                    self._target.rename(old)
-                return True
-        finally:
-            self._aside.remove()
+        """Puts back what was there before, if only nothing. False if somebody has changed the model since.
+
+        Raises OSError if that can't be done; what was there before stays aside then.
+        """
+        with _locked(self._target.parent):
+            ours = version_of(self._target) == self._version
+            old = self._aside.path / self._target.name
+            if ours and old.exists():
+                exchange(old, self._target)
+            elif ours:
+                self._target.rename(old)
+        self._aside.remove()
+        return ours
 
 
 class RepositoryWriter:

@@ -256,7 +256,7 @@ class ControlSection(_Section):
     listen: str | None = Field(
         None,
         description="host:port to listen on as well, beside the Unix socket in the runtime's private directory. It "
-        "needs tls_certificate and tls_key, or token_file.",
+        "needs tls_client_ca (with tls_certificate and tls_key), or token_file: TLS alone lets everybody in.",
     )
     tls_certificate: Path | None = Field(
         None, description="PEM file with the certificate chain for `listen`."

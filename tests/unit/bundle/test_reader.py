@@ -127,6 +127,16 @@ def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
     assert find_bundles(tmp_path) == [tmp_path / "model_a"]
 
 
+def test_an_entry_that_cannot_be_looked_into_hides_no_other(tmp_path: Path) -> None:
+    """It is found, and refused with its reason; what a file system has for itself is not."""
+    make_bundle(tmp_path)
+    make_bundle(tmp_path, name="lost+found")
+    (tmp_path / "odd").symlink_to("x" * 300)
+    assert find_bundles(tmp_path) == [tmp_path / "model_a", tmp_path / "odd"]
+    with pytest.raises(OSError, match="name too long"):
+        read_bundle(tmp_path / "odd")
+
+
 def test_links_may_not_leave_the_bundle(tmp_path: Path) -> None:
     """Otherwise a bundle could serve any file of the machine as its weights."""
     made = make_bundle(tmp_path)

@@ -1,12 +1,14 @@
 """The health service: whether the server, and each model, can serve now."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from rsrv.control.readiness import Readiness
 from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, looped, served, until
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -84,6 +86,16 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 
         server.lifecycle.loading.clear()
         assert (await model.read()).status == SERVING
+
+
+def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
+    """While Triton loads one anew: as soon as the runtime is seen again, that one serves."""
+    view: Any = SimpleNamespace(up=True, entries={"a@1": entry("a")})
+    readiness = Readiness(view, tmp_path, lambda: {"a"}, decides=True)
+    seen = []
+    for view.up in (True, False, True):
+        seen.append(readiness.ready())
+    assert seen == [{"a"}, set(), {"a"}]
 
 
 @looped

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from rsrv.control import watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
+from rsrv.control.triton import TritonError
+from rsrv_gen import sources
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import open_repository, version_of
 from tests.unit.control.virtual import run
@@ -289,6 +291,58 @@ def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
     assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "half"}
 
 
+def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
+    """Removed and copied anew, its weights first: many looks find no manifest."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        folder = world.roots["r"] / "a"
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for part in range(20):
+            (folder / "labels.txt").write_bytes(bytes(1 + part))
+            await asyncio.sleep(0.7)
+        place(folder, "v2")
+        await asyncio.sleep(20)
+
+    world = story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+    assert world.triton.log == ["load a", "loaded a"]
+    assert world.triton.texts() == {"a": "v2", "b": "v1"}
+
+
+def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No look sees that it is well again."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("stale file handle")
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        place(world.roots["r"] / "a", "v2")
+        with monkeypatch.context() as patch:
+            patch.setattr(sources, "read_bundle", fail)
+            await asyncio.sleep(20)
+        assert lifecycle.failures["a"].text == "stale file handle"
+        await asyncio.sleep(70)
+        assert not lifecycle.failures
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
+
+
+def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
+    """However long that compiles."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        world.triton.seconds = 900
+        add_meta(world, "meta", "a")
+        await asyncio.sleep(880)
+        assert world.triton.log == ["load meta"]
+        await asyncio.sleep(60)
+        assert world.triton.log == ["load meta", "loaded meta", "unload a"]
+
+    assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"meta": "meta"}
+
+
 def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
     """Triton still calls the model ready, and is given a reason to load it."""
     for mode in ("dynamic", "static", "explicit"):
@@ -302,6 +356,29 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
 
         world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
         assert world.triton.log == ["load a", "loaded a"]
+
+
+def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its bundle and the repository agree; and until then the failure shows."""
+
+    async def refuse(name: str) -> None:
+        raise TritonError("no memory")
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        # Then nobody looks whether it has a stub for a minute.
+        world.triton.mode = "poll"
+        with monkeypatch.context() as patch:
+            patch.setattr(world.triton, "load", refuse)
+            world.triton.kill("a")
+            await asyncio.sleep(8)
+        assert lifecycle.failures["a"].text == "could not be loaded: no memory"
+        await asyncio.sleep(12)
+        assert not lifecycle.failures
+        assert not world.triton.dead
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
 
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
@@ -318,6 +395,10 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
         with pytest.raises(LifecycleError, match="there is no model 'c'") as caught:
             await lifecycle.reload("c")
         assert caught.value.code == "NOT_FOUND"
+        shutil.rmtree(world.roots["r"] / "b")
+        with pytest.raises(LifecycleError, match="b: there is no bundle, or it is out of sight") as caught:
+            await lifecycle.reload("b")
+        assert caught.value.code == "FAILED_PRECONDITION"
         place(world.roots["r"] / "a", BAD)
         with pytest.raises(LifecycleError, match="a: could not be loaded: no module") as caught:
             await lifecycle.reload("a")

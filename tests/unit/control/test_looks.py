@@ -71,6 +71,26 @@ def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: Looks) -> None:
     assert looks.gone("never there")
 
 
+def test_what_is_copied_without_its_manifest_is_not_gone(looks: Looks) -> None:
+    """As long as it grows; when it rests without one, there is no bundle."""
+    assert [changed(looks, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
+    assert not looks.gone("a")
+    assert looks.restless
+    assert changed(looks, 6.0, seen(a="-3", b="1")) == {"a"}
+    assert looks.gone("a")
+    assert [changed(looks, 7.0 + i, seen(a="-4", b="1")) for i in range(2)] == 2 * [set()]
+    assert not looks.restless
+
+
+def test_a_directory_without_a_manifest_never_was_a_bundle(looks: Looks) -> None:
+    """Nobody hears of it; and a root that holds nothing else may be a disk that is not mounted."""
+    for now in (2.0, 3.0):
+        assert changed(looks, now, seen(a="1", b="1", other="-1")) == set()
+    assert not looks.knew("other")
+    (line,) = told(looks, 4.0, seen(NEW, other="-1"))
+    assert "is a disk not mounted?" in line
+
+
 @pytest.mark.parametrize(
     "missing",
     [Seen(None, trouble="is not there"), seen(NEW)],

@@ -109,6 +109,23 @@ async def test_it_serves_while_the_server_lives_and_clears_away(directory: Path)
 
 
 @looped
+async def test_a_disk_that_hangs_does_not_keep_it(directory: Path) -> None:
+    """A thread waits for a file for ever; when the server ends, the process does."""
+    async with placed(directory) as place:
+        (place.settings.parent / "a").mkdir()
+        os.mkfifo(place.settings.parent / "a" / "config.pbtxt")
+        control = await place.control()
+        await listening(control)
+        await place.end()
+        try:
+            assert "tritonserver is gone" in await asyncio.wait_for(said(control), 20)
+            assert control.returncode == 0
+        finally:
+            with suppress(ProcessLookupError):
+                control.kill()
+
+
+@looped
 async def test_there_is_one_of_it(directory: Path) -> None:
     """A second one leaves at once, and the first one serves on; when that is killed, the next one takes its place."""
     async with placed(directory) as place:
@@ -144,7 +161,7 @@ async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) ->
         assert control.stderr is not None
         line = (await control.stderr.readline()).decode()
 
-        assert "control.listen needs tls_certificate and tls_key, or token_file" in line
+        assert "control.listen needs tls_client_ca (with tls_certificate and tls_key) or token_file" in line
         await listening(control)
         await place.end()
         await control.communicate()

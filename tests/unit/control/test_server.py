@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -157,6 +158,22 @@ def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
     run()
 
 
+def test_who_sends_neither_token_nor_request_is_refused(tmp_path: Path, token: Path) -> None:
+    """A call that only begins would hold its place for ever."""
+
+    @looped
+    async def run() -> None:
+        async with (
+            listening(tmp_path, token_file=token) as address,
+            grpc.aio.insecure_channel(address) as channel,
+        ):
+            # As a stream, so that the call begins without a request.
+            call: Any = channel.stream_unary("/rsrv.control.v1.Control/GetStatus")()
+            assert await asyncio.wait_for(call.code(), 20) is grpc.StatusCode.UNAUTHENTICATED
+
+    run()
+
+
 def test_the_token_is_in_no_log(tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the right one nor a wrong one."""
 
@@ -186,17 +203,18 @@ def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
 
 
 def test_tls_refuses_who_does_not_speak_it_or_trusts_others(
-    tmp_path: Path, tls: dict[str, Path], authority: trustme.CA
+    tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
     """A client that trusts the authority is let in; plain text and a client of another authority are not."""
 
     @looped
     async def run() -> None:
-        async with listening(tmp_path, **tls) as address:
+        async with listening(tmp_path, token_file=token, **tls) as address:
             ours, other = authority.cert_pem.bytes(), trustme.CA().cert_pem.bytes()
-            assert await pid(secure(address, ours)) == 4711
-            assert await refused(grpc.aio.insecure_channel(address)) is grpc.StatusCode.UNAVAILABLE
-            assert await refused(secure(address, other)) is grpc.StatusCode.UNAVAILABLE
+            right = f"Bearer {SECRET}"
+            assert await pid(secure(address, ours), right) == 4711
+            assert await refused(grpc.aio.insecure_channel(address), right) is grpc.StatusCode.UNAVAILABLE
+            assert await refused(secure(address, other), right) is grpc.StatusCode.UNAVAILABLE
 
     run()
 
@@ -241,11 +259,12 @@ def test_tls_and_a_token_are_both_asked_for(
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "needs tls_certificate and tls_key, or token_file"),
+        ({}, "needs tls_client_ca (with tls_certificate and tls_key) or token_file"),
+        ({"tls_certificate": "cert.pem", "tls_key": "key.pem"}, "needs tls_client_ca "),
         ({"tls_certificate": "cert.pem"}, "needs both tls_certificate and tls_key"),
         ({"tls_client_ca": "cert.pem"}, "needs both tls_certificate and tls_key"),
         ({"tls_certificate": "missing", "tls_key": "key.pem"}, "control.tls_certificate: "),
-        ({"tls_certificate": "cert.pem", "tls_key": "empty"}, "cannot listen on"),
+        ({"tls_certificate": "cert.pem", "tls_key": "empty", "token_file": "token"}, "cannot listen on"),
         ({"token_file": "missing"}, "control.token_file: "),
         ({"token_file": "empty"}, "is empty"),
         ({"token_file": "public"}, "everybody can read"),
@@ -265,7 +284,7 @@ def test_a_listener_that_anybody_could_use_is_refused(
     @looped
     async def run() -> None:
         async with served(tmp_path) as server:
-            with pytest.raises(ListenError, match=text.replace(".", r"\.")) as refused:
+            with pytest.raises(ListenError, match=re.escape(text)) as refused:
                 await asyncio.wait_for(listen(section, server.service, server.health), 20)
             assert SECRET not in str(refused.value)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.looks import Seen
+from rsrv.control.looks import NO_BUNDLE, Seen
 from rsrv.control.watching import scan, sign, watch
 from rsrv.settings import LifecycleSection
 from rsrv_gen.write import LINK_BYTES
@@ -40,6 +40,26 @@ def test_a_root_holds_its_bundles_or_is_one(root: Path, tmp_path: Path) -> None:
     for missing in (tmp_path / "missing", root / "a file"):
         assert scan(missing, linked=False).identity is None
         assert scan(missing, linked=False).trouble
+
+
+def test_an_entry_that_cannot_be_looked_into_hides_no_other(root: Path) -> None:
+    """Of that one nothing is known; what a file system has for itself is left alone."""
+    (root / "odd").symlink_to("x" * 300)
+    (root / "lost+found").mkdir()
+    (root / "lost+found" / "file").touch()
+    found = scan(root, linked=False).bundles
+    assert set(found) == {"one", "odd"}
+    assert found["odd"] is None
+
+
+def test_a_directory_whose_manifest_is_still_to_come_is_told_apart(root: Path) -> None:
+    """What is in it shows, so that it is seen to grow."""
+    seen = []
+    for size in (1, 2):
+        (root / "no_bundle" / "weights").write_bytes(bytes(size))
+        seen.append(scan(root, linked=False).bundles["no_bundle"])
+    assert all(found is not None and found.startswith(NO_BUNDLE) for found in seen)
+    assert seen[0] != seen[1]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,41 @@ def test_a_large_file_that_was_rewritten_in_place_is_a_change(gen: Path, bundles
     assert bring(gen, bundles).unchanged == {"one", "two"}
 
 
+def test_a_file_that_cannot_be_read_fails_its_own_model_only(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are brought up to date."""
+    for name in ("one", "two"):
+        write_bundle(bundles / name, "v2", files={"labels.txt": "a"})
+    assert set(bring(gen, bundles).put) == {"one", "two"}
+    write_bundle(bundles / "two", "v3")
+
+    def refusing(function: Callable[..., object]) -> Callable[..., object]:
+        def refuse(source: Path, *rest: object, **options: object) -> object:
+            if source == bundles / "one" / "labels.txt":
+                raise PermissionError(13, "Permission denied")
+            return function(source, *rest, **options)
+
+        return refuse
+
+    monkeypatch.setattr(filecmp, "cmp", refusing(filecmp.cmp))
+    monkeypatch.setattr(shutil, "copy2", refusing(shutil.copy2))
+    done = bring(gen, bundles)
+    assert set(done.put) == {"two"}
+    assert "Permission denied" in done.failed["one"]
+
+
+def test_a_file_that_changes_under_its_size_and_time_is_a_change(gen: Path, bundles: Path) -> None:
+    """One process compares it again and again."""
+    labels = write_bundle(bundles / "one", "v1", files={"labels.txt": "a"}) / "labels.txt"
+    assert set(bring(gen, bundles).put) == {"one"}
+    assert bring(gen, bundles).unchanged == {"one", "two"}
+    age = labels.stat()
+    labels.write_text("b")
+    os.utime(labels, ns=(age.st_atime_ns, age.st_mtime_ns))
+    assert set(bring(gen, bundles).put) == {"one"}
+
+
 # --- the way back ---------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +198,25 @@ def test_what_was_put_can_be_undone_or_kept(gen: Path, bundles: Path) -> None:
     assert not (gen / "three").exists()
     assert text(gen, "two") == "v2 1"
     assert version_of(gen / "two") != before["two"]
+    assert not left_aside(gen)
+
+
+def test_the_old_version_outlives_an_undo_that_fails(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, and finds it."""
+    write_bundle(bundles / "one", "v2")
+    put = bring(gen, bundles).put["one"]
+
+    def refuse(one: Path, other: Path) -> None:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "exchange", refuse)
+        with pytest.raises(OSError, match="no"):
+            put.undo()
+    assert put.undo()
+    assert text(gen, "one") == "v1 1"
     assert not left_aside(gen)
 
 

@@ -43,16 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0  # the server has ended already, and its directory is gone or somebody else's to remove
     if lock is None:
         return 0
-    try:
-        asyncio.run(_control(options, server))
-    except Exception:
-        log.critical("the control process failed; the runtime starts another", exc_info=True)
-        sys.stderr.flush()
-        # Never through the interpreter's own end, which waits for threads.
-        os._exit(70)
-    log.info("tritonserver is gone")
-    paths.remove(options.directory)
-    os._exit(0)
+    asyncio.run(_control_and_leave(options, server))
+    return 0
 
 
 def _claim(path: Path) -> int | None:
@@ -64,6 +56,19 @@ def _claim(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+async def _control_and_leave(options: argparse.Namespace, server: int) -> None:
+    # Never through the end of the loop or of the interpreter: both wait for threads, and a disk may hold one up for ever.
+    try:
+        await _control(options, server)
+    except Exception:
+        log.critical("the control process failed; the runtime starts another", exc_info=True)
+        sys.stderr.flush()
+        os._exit(70)
+    log.info("tritonserver is gone")
+    paths.remove(options.directory)
+    os._exit(0)
 
 
 async def _control(options: argparse.Namespace, server: int) -> None:

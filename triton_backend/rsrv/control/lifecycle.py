@@ -39,6 +39,8 @@ _LONG_START = 120.0
 _BREATH = 0.2
 #: Seconds that a mended model is left alone; a Triton that polls needs longer until it has seen what to load.
 _PARDON = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
+#: Seconds until a broken bundle is read again, although it seems to be the same.
+_BROKEN_PAUSE = 60.0
 #: Seconds after something unexpected.
 _AFTER_ERROR = 5.0
 
@@ -126,6 +128,12 @@ class Lifecycle:
             raise LifecycleError(
                 "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
             )
+        without = done.kept | {name for name, carriers in done.go.items() if not carriers}
+        for one in names & without:
+            raise LifecycleError(
+                "FAILED_PRECONDITION",
+                f"{one}: there is no bundle, or it is out of sight; the model is as it was",
+            )
         if under_way := [self._tasks[name] for name in names if name in self._tasks]:
             await asyncio.wait(under_way)
         for one in names & self.failures.keys():
@@ -188,7 +196,9 @@ class Lifecycle:
                 await self._let_go()
             at = self._rounds.next_time()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stir.wait(), None if at is None else max(0.0, at - self._now()))
+                # Not wait_for, which forgets that it was cancelled when something stirs at that moment.
+                async with asyncio.timeout_at(at):
+                    await self._stir.wait()
 
     async def _let_go(self) -> None:
         async with self._writing:
@@ -197,17 +207,23 @@ class Lifecycle:
                     self._start(name, self._unload(name))
                 else:
                     self._rounds.stay(name)
-                    if not self._carriers.get(name):
-                        # Its bundle seems to be back; if that does not last, nothing else will say so.
+                    if self.failures.keys().isdisjoint(self._carriers.get(name, ())):
+                        # Its bundle seems to be back, or who carries it is not there yet: nothing else may say so when
+                        # that changes. A carrier that failed is tried again, and this one with it.
                         self._rounds.later(name, self._now() + self._lifecycle.poll_s)
 
     async def _may_leave(self, name: str) -> bool:
         if carriers := self._carriers.get(name):
-            return self.failures.keys().isdisjoint(carriers)
+            return all(self._carries(meta, name) for meta in carriers)
         if not self._looks.gone(name):
             return False
         # One whose bundle was never seen may come from a place that an rsrv-gen is about to name.
         return self._looks.knew(name) or await asyncio.to_thread(self._all_places_seen)
+
+    def _carries(self, meta: str, name: str) -> bool:
+        """Whether a meta model serves that has this one with it."""
+        loaded = meta in self._served and meta not in self._tasks and meta not in self.failures
+        return loaded and name in carried(self._repository / meta)
 
     def _all_places_seen(self) -> bool:
         return not being_written(self._repository) and set(self._places.read()) == set(self._looks.roots)
@@ -241,7 +257,8 @@ class Lifecycle:
             await asyncio.sleep(_BREATH)
             with contextlib.suppress(TimeoutError):
                 wait = AGREE - _BREATH if self._mending.suspicious else self._lifecycle.poll_s
-                await asyncio.wait_for(self._view.wait_change(seen), wait)
+                async with asyncio.timeout(wait):
+                    await self._view.wait_change(seen)
 
     def _replace(self, name: str) -> None:
         """Its stub is dead."""
@@ -263,6 +280,10 @@ class Lifecycle:
         async with self._writing:
             done = await asyncio.to_thread(self._update, names)
             self._report(done)
+            if self._lifecycle.mode == "dynamic":
+                # What broke them may be the disk's, and pass without a change that a look would see.
+                for name in done.broken if names is None else done.broken.keys() & set(names):
+                    self._rounds.later(name, self._now() + _BROKEN_PAUSE)
             if names is None:
                 await self._spare_dismissed()
             for name, put in done.put.items():
@@ -275,7 +296,9 @@ class Lifecycle:
                 here = names is not None and name in names
                 if name in self._tasks:
                     continue
-                if not self._barred and ((anew and here) or self._served.get(name) != version_of(folder)):
+                # What failed though nothing is to be written lost its stub, and still has none.
+                wanted = (anew and here) or name in self._rounds.failures
+                if not self._barred and (wanted or self._served.get(name) != version_of(folder)):
                     self._start(name, self._load(name, anew=names is not None))
                 else:
                     self._rounds.done(name)
@@ -290,7 +313,9 @@ class Lifecycle:
             for name in done.later:
                 self._rounds.later(name, self._now() + self._lifecycle.poll_s)
             # Of the rest there is neither a bundle nor a model.
-            known = (done.put, done.unchanged, done.go, done.broken, done.failed, done.later)
+            known = [done.put, done.unchanged, done.go, done.broken, done.failed, done.later]
+            if self._lifecycle.mode != "dynamic":
+                known.append(done.kept)  # nobody looks whether it is back
             for name in set(names or ()).difference(*known):
                 if name in self._served and not self._barred:
                     # Another rsrv-gen has removed it.

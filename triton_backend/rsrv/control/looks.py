@@ -13,6 +13,8 @@ from pathlib import Path
 
 #: What tells a bundle from itself at another time; None: it could not be read as a whole.
 Signature = str | None
+#: How the signature of a directory starts that has files, and no manifest: no bundle, but one may be on its way there.
+NO_BUNDLE = "-"
 #: The bundles of one name, each below another root. Empty: there is none.
 _State = tuple[tuple[Path, Signature], ...]
 
@@ -25,13 +27,21 @@ def signature(files: Iterable[tuple[str, int, int, int, int]]) -> str:
     return total.hexdigest()
 
 
+def _is_bundle(signature: Signature) -> bool:
+    return signature is None or not signature.startswith(NO_BUNDLE)
+
+
+def _bundles(state: _State) -> _State:
+    return tuple((root, found) for root, found in state if _is_bundle(found))
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A root, as one look found it."""
 
     #: Device and inode of the directory; None when it could not be listed, and `trouble` says why.
     identity: tuple[int, int] | None
-    #: Name -> signature of the bundles below it.
+    #: Name -> signature of the bundles below it, and of the directories that may become some.
     bundles: Mapping[str, Signature] = field(default_factory=dict)
     trouble: str = ""
 
@@ -51,8 +61,10 @@ class Looks:
         """`pause`: seconds between two looks that are to agree."""
         self._pause = pause
         self._roots: dict[Path, _Root] = {}
-        #: Name -> the state that counts. Names that never had one are not here.
+        #: Name -> the state that counts.
         self._settled: dict[str, _State] = {}
+        #: Names that ever had a bundle.
+        self._known: set[str] = set()
         #: Name -> a state that differs from that one, and when it was first seen.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
@@ -83,15 +95,18 @@ class Looks:
                 self._pending[name] = state, now
             elif now - since >= self._pause:
                 del self._pending[name]
-                self._settled[name] = state
-                changed.add(name)
+                before, self._settled[name] = self._settled.get(name, ()), state
+                if _bundles(state):
+                    self._known.add(name)
+                if _bundles(state) != _bundles(before):
+                    changed.add(name)
         return frozenset(changed), told
 
     def _root(self, path: Path, seen: Seen) -> str:
         """Takes one root's look; returns what there is to tell."""
         root = self._roots[path]
         trouble = seen.trouble
-        if not trouble and not seen.bundles and seen.identity != root.identity:
+        if not trouble and not any(map(_is_bundle, seen.bundles.values())) and seen.identity != root.identity:
             trouble = "holds no bundles" if root.identity is None else "has become another, empty directory"
         was_missing, root.missing = root.missing, bool(trouble)
         if not trouble:
@@ -110,7 +125,7 @@ class Looks:
 
     def settled(self, name: str) -> tuple[tuple[Path, Signature], ...] | None:
         """The signatures of this name's bundles, by root, if the looks agree on them; None while they do not."""
-        return None if name in self._pending else self._settled.get(name, ())
+        return None if name in self._pending else _bundles(self._settled.get(name, ()))
 
     def gone(self, name: str) -> bool:
         """Whether this name's bundle is not there any more, or never was, rather than out of sight."""
@@ -122,7 +137,7 @@ class Looks:
 
     def knew(self, name: str) -> bool:
         """Whether there was a bundle of this name at any time."""
-        return name in self._settled
+        return name in self._known
 
     @property
     def roots(self) -> Collection[Path]:

@@ -38,7 +38,8 @@ class Readiness:
         What lost its stub is ready when Triton has loaded it: before, requests go to the dead one.
         """
         served = self._served()
-        self._lost |= self._ready - served
+        if self._view.up:  # else the runtime is out of sight, and the stubs need not be gone
+            self._lost |= self._ready - served
         self._lost &= set(self._loading()) | (self._lost - served)
         self._ready = served - self._lost
         return self._ready

@@ -1,4 +1,4 @@
-"""Where the services listen: on a Unix socket of this user, and, with TLS or a token, on a TCP port."""
+"""Where the services listen: on a Unix socket of this user, and on a TCP port for who has a certificate or a token."""
 
 import hmac
 import logging
@@ -60,10 +60,10 @@ async def listen(settings: ControlSection, service: ControlService, health: Heal
     if not (port.isdigit() and int(port) < 65536):
         raise ListenError(f"control.listen: {address!r} is not host:port")  # gRPC would take another port
     credentials, token = _credentials(settings), _token(settings)
-    if credentials is None and token is None:
+    if settings.tls_client_ca is None and token is None:
         raise ListenError(
-            "control.listen needs tls_certificate and tls_key, or token_file: whoever reaches the port could steer "
-            "the server"
+            "control.listen needs tls_client_ca (with tls_certificate and tls_key) or token_file: whoever reaches the "
+            "port could steer the server"
         )
     server = _server(service, health, [] if token is None else [_TokenCheck(token)])
     try:
@@ -137,7 +137,8 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def refuse(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        # Of streams, whatever was called: any other would wait for a request first.
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         sent = next((value for key, value in call.invocation_metadata if key == "authorization"), "")

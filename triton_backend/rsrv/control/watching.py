@@ -16,8 +16,9 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from rsrv.control.looks import Seen, Signature, signature
+from rsrv.control.looks import NO_BUNDLE, Seen, Signature, signature
 from rsrv.settings import LifecycleSection
+from rsrv_bundle.reader import may_be_bundle
 from rsrv_gen.write import LINK_BYTES
 
 log = logging.getLogger("rsrv.control")
@@ -39,16 +40,28 @@ def scan(root: Path, *, linked: bool) -> Seen:
         return Seen(None, trouble=f"cannot be read ({error.strerror})")
     bundles: dict[str, Signature] = {}
     for folder in folders:
-        if single or not folder.name.startswith("."):
+        if single or may_be_bundle(folder.name):
             try:
                 os.stat(folder / _MANIFEST)
-            except (FileNotFoundError, NotADirectoryError):
+            except NotADirectoryError:
                 continue
+            except FileNotFoundError:
+                # Perhaps the copy of a bundle whose manifest comes last.
+                if _holds_something(folder) and (found := sign(folder, linked=linked)) is not None:
+                    bundles[folder.name] = NO_BUNDLE + found
             except OSError:
                 bundles[folder.name] = None
             else:
                 bundles[folder.name] = sign(folder, linked=linked)
     return Seen((status.st_dev, status.st_ino), bundles)
+
+
+def _holds_something(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None
+    except OSError:
+        return False
 
 
 def sign(bundle: Path, *, linked: bool) -> Signature:
@@ -113,7 +126,8 @@ async def watch(
             await asyncio.sleep(settings.look_s)
             if not soon:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(hint.wait(), max(0.0, settings.poll_s - settings.look_s))
+                    async with asyncio.timeout(settings.poll_s - settings.look_s):
+                        await hint.wait()
     finally:
         if listener is not None:
             await _stop(listener)

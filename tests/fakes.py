@@ -371,3 +371,20 @@ class FakePbUtils:
     Tensor = FakeTensor
     TritonError = FakeError
     InferenceResponse = FakeResponse
+
+
+class FakeBackstop:
+    """Of a stub's process; says what it is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[float | str] = queue.SimpleQueue()
+
+    def put_off(self, seconds: float) -> None:
+        self.told.put(seconds)
+
+    def cancel(self) -> None:
+        self.told.put("cancel")
+
+    def wait_for(self, what: float | str) -> None:
+        while self.told.get(timeout=30) != what:
+            pass

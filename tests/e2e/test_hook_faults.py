@@ -186,7 +186,7 @@ def test_a_hook_that_hangs_inside_execute_ends_its_process(server: RunningTriton
         started = time.monotonic()
         assert "not healthy" in refused(server, model)
         assert TIMEOUT <= time.monotonic() - started < 2 * TIMEOUT + 2.5
-        back(server, model, pid)
+        gone(server, model, pid)
 
 
 def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(server: RunningTriton) -> None:

@@ -66,16 +66,50 @@ def deaths(*how: str) -> list[Death]:
 )
 def test_how_often_is_too_often(how: list[str], tried: bool) -> None:
     """Three deaths, or having hung once."""
-    assert (verdict(deaths(*how)) is None) == tried
+    assert (verdict(deaths(*how), 1.7e9) is None) == tried
 
 
 def test_a_verdict_says_what_happened_and_what_helps() -> None:
     """How often, when, doing what; and three ways to have it tried again. No path: clients are told, too."""
-    assert verdict(deaths("crashed", "hung")) == (
+    assert verdict(deaths("crashed", "hung"), 1.7e9) == (
         "the model has ended the runtime 2 times: at 2023-11-14 22:13:20 UTC it hung while executing. It is not "
         "tried again until its bundle changes, the server starts anew, or deaths.json in the runtime's private "
         "directory is removed"
     )
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    """A model that is always busy is there whoever ends the runtime, now and then; who hung once would hang again."""
+    assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3500) is not None
+    assert verdict(deaths("crashed", "crashed", "crashed"), 1.7e9 + 3700) is None
+    assert verdict(deaths("hung"), 1.7e9 + 3700) is not None
+
+
+def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
+    """Whatever was built beside it was not why the runtime ended."""
+    underway = Underway(BlackBox(tmp_path).memory)
+    underway.build.begin(Phase.BUILDING, "b@1")
+    underway.round.begin(Phase.LOOPING, "")
+    underway.round.hangs()
+
+    assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
+
+
+def test_an_end_of_our_own_making_blames_nobody(tmp_path: Path) -> None:
+    """A cleared box says nothing, whatever was under way."""
+    box = BlackBox(tmp_path)
+    Underway(box.memory).build.begin(Phase.BUILDING, "b@1")
+    box.clear()
+
+    assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
+
+
+def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path) -> None:
+    """A damaged file keeps no runtime from starting."""
+    death = {"phase": "DREAMING", "how": "crashed", "at": 1.7e9}
+    (tmp_path / paths.DEATHS).write_text(json.dumps({"m@1": [death] * 3}))
+
+    assert BlackBox(tmp_path).deaths.verdict("m@1") is None
 
 
 def test_the_box_outlives_its_process(tmp_path: Path) -> None:

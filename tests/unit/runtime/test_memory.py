@@ -1,5 +1,6 @@
 """A runtime in a process of its own, as stubs start it: what models took, they leave behind when they go."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     monkeypatch.setenv("RSRV_CONTROL__ENABLED", "false")
     server = subprocess.Popen(["sleep", "infinity"])
     try:
-        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml", tmp_path)
+        yield Launcher(server.pid, "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
     finally:
         server.kill()
         server.wait()

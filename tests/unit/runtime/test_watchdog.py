@@ -239,6 +239,18 @@ def test_a_runtime_says_what_it_builds_loads_and_warms_up(
     greeted.sock.close()
 
 
+def test_all_that_the_loop_does_is_part_of_its_round(runtime: Runtime) -> None:
+    """What arrives is handled within the round; waiting for it is not."""
+    found: list[Task | None] = []
+
+    runtime.loop._inbox.post(lambda: found.append(runtime.loop.underway.round.task))
+
+    until(lambda: bool(found))
+    assert found[0] is not None
+    assert found[0].phase is Phase.LOOPING
+    until(lambda: runtime.loop.underway.round.task is None)
+
+
 def test_each_run_of_a_warm_up_has_its_own_time(doubling: Path) -> None:
     """Four for each of three sizes: a model of many sizes may take long, and none of its executions may."""
     place = Place()

@@ -161,6 +161,7 @@ class Driver:
         if isinstance(event, ModelAdded):
             (self.patient.add if event.program.max_delay else self.patient.discard)(event.program.model)
         if isinstance(event, ModelAdded):
+            self.leaving.discard(event.program.model)
             self.paused[event.program.model] = event.program.paused
             self.finishing[event.program.model] = set()
             self.limits[event.program.model] = event.program.max_queue_depth
@@ -177,7 +178,9 @@ class Driver:
                 self.patient.add(event.model)
         if isinstance(event, Evict):
             self.leaving.update(event.models)
-        if isinstance(event, WeightsLoaded | Pinned | Prefetch):
+        if not self.settings.on_demand and isinstance(event, WarmUpEnded | Pinned):
+            self.leaving.add(event.model)
+        if isinstance(event, Prefetch) or (isinstance(event, Pinned) and event.pinned):
             self.leaving.discard(event.model)
         if isinstance(event, SettingsChanged):
             self.settings = event.settings

@@ -422,6 +422,26 @@ def test_what_is_wished_during_a_warm_up_holds_after_it(
     assert driver.resident == ({"a"} if stays else set())
 
 
+def test_what_is_to_be_warmed_up_is_not_turned_down() -> None:
+    """Somebody prefetched it already, and the only one who can give way executes: it comes after that."""
+    driver = explicit(100)
+    driver.add(program("a", SINGLE))
+    driver.arrive(driver.request("a"))
+    driver.add(program("new"), resident=False, warm_up=True)
+    driver.send(Prefetch("new"))
+    request = driver.request("new")
+    driver.arrive(request)
+    assert not driver.given_up
+    driver.finish()
+    driver.load("new")
+    driver.warm_up_ends("new")
+    driver.finish_all()
+
+    assert driver.resident == {"new"}
+    assert driver.outcome(request) is Outcome.ANSWERED
+    assert driver.given_up == ["a"]
+
+
 def test_who_makes_room_for_a_warm_up_comes_back() -> None:
     """There is no other way to add a model to a full device; requests wait for its end."""
     driver = explicit(100)

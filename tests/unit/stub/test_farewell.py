@@ -5,13 +5,7 @@ from typing import Any
 
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.replies import Reply, Responses
-from tests.fakes import FakeError, FakePbUtils, FakeRequest
-
-
-class NoBackstop:
-    def put_off(self, seconds: float) -> None: ...
-
-    def cancel(self) -> None: ...
+from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
 
 
 def test_whoever_waits_is_told_before_the_process_ends() -> None:
@@ -23,7 +17,7 @@ def test_whoever_waits_is_told_before_the_process_ends() -> None:
     replies.pop(1)  # dropped
     order: list[object] = []
 
-    Farewell(lambda: order.append("stop"), responses, order.append, NoBackstop())("it hangs")
+    Farewell(lambda: order.append("stop"), responses, order.append, FakeBackstop())("it hangs")
 
     assert order == ["stop", 1]
     assert requests[0].answers.get(timeout=1) == "an answer"  # type: ignore[comparison-overlap]
@@ -47,7 +41,7 @@ def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() ->
     replies = [Reply(Full(), responses), Reply(request.get_response_sender(), responses)]
     left: list[int] = []
 
-    Farewell(lambda: None, responses, left.append, NoBackstop())("it hangs")
+    Farewell(lambda: None, responses, left.append, FakeBackstop())("it hangs")
 
     assert left == [1]
     assert request.answers.get(timeout=1).error is not None
@@ -63,7 +57,7 @@ def test_of_several_threads_one_says_farewell() -> None:
         inside.set()
         go.wait(30)
 
-    farewell = Farewell(stop, Responses(FakePbUtils), left.append, NoBackstop())
+    farewell = Farewell(stop, Responses(FakePbUtils), left.append, FakeBackstop())
     first = threading.Thread(target=farewell, args=["one"])
     first.start()
     inside.wait(30)

@@ -12,18 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.stub.guard import LOOKS, HookGuard, Seen, Stretch, find_hung, look
+from tests.fakes import FakeBackstop
 
 #: seconds; for what should happen at once
 SOON = 30.0
 
 
-@given(st.lists(st.sampled_from(["same", "new", "none"]), max_size=4 * LOOKS))
-def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(looks: list[str]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["same", "new", "none"]), st.integers(1, LOOKS + 2)), max_size=8))
+def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(
+    looks: list[tuple[str, int]],
+) -> None:
     """A hook that has ended, and one that has begun anew, is not held responsible for the one before."""
     seen: Seen = {}
     stretch = None
     in_a_row = 0
-    for kind in looks:
+    for kind in (kind for kind, times in looks for _ in range(times)):
         if kind == "none":
             stretch = None
         elif kind == "new" or stretch is None:
@@ -34,23 +37,6 @@ def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(look
 
         hung = find_hung(seen)
         assert hung == ((7, stretch) if in_a_row > LOOKS else None)
-
-
-class FakeBackstop:
-    """Says what it is told, in order."""
-
-    def __init__(self) -> None:
-        self.told: queue.SimpleQueue[float | str] = queue.SimpleQueue()
-
-    def put_off(self, seconds: float) -> None:
-        self.told.put(seconds)
-
-    def cancel(self) -> None:
-        self.told.put("cancel")
-
-    def wait_for(self, what: float | str) -> None:
-        while self.told.get(timeout=SOON) != what:
-            pass
 
 
 @pytest.fixture
@@ -88,7 +74,7 @@ def test_a_hook_that_hangs_is_told_with_where_it_is(
 
 
 def test_waiting_for_a_call_does_not_count(guard: HookGuard) -> None:
-    """While one run waits for its calls without end, another one hangs; that one is told."""
+    """While one run waits for a call without end, and one makes call after call, a third one hangs; that one is told."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     go = threading.Event()
 
@@ -98,19 +84,27 @@ def test_waiting_for_a_call_does_not_count(guard: HookGuard) -> None:
         with guard.within("run", "patient"), guard.waiting():
             go.wait(SOON)
 
+    def works() -> None:
+        with guard.within("run", "busy"):
+            while not go.is_set():
+                with guard.waiting():
+                    pass
+                sum(range(1000))
+
     def hangs() -> None:
         with guard.within("preprocess", "hung"):
             go.wait(SOON)
 
     guard.watch(0.1, said.put)
-    threads = [threading.Thread(target=waits), threading.Thread(target=hangs)]
+    threads = [threading.Thread(target=one) for one in (waits, works, hangs)]
     for thread in threads:
         thread.start()
 
-    assert "preprocess" in said.get(timeout=SOON)
+    first = said.get(timeout=SOON)
     go.set()
     for thread in threads:
         thread.join()
+    assert "preprocess" in first
 
 
 def test_the_backstop_stands_ready_only_while_there_are_hooks(
@@ -167,16 +161,22 @@ def test_a_hook_that_holds_the_interpreters_lock_ends_the_process() -> None:
 
 
 def test_a_hook_that_wants_too_much_memory_fails_and_gives_back_what_it_had() -> None:
-    """In one piece and in many; the next request has all that it may have."""
+    """In one piece, in many, and held by the hook's own variables; the next request has all that it may have."""
     done = run("""
+        def has_a_name(inputs):
+            many = []
+            while True:
+                many.append(bytearray(1000))
+
         for _ in range(3):
             ask(lambda inputs: {"x": np.ones(10**9)})
             ask(lambda inputs: {"x": [bytearray(1000) for _ in range(10**9)]})
+            ask(has_a_name)
             ask(lambda inputs: {"x": np.ones(4 * 10**6)})
     """)
 
     refused = "the model's preprocess hook wants more memory than it may have"
-    assert done.stdout.splitlines() == [refused, refused, "well"] * 3, done.stderr
+    assert done.stdout.splitlines() == [refused, refused, refused, "well"] * 3, done.stderr
 
 
 def test_a_hook_that_keeps_all_memory_ends_the_process() -> None:

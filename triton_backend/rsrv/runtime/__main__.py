@@ -19,6 +19,8 @@ from rsrv.wire.socket import listen
 
 #: how the process ends when the watchdog ends it
 _HUNG = 75
+#: seconds that saying what hangs may take
+_LAST_WORDS = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
 
+    # The limit of a stub's memory is for its hooks.
+    _raise_limit(resource.RLIMIT_DATA)
     # The stub that starts this process must not be its parent: it may be unloaded at any time, and would
     # keep a zombie if we died first.
     if os.fork():
@@ -66,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             _say(options.ready_fd, "ready")
             return 0
         paths.sweep(options.directory.parent)
-        _raise_descriptor_limit()
+        # A model takes about five descriptors; the customary 1024 would be too few for hundreds of models.
+        _raise_limit(resource.RLIMIT_NOFILE)
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
         box = BlackBox(options.directory)
@@ -115,6 +120,10 @@ def main(argv: list[str] | None = None) -> int:
 
     def end_what_hangs(place: Place, task: Task, seconds: float) -> None:
         place.hangs()
+        # Should whoever hangs hold the log, too.
+        late = threading.Timer(_LAST_WORDS, os._exit, (_HUNG,))
+        late.daemon = True
+        late.start()
         log.critical("%s; the runtime ends, and the stubs start another", describe(task, seconds))
         faulthandler.dump_traceback(all_threads=True)
         os._exit(_HUNG)
@@ -133,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         loop.run()
     except BaseException:
         log.critical("the loop failed; the runtime ends, and the stubs start another", exc_info=True)
+        # Whatever is being built now is not why.
+        box.clear()
     # Never through the interpreter's own end, which waits for threads: the stubs would wait as long.
     (options.directory / paths.SOCKET).unlink(missing_ok=True)
     with suppress(Exception):
@@ -140,10 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     os._exit(70)
 
 
-def _raise_descriptor_limit() -> None:
-    """A model takes about five; the customary 1024 would be too few for hundreds of models."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+def _raise_limit(resource_: int) -> None:
+    """As far as it may be."""
+    _, hard = resource.getrlimit(resource_)
+    resource.setrlimit(resource_, (hard, hard))
 
 
 def _say(fd: int, text: str) -> None:

@@ -26,6 +26,8 @@ log = logging.getLogger("rsrv.blackbox")
 _BYTES = SLOT * PLACES
 #: deaths until a model is not tried any more
 _TOO_MANY = 3
+#: seconds after which one does not count any more: a model that is always busy is there whoever ends the runtime
+_LAPSE = 3600.0
 #: what a success shows to be no fault of the model's
 _BEFORE_SERVING = ("BUILDING", "WARMING")
 
@@ -51,8 +53,10 @@ class Open(NamedTuple):
 
 
 def read_slots(content: bytes) -> list[Open]:
-    """What a black box says; whatever it cannot have said is left out."""
-    found = []
+    """What a black box says; whatever it cannot have said is left out. Nothing, if it was the loop that hung."""
+    found: list[Open] = []
+    if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, _BYTES, SLOT)):
+        return found
     for at in range(0, _BYTES, SLOT):
         slot = content[at : at + SLOT]
         key = slot[2:].partition(b"\0")[0].decode(errors="replace")
@@ -75,9 +79,9 @@ def blame(found: Iterable[Open], *, crashed: bool) -> list[tuple[str, Phase, How
     return [(one.key, one.phase, how) for one in untried or (found if crashed else ())]
 
 
-def verdict(deaths: Iterable[Death]) -> str | None:
+def verdict(deaths: Iterable[Death], now: float) -> str | None:
     """Why a model is not tried any more; None: it is."""
-    deaths = list(deaths)
+    deaths = [death for death in deaths if death.how == "hung" or now - death.at < _LAPSE]
     hung = [death for death in deaths if death.how == "hung"]
     if not hung and len(deaths) < _TOO_MANY:
         return None
@@ -95,14 +99,15 @@ def verdict(deaths: Iterable[Death]) -> str | None:
 class Deaths:
     """Who has ended runtimes of this server. In a file, which is read anew each time: removing it is a pardon."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """None: nobody has."""
         self._path = path
+        self._clock = clock
         self._lock = Lock()
 
     def verdict(self, key: str) -> str | None:
         """Why a model is not tried any more; None: it is."""
-        return verdict(self._read().get(key, ()))
+        return verdict(self._read().get(key, ()), self._clock())
 
     def add(self, key: str, death: Death) -> None:
         with self._lock:
@@ -123,7 +128,10 @@ class Deaths:
             if self._path is None or not self._path.exists():
                 return {}
             deaths = json.loads(self._path.read_text())
-            return {key: [Death(**death) for death in some] for key, some in deaths.items()}
+            found = {key: [Death(**death) for death in some] for key, some in deaths.items()}
+            if any(death.phase not in Phase.__members__ for some in found.values() for death in some):
+                raise ValueError("it names no phase")
+            return found
         except (OSError, ValueError, TypeError, AttributeError) as error:
             log.warning("%s: cannot be read, so nobody is to blame: %s", self._path, error)
             return {}
@@ -143,7 +151,7 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Reads what the runtime before left, and starts anew."""
-        self.deaths = Deaths(None if directory is None else directory / paths.DEATHS)
+        self.deaths = Deaths(None if directory is None else directory / paths.DEATHS, clock)
         self.memory: Memory = bytearray(_BYTES)
         self._fd = -1
         if directory is None:
@@ -165,6 +173,10 @@ class BlackBox:
         """Have a deadly signal leave the threads' stacks behind what is mapped."""
         if self._fd >= 0:
             faulthandler.enable(self._fd, all_threads=True)
+
+    def clear(self) -> None:
+        """Blame nobody for the end that follows."""
+        self.memory[:] = bytes(_BYTES)
 
     def _take(self, content: bytes, now: float) -> None:
         crash = content[_BYTES:].decode(errors="replace")

@@ -121,8 +121,9 @@ class Loop:
         # Connections that ended late in the last round may have left something to do.
         due = self._executor.is_due or self._requests.has_answers
         self.underway.round.end()
-        self._transport.poll(0.0 if due else timeout)
+        ready = self._transport.wait(0.0 if due else timeout)
         self.underway.round.begin(Phase.LOOPING, "")
+        self._transport.handle(ready)
         self._flush_arrivals()
         # After the arrivals: what came while this one executed may share the next execution.
         told = self._executor.tell()

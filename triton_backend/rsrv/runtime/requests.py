@@ -135,7 +135,11 @@ class Requests:
                 return
             run.promised |= promised
         request = ev.Request(id, model.key, call.variant, call.rows, run.deadline, run.priority, run.id)
-        self.runs.call(run, request)
+        try:
+            self.runs.call(run, request)
+        except ProtocolError:
+            del self._pending[id]
+            raise
 
     def leave(self, connection: Connection, token: int, status: Status) -> None:
         """A run is over."""

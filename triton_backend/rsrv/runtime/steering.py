@@ -52,6 +52,11 @@ def steer(
             wait_until_free(directory / CONTROL_LOCK)
         except FileNotFoundError:
             return  # with the server
+        except OSError as error:
+            pause = next_pause(pause)
+            log.error("whether there is a control process cannot be seen: %s", error)
+            rest(pause)
+            continue
         started = clock()
         try:
             # A session of its own: what ends this process's ends nothing else.

@@ -50,7 +50,7 @@ class Transport:
         self.watch(listener.fileno(), self._accept)
 
     def watch(self, fd: int, action: Callable[[], None]) -> None:
-        """Call `action` in `poll` whenever `fd` is readable."""
+        """Call `action` in `handle` whenever `fd` is readable."""
         self._targets[fd] = action
         self._epoll.register(fd, select.EPOLLIN)
 
@@ -58,9 +58,13 @@ class Transport:
     def connections(self) -> list[Connection]:
         return [target for target in self._targets.values() if isinstance(target, Connection)]
 
-    def poll(self, timeout: float | None) -> None:
-        """Wait at most `timeout` seconds for anything, and handle all that is there."""
-        for fd, mask in self._epoll.poll(timeout):
+    def wait(self, timeout: float | None) -> list[tuple[int, int]]:
+        """Wait at most `timeout` seconds for anything; what is there is for `handle`."""
+        return self._epoll.poll(timeout)
+
+    def handle(self, ready: list[tuple[int, int]]) -> None:
+        """Handle all that `wait` found."""
+        for fd, mask in ready:
             target = self._targets.get(fd)  # None: closed by an earlier one of this round
             if isinstance(target, Connection):
                 self.guard(target, self._serve, target, mask)

@@ -170,8 +170,10 @@ class Engine:
         until = time.monotonic() + _MAX_BLOCK
         try:
             for at in range(0, len(placed), step):
-                if not lane.submit([job.write() for job in placed[at : at + step]]):
-                    for job in placed[at:]:
+                sending = placed[at : at + step]
+                sent = lane.submit([job.write() for job in sending])
+                if sent < len(sending):
+                    for job in placed[at + sent :]:
                         waiting.pop(job.id).fail(Status.QUEUE_FULL, STUCK)
                     break
             while waiting:

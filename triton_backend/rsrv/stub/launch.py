@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,8 @@ class Launcher:
     settings: Path
     #: the server's own: hooks may go elsewhere
     working_directory: Path
+    #: likewise
+    environment: Mapping[str, str]
 
     def open(self) -> Greeted:
         """A greeted connection. Raises LaunchError, OSError, ProtocolError."""
@@ -89,6 +91,7 @@ class Launcher:
                     stdin=subprocess.DEVNULL,
                     pass_fds=(child_end,),
                     cwd=self.working_directory,
+                    env=self.environment,
                 )
             except OSError as error:
                 raise LaunchError(

@@ -3,6 +3,7 @@
 import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost the first request 25 ms
 import json
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,7 +101,13 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
         [_wire(tensor, batched) for tensor in config["output"]],
         batched,
         # The runtime lives and dies with the server.
-        Launcher(server, args["model_instance_device_id"], directory.parent / "rsrv.yaml", Path.cwd()),
+        Launcher(
+            server,
+            args["model_instance_device_id"],
+            directory.parent / "rsrv.yaml",
+            Path.cwd(),
+            dict(os.environ),
+        ),
     )
 
 

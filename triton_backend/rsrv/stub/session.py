@@ -127,7 +127,11 @@ class Session:
         direct = self._open_lane()
         try:
             body = direct.register(self._wanted)
-            later = self.open_lane(body["key"])
+            try:
+                later = self.open_lane(body["key"])
+            except Rejected as error:
+                # It was there a moment ago: this is another runtime.
+                raise Closed(f"the runtime that had it is gone: {error}") from None
         except BaseException:
             direct.close()
             raise

@@ -229,7 +229,8 @@ class Loads:
 
     def without_room(self) -> ModelState | None:
         """Who is next in line, if it does not fit beside what is there and nobody gives way for it."""
-        if self.on_demand:
+        # Those that come before all others get room.
+        if self.on_demand or self.wanted:
             return None
         first = self.cold.first()
         in_line = (self._models[name] for name in (self.hoped if first is None else (first,)))

@@ -1,0 +1,39 @@
+"""What counts as a meta model's own time."""
+
+import queue
+import threading
+
+from tests.fakes import FakeBackstop
+from tests.unit.runtime.conftest import Runtime, StartMeta
+from tests.unit.runtime.metas import SOON, Run, answer_of, assert_y, both_kinds, request, rows, send
+
+
+@both_kinds
+def test_a_run_that_waits_for_a_call_does_not_hang(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
+    """However long the call takes: a hook that hangs from then on is told first."""
+    engine = start_meta(runtime, run)
+    guard = engine._guard
+    guard._backstop = FakeBackstop()
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    go = threading.Event()
+
+    def hangs() -> None:
+        with guard.within("preprocess", "hung"):
+            go.wait(SOON)
+
+    runtime.device.gate.clear()
+    one = request(value=100)
+    sending = send(engine, one)
+    assert runtime.device.gate.waiting.wait(SOON)
+    guard.watch(0.2, said.put)
+    hanging = threading.Thread(target=hangs)
+    hanging.start()
+
+    assert "the model's preprocess hook hangs" in said.get(timeout=SOON)
+
+    go.set()
+    runtime.device.gate.set()
+    for thread in (sending, hanging):
+        thread.join()
+    assert_y(answer_of(one), rows(1, 404))
+    assert said.empty()

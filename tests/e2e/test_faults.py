@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.chaos.faults import FAULTS, DeviceFails, Fault, KillStub
+from tests.chaos.faults import FAULTS, DeviceFails, Fault
 from tests.chaos.figures import remarks
 from tests.chaos.house import House, houses
 from tests.chaos.run import QUICK, run_fault
 
 #: those whose tests always run; the others take longer, or repeat what tests of single parts have
-ESSENTIAL = (KillStub, DeviceFails)
+ESSENTIAL = (DeviceFails,)
 
 
 @pytest.fixture(scope="module")

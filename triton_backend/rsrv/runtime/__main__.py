@@ -116,6 +116,8 @@ def main(argv: list[str] | None = None) -> int:
         end_orphans(stubs)
         with suppress(Exception):  # the loop still runs, and may be in the midst of it
             loop.clear()
+        # Again: whoever steers may have looked for the control process meanwhile, and left its lock.
+        paths.remove(options.directory)
         os._exit(0)
 
     def end_what_hangs(place: Place, task: Task, seconds: float) -> None:

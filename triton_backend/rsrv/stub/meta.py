@@ -11,7 +11,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from rsrv.stub.bls import Bls
-from rsrv.stub.calls import AsyncCall, Call, CallError, Keep, Pending, grace, run_async
+from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs
 from rsrv.stub.farewell import Farewell
@@ -28,6 +27,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
 from rsrv.stub.replies import Failure, Reply, Responses
+from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
@@ -335,12 +335,13 @@ class MetaEngine:
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
         triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns)
-        stages = _Routes(
+        stages = Routes(
             run,
             self._stages,
             self._external,
             triton,
-            visit,
+            visit.deadline_ns,
+            visit.token,
             self._guard,
             through_triton=self._through_triton,
         )
@@ -404,53 +405,3 @@ def _failure_of(error: BaseException, who: str, guard: HookGuard) -> Failure:
     # asyncio keeps the error in the frames that this leads to.
     error.__traceback__ = None
     return failure
-
-
-class _Routes:
-    """What one run may call, each by its way; `Stages`."""
-
-    def __init__(
-        self,
-        run: DirectRun,
-        stages: Mapping[str, Stage],
-        external: Collection[str],
-        triton: ThroughTriton | None,
-        visit: Visit,
-        guard: HookGuard,
-        *,
-        through_triton: bool,
-    ) -> None:
-        self._guard = guard
-        self._run = run
-        self._stages = stages
-        self._external = external
-        self._triton = triton
-        self._visit = visit
-        self._through_triton = through_triton
-        self._thread = threading.get_ident()
-        #: the connection may be another run's now
-        self.over = False
-
-    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
-        if self.over or threading.get_ident() != self._thread:
-            raise Failure(Status.INTERNAL, "call is for the thread that executes `run`, until that returns")
-        if self._triton is not None and name in self._external:
-            return self._triton.external(name, inputs)
-        stage = self._stages.get(name)
-        if stage is None:
-            raise Failure(
-                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
-            )
-        if self._triton is None or not self._through_triton:
-            return self._run.start(stage, inputs, keep)
-        with self.waiting():
-            self._run.let_in(grace(self._visit.deadline_ns))
-        return self._triton.stage(stage, inputs, keep, self._visit.token)
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return self._guard.waiting()
-
-    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        if self._through_triton:
-            return np.empty(shape, dtype)
-        return self._run.scratch(shape, dtype)

@@ -105,7 +105,7 @@ def _bulky(out_dir: Path) -> None:
         lambda params, x: {"y": x[:, ::BULKY_STEP]},
         {},
         {"x": jax.ShapeDtypeStruct((1, BULKY), np.float32)},
-        batch_sizes=(1, 16),
+        batch_sizes=(1, 4),
         out_dir=out_dir,
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from local_triton import TritonServer, free_ports
+from rsrv.control.mending import CONNECT
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import read_status
@@ -221,6 +222,13 @@ class House:
             return int(self.status()["pid"])
         except (OSError, Closed):
             return None
+
+    def wait_settled(self) -> None:
+        """Until the runtime, and the control process that it started, are past their own start.
+
+        For some seconds after that no stub is taken for dead, either: they may be on their way to the runtime.
+        """
+        wait_until(lambda: self.status()["uptime_s"] > CONNECT, 2 * CONNECT, what="the runtime not to be new")
 
     def runtime_folder(self) -> Path:
         return runtime_directory(self.server.pid, "0")

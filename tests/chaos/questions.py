@@ -119,7 +119,7 @@ def _heavy(name: str) -> Callable[[np.random.Generator], Question]:
 
 
 def bulky(rng: np.random.Generator, rows: int) -> Question:
-    """A request of `bulky` of some rows, at most 16."""
+    """A request of `bulky` of some rows, at most 4."""
     x = np.full((rows, BULKY), -1, np.float32)
     x[:, ::BULKY_STEP] = rng.integers(-(2**20), 2**20, (rows, BULKY // BULKY_STEP))
     return Question({"x": x}, {"y": x[:, ::BULKY_STEP]})

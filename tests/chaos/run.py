@@ -32,6 +32,8 @@ QUICK = Pace(1.5, 1.5, 0.5)
 def run_fault(fault: Fault, house: House, pace: Pace, seed: int) -> Row:
     """One strike of one fault, under load. Raises NotPossible."""
     fault.prepare(house)
+    if fault.expected.victims is not None:
+        house.wait_settled()
     victims = {client.model for client in fault.load}
     others = [client for client in BYSTANDERS if client.model not in victims]
     server = house.server.server

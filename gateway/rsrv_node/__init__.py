@@ -1,0 +1,1 @@
+"""One machine: a tritonserver per device, and the gateway in front of them, supervised."""

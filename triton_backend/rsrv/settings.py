@@ -8,22 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
+from rsrv.section import Section
+from rsrv.settings_fleet import GatewaySection, NodeSection
 
 
 class SettingsError(Exception):
     """The settings cannot be used; the message names the key and what to do."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SchedulerSection(_Section):
+class SchedulerSection(Section):
     """Which model runs next, and how long requests may queue."""
 
     discipline: Literal["fair", "fifo", "edf"] = Field(
@@ -91,7 +89,7 @@ CHANGEABLE = (
 )
 
 
-class RuntimeSection(_Section):
+class RuntimeSection(Section):
     """The process that owns the device."""
 
     platform: Literal["auto", "cpu", "cuda"] = Field(
@@ -158,7 +156,7 @@ class RuntimeSection(_Section):
     )
 
 
-class StubSection(_Section):
+class StubSection(Section):
     """How the processes inside Triton answer."""
 
     in_place_ms: float = Field(
@@ -187,7 +185,7 @@ class StubSection(_Section):
 Transport = Literal["direct", "bls"]
 
 
-class MetaSection(_Section):
+class MetaSection(Section):
     """How meta models call other models."""
 
     transport: Transport = Field(
@@ -211,7 +209,7 @@ class MetaSection(_Section):
     )
 
 
-class LifecycleSection(_Section):
+class LifecycleSection(Section):
     """How the set of models changes."""
 
     mode: Literal["dynamic", "static", "explicit"] = Field(
@@ -245,7 +243,7 @@ class LifecycleSection(_Section):
     )
 
 
-class ControlSection(_Section):
+class ControlSection(Section):
     """The service that shows and steers a running server, rsrv.control.v1 over gRPC."""
 
     enabled: bool = Field(
@@ -285,7 +283,7 @@ class ControlSection(_Section):
 Residency = Literal["unpinned", "system", "device"]
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """What differs for one model; absent keys take the general value."""
 
     max_queue_depth: int | None = Field(
@@ -333,6 +331,8 @@ class Settings(BaseSettings):
     meta: MetaSection = MetaSection()
     lifecycle: LifecycleSection = LifecycleSection()
     control: ControlSection = ControlSection()
+    gateway: GatewaySection = GatewaySection()
+    node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
 
     @classmethod

@@ -1,0 +1,216 @@
+"""The sections of rsrv.yaml about several devices: the gateway's and the node's."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rsrv.section import Section
+
+Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["all"]
+
+
+class WorkerEntry(Section):
+    """A tritonserver that the gateway may send requests to."""
+
+    host: str = Field(description="Its name or address.")
+    name: str | None = Field(
+        None, description="What it is called in tables, metrics and logs; null: HOST:GRPC_PORT."
+    )
+    grpc_port: int = Field(8001, ge=1, le=65535, description="Of its gRPC front end.")
+    http_port: int | None = Field(8000, ge=1, le=65535, description="Of its HTTP front end; null: none.")
+    metrics_port: int | None = Field(8002, ge=1, le=65535, description="Of its metrics; null: none.")
+    control: str | None = Field(
+        None,
+        description="Its control service: PORT on its host, HOST:PORT, or unix:PATH; null: none that the gateway may ask. "
+        "lpt_packing needs it.",
+    )
+
+
+class GatewayModelSection(Section):
+    """What differs for one model; absent keys take the general value."""
+
+    replicas: Replicas | None = Field(None, description="As gateway.replicas, for this model.")
+    fill: Literal["least", "rr"] | None = Field(None, description="As gateway.fill, for this model.")
+    fill_factor: float | None = Field(
+        None, gt=0, le=1024, description="As gateway.fill_factor, for this model."
+    )
+
+
+class GatewaySection(Section):
+    """One endpoint in front of several tritonservers."""
+
+    grpc: str | None = Field("0.0.0.0:8001", description="HOST:PORT for clients' gRPC; null: none.")
+    http: str | None = Field("0.0.0.0:8000", description="HOST:PORT for clients' HTTP; null: none.")
+    admin: str | None = Field(
+        "0.0.0.0:8002",
+        description="HOST:PORT for /metrics (the gateway's and all workers' in one), /healthz and /readyz; null: none.",
+    )
+    data_plane: Literal["python", "haproxy"] = Field(
+        "python",
+        description="Who passes inference requests through. python: the gateway; haproxy: an HAProxy that the gateway "
+        "starts and tells where models are, at a tenth of the CPU time.",
+    )
+    haproxy: Path = Field(Path("haproxy"), description="The HAProxy to start, 2.4 or later.")
+    processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that pass requests through, all on the same ports; python only.",
+    )
+    workers: list[WorkerEntry] = Field(
+        default_factory=list, description="The tritonservers, by name or address."
+    )
+    workers_dns: str | None = Field(
+        None,
+        description="A name whose addresses are those of tritonservers, all with the ports of `workers_ports`; asked "
+        "again every `resolve_s`.",
+    )
+    workers_file: Path | None = Field(
+        None, description="A YAML file with a list as in `workers`, which is watched."
+    )
+    workers_ports: WorkerEntry = Field(
+        WorkerEntry(host=""), description="The ports of the tritonservers that `workers_dns` finds."
+    )
+    resolve_s: float = Field(5.0, ge=0.1, le=3600, description="Pause between two questions to the DNS.")
+    mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
+        "least_outstanding",
+        description="Who gets a request, of the workers that serve its model. round_robin: each in turn; "
+        "least_outstanding: the one with the least work under way; lpt_packing: models are packed onto workers by the "
+        "work that they make, and move when that changes.",
+    )
+    work_basis: Literal["compute", "items", "requests"] = Field(
+        "compute",
+        description="What counts as work. requests: each the same; items: the rows in it; compute: these times what a row "
+        "of the model costs, as the workers measured it.",
+    )
+    replicas: Replicas = Field(
+        1, description="lpt_packing: the workers that share one model's requests; `all`: each has it."
+    )
+    fill: Literal["least", "rr"] = Field(
+        "least",
+        description="lpt_packing: which of a model's replicas is filled next. least: the one with the least load; rr: each in "
+        "turn.",
+    )
+    route: Literal["run", "spread"] = Field(
+        "run",
+        description="lpt_packing: run: requests go to one replica until it has a quantum of items, so that they share "
+        "executions; spread: each to the replica with the fewest.",
+    )
+    fill_factor: float = Field(
+        1.0, gt=0, le=1024, description="lpt_packing: the quantum, in largest executions of the model."
+    )
+    rebalance_device_s: float = Field(
+        300.0,
+        gt=0,
+        description="lpt_packing: device seconds, of all workers together, after which is packed anew.",
+    )
+    first_rebalance_device_s: float = Field(
+        30.0, gt=0, description="lpt_packing: the same for the first time, when little is known yet."
+    )
+    halflife_device_s: float | None = Field(
+        None,
+        gt=0,
+        description="lpt_packing: device seconds after which a measurement counts half; null: rebalance_device_s.",
+    )
+    hysteresis: float = Field(
+        0.1,
+        ge=0,
+        le=10,
+        description="lpt_packing: a model stays where it is unless its worker would be busier by more than this fraction "
+        "than another.",
+    )
+    forbid_memory_oversubscription: bool = Field(
+        True,
+        description="lpt_packing: never give a worker more weights than fit at once, where that can be had. Without, busy "
+        "models may share a worker that swaps.",
+    )
+    probe_s: float = Field(0.5, ge=0.05, le=60, description="Pause between two looks at each worker.")
+    probe_timeout_s: float = Field(
+        1.0, ge=0.05, le=60, description="A worker that takes longer counts as dead."
+    )
+    request_timeout_s: float = Field(
+        60.0, gt=0, le=86400, description="For requests whose client has set no deadline."
+    )
+    drain_s: float = Field(
+        30.0, ge=0, le=3600, description="When told to end: how long requests under way may take."
+    )
+    max_message_bytes: int = Field(
+        2**31 - 1,
+        ge=1,
+        le=2**31 - 1,
+        description="Of one request or response; Triton's own limit is the default.",
+    )
+    channels: int = Field(2, ge=1, le=64, description="Connections to each worker, per process.")
+    tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain for clients.")
+    tls_key: Path | None = Field(None, description="PEM file with its private key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file with the authorities whose clients are let in; null: all clients are."
+    )
+    token_file: Path | None = Field(
+        None, description="File with a secret that clients must send, as `authorization: Bearer SECRET`."
+    )
+    worker_ca: Path | None = Field(
+        None,
+        description="PEM file with the authorities of the workers' certificates; null: no TLS to workers.",
+    )
+    worker_certificate: Path | None = Field(
+        None, description="PEM file with the certificate chain to show to workers."
+    )
+    worker_key: Path | None = Field(None, description="PEM file with its private key.")
+    worker_token_file: Path | None = Field(
+        None, description="File with the secret of the workers' control services."
+    )
+    control_listen: str | None = Field(
+        None,
+        description="HOST:PORT of the gateway's control service, beside its Unix socket. As control.listen it needs "
+        "tls_client_ca or token_file.",
+    )
+    models: dict[str, GatewayModelSection] = Field(default_factory=dict, description="Per model, by name.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> "GatewaySection":
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key: both or neither")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
+        if (self.worker_certificate is None) != (self.worker_key is None):
+            raise ValueError("worker_certificate and worker_key: both or neither")
+        if self.control_listen is not None and self.tls_client_ca is None and self.token_file is None:
+            raise ValueError("control_listen needs tls_client_ca or token_file: TLS alone lets everybody in")
+        return self
+
+
+class NodeSection(Section):
+    """One machine with a tritonserver per device."""
+
+    gpus: list[int | str] | int | None = Field(
+        None,
+        description="Indices or UUIDs of the GPUs to use, or how many; null: those of CUDA_VISIBLE_DEVICES, or all that "
+        "NVML finds.",
+    )
+    cpu_workers: int = Field(
+        0, ge=0, le=64, description="Tritonservers on the CPU, where there is no GPU or none is wanted."
+    )
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="Cores of each worker; null: an equal share of the machine's."
+    )
+    directory: Path = Field(
+        Path("node"), description="Where the workers' model repositories and logs are kept."
+    )
+    tritonserver: str = Field("tritonserver", description="The server to start.")
+    arguments: list[str] = Field(default_factory=list, description="More arguments for it.")
+    first_port: int = Field(
+        18000,
+        ge=1,
+        le=65000,
+        description="With a gateway, worker n listens for HTTP, gRPC and metrics on this one + 10 n and the next two, of "
+        "this machine only. One worker alone has the public ports.",
+    )
+    max_restarts: int = Field(
+        10, ge=0, description="Restarts of a worker in a row after which the node ends; 0: no limit."
+    )
+    stable_s: float = Field(
+        60.0, ge=0, description="A worker that has lived this long has its restarts forgiven."
+    )
+    drain_s: float = Field(30.0, ge=0, le=3600, description="When told to end: how long workers may take.")

@@ -22,12 +22,12 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 )
 
 
-class ChannelError(Exception):
+class ContactError(Exception):
     """A file that the settings name cannot be used; the message says which."""
 
 
-class Channels:
-    """Opens channels; the files are read once. Raises ChannelError."""
+class Contacts:
+    """Opens channels; the files are read once. Raises ContactError."""
 
     def __init__(self, section: GatewaySection) -> None:
         ca, certificate, key = (
@@ -46,7 +46,7 @@ class Channels:
         if token is not None:
             secret = _read("worker_token_file", token).decode("utf-8", "replace").strip()
             if not (secret and secret.isascii() and secret.isprintable()):
-                raise ChannelError(f"gateway.worker_token_file: {token} holds no token: one line of ASCII")
+                raise ContactError(f"gateway.worker_token_file: {token} holds no token: one line of ASCII")
             self.metadata = (("authorization", f"Bearer {secret}"),)
         self._options = [
             *_OPTIONS,
@@ -65,4 +65,4 @@ def _read(key: str, path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:
-        raise ChannelError(f"gateway.{key}: {error}") from None
+        raise ContactError(f"gateway.{key}: {error}") from None

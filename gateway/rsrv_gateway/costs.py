@@ -110,6 +110,10 @@ class Costs:
             else self._expected.get(model),
         )
 
+    def busy(self, worker: str) -> float:
+        """Seconds of device per second that a worker spent between its last two views."""
+        return sum(sample.utilisation for sample in self._samples.get(worker, {}).values())
+
     def _compare(self, worker: str, before: WorkerView, view: WorkerView, seconds: float) -> float:
         """Sample all of a worker's models between two views of it. Returns the device seconds consumed."""
         samples: dict[str, _Sample] = {}

@@ -30,7 +30,7 @@ class Counts:
     items: Mapping[str, int] = field(default_factory=dict)
     #: what is under way, by worker, in the unit of the routes' charges
     load: Mapping[str, float] = field(default_factory=dict)
-    #: items under way, by model and worker
+    #: requests under way, by model and worker; only where there are any
     outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
     #: requests that went to another worker after this one had failed, by worker
     failovers: Mapping[str, int] = field(default_factory=dict)

@@ -3,48 +3,35 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
-from rsrv_gateway.contract import Act, Routes, Step, Table, Worker, WorkerView
+from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
 from rsrv_gateway.members import Members
 from rsrv_gateway.plane import Counts, ListenError
+from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.probes import DEAD, Probes
 from tests.unit.control.virtual import run
 
 
-@dataclass(frozen=True)
-class FakePlan:
-    table: Table
-    steps: tuple[Step, ...] = ()
-
-
-class FakePlanner:
-    """Each model goes where it is ready. `steps` come with the next plan; `broken`: it fails."""
+class FakePlanner(Planner):
+    """`steps` come with the next plan; `broken`: it fails."""
 
     def __init__(self) -> None:
+        super().__init__(GatewaySection())
         self.steps: tuple[Step, ...] = ()
         self.broken = False
         self.looks = 0
 
-    def look(self, views: Mapping[str, WorkerView], now: float) -> FakePlan:
+    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
         self.looks += 1
         if self.broken:
             raise RuntimeError("no plan")
         steps, self.steps = self.steps, ()
-        names = {name for view in views.values() if view.alive for name in view.ready}
-        return FakePlan(
-            {
-                name: Routes(
-                    tuple(sorted(who for who, view in views.items() if view.alive and name in view.ready))
-                )
-                for name in names
-            },
-            steps,
-        )
+        return replace(super().look(views, now), steps=steps)
 
 
 class FakePlane:

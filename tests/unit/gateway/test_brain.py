@@ -1,132 +1,13 @@
 """From what is seen of the workers to what the plane goes by."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 
-from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.brain import Gateway
-from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
-from rsrv_gateway.members import Members
-from rsrv_gateway.plane import Counts, ListenError
-from rsrv_gateway.planner import Plan, Planner
-from rsrv_gateway.probes import DEAD, Probes
+from rsrv_gateway.contract import Act, Step
+from rsrv_gateway.plane import ListenError
 from tests.unit.control.virtual import run
-
-
-class FakePlanner(Planner):
-    """`steps` come with the next plan; `broken`: it fails."""
-
-    def __init__(self) -> None:
-        super().__init__(GatewaySection())
-        self.steps: tuple[Step, ...] = ()
-        self.broken = False
-        self.looks = 0
-
-    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
-        self.looks += 1
-        if self.broken:
-            raise RuntimeError("no plan")
-        steps, self.steps = self.steps, ()
-        return replace(super().look(views, now), steps=steps)
-
-
-class FakePlane:
-    """Notes what it is told. `refuses`: it cannot listen, or cannot apply."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.applied: list[tuple[list[str], dict[str, tuple[str, ...]]]] = []
-        self.refuses = ""
-
-    async def start(self) -> None:
-        self.log.append("start")
-        if self.refuses == "start":
-            raise ListenError("gateway.grpc: taken")
-
-    async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
-        if self.refuses == "apply":
-            raise OSError("no socket")
-        self.log.append("apply")
-        self.applied.append((list(workers), {name: routes.ready for name, routes in table.items()}))
-
-    def counts(self) -> Counts:
-        return Counts()
-
-    async def drain(self, seconds: float) -> None:
-        self.log.append(f"drain {seconds:g}")
-        await asyncio.sleep(1)
-
-    async def stop(self) -> None:
-        self.log.append("stop")
-
-
-class FakeProber:
-    def __init__(self, world: "World", worker: Worker) -> None:
-        self._world = world
-        self._name = worker.name
-
-    async def look(self) -> WorkerView:
-        self._world.looks.append(self._name)
-        await asyncio.sleep(self._world.seconds)
-        ready = self._world.ready.get(self._name.partition(":")[0])
-        return DEAD if ready is None else WorkerView(True, frozenset(ready.split()))
-
-    async def act(self, act: Act, model: str) -> None:
-        self._world.acts.append(f"{self._name} {act.value} {model}")
-
-    async def close(self) -> None:
-        self._world.closed += 1
-
-
-class World:
-    """`ready`: what workers serve, by name; who is not in it is dead."""
-
-    def __init__(self, **ready: str) -> None:
-        self.ready = ready
-        self.addresses = sorted(ready)
-        self.looks: list[str] = []
-        self.acts: list[str] = []
-        self.closed = 0
-        self.seconds = 0.001
-        self.planner = FakePlanner()
-        self.plane = FakePlane()
-        section = GatewaySection(workers_dns="workers", resolve_s=5, probe_s=0.5)
-
-        async def resolve(_: str) -> list[str]:
-            return self.addresses
-
-        self.gateway = Gateway(
-            Members(section, resolve),
-            lambda seen: Probes(lambda worker: FakeProber(self, worker), section.probe_s, seen),
-            self.planner,
-            lambda brain: self.plane,
-            pause=section.probe_s,
-            drain=7,
-            clock=lambda: asyncio.get_running_loop().time(),
-        )
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        stop = asyncio.Event()
-        task = asyncio.create_task(self.gateway.run(stop))
-        while not self.gateway.ready and not task.done():
-            await asyncio.sleep(0.01)
-        yield
-        stop.set()
-        await task
-
-    def knows(self) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-        """Workers, and where each model goes, as the plane was told last."""
-        return self.plane.applied[-1]
-
-    async def until(self, workers: list[str], table: dict[str, tuple[str, ...]], *, within: float) -> None:
-        async with asyncio.timeout(within):
-            while self.knows() != (workers, table):
-                await asyncio.sleep(0.01)
+from tests.unit.gateway.worlds import World
 
 
 def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:

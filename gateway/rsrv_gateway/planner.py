@@ -167,9 +167,11 @@ class Planner:
         return self._changed_at is not None and now - self._changed_at >= SETTLE_S
 
     def _trigger(self, views: Mapping[str, WorkerView], fleet: Fleet, now: float) -> Trigger | None:
+        if not fleet.units:
+            return None
         if not self._started:
             whole = all(view.alive and view.instance is not None for view in views.values())
-            return "start" if fleet.units and (whole or self._settled(now)) else None
+            return "start" if whole or self._settled(now) else None
         if self._asked > self._done:
             return "operator"
         if self._device_s >= self._threshold():

@@ -8,6 +8,8 @@ import pytest
 
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv_gateway.contract import Act, Step, Weights, WorkerView
+from rsrv_gateway.fleet import Fleet as Survey
+from rsrv_gateway.fleet import Unit, survey
 from rsrv_gateway.moves import MOVE_LIMIT_S
 from rsrv_gateway.planner import SETTLE_S, Plan, Planner
 from tests.unit.gateway.fleet import LOOK_S, Fleet, Model, Script, homes
@@ -260,15 +262,18 @@ def test_an_old_home_that_others_use_is_left_to_them() -> None:
 def test_a_model_that_comes_back_is_not_freed() -> None:
     """A home that is one again before it was freed keeps its weights."""
     scene = moving()
-    scene.fleet.copy("v", "a").queued = 0.6
-    for _ in range(7):
-        scene.look()
-    assert homes(scene.look(do=False).table) == {"a": ("w",)}
+    busy = scene.fleet.copy("v", "a")
+    busy.queued = 0.6
+    for _ in range(8):
+        plan = scene.look()
+    assert homes(plan.table) == {"a": ("w",)}
     scene.script.placed["a"] = ("v",)
     scene.planner.repack()
-
     assert homes(scene.look().table) == {"a": ("v",)}
-    assert "a" in scene.fleet.resident("v")
+    busy.queued = 0
+    scene.settle()
+
+    assert (scene.fleet.resident("v"), scene.fleet.resident("w")) == ({"a"}, set())
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
@@ -387,6 +392,45 @@ def test_consumed_device_seconds_repack() -> None:
     assert plan.status.repacks.counts == {"start": 1, "work": 6, "operator": 1}
     assert (plan.status.repacks.asked, plan.status.repacks.done) == (1, 1)
     assert plan.status.repacks.threshold_device_s == 30
+
+
+def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
+    """Whoever sent the requests: among workers with a tenth of its work the first by name counts as its home; where
+    nothing executed it is the last target."""
+    fleet = Fleet(["v", "w"], {"a": Model()})
+    scene = Scene(fleet, Script(a=("w",)))
+    scene.settle()
+    before = []
+    for v, w in ((1.0, 1.0), (0.0, 1.0), (0.01, 1.0), (1.0, 0.0), (0.0, 0.0)):
+        for _ in range(10):
+            fleet.copy("v", "a").device_s += v
+            fleet.copy("w", "a").device_s += w
+            scene.look()
+        scene.planner.repack()
+        scene.look()
+        before.append(scene.script.asked[-1][2]["a"])
+
+    assert before == [("v",), ("w",), ("w",), ("v",), ("w",)]
+
+
+def test_what_was_done_at_the_old_home_does_not_count() -> None:
+    """After a move only what executed since then tells where a model is; during one it is where it goes."""
+    scene = moving()
+    for _ in range(20):
+        placed = homes(scene.look().table)["a"]
+        scene.fleet.copy(placed[0], "a").device_s += 0.5
+        if placed == ("v",):
+            assert scene.planner._before(*_unit(scene)) == ("w",)
+    scene.planner.repack()
+    scene.look()
+
+    assert placed == ("w",)
+    assert scene.script.asked[-1][2]["a"] == ("w",)
+
+
+def _unit(scene: Scene) -> tuple[Unit, Survey, int]:
+    fleet = survey(scene.fleet.views(), [])
+    return fleet.units[0], fleet, 1
 
 
 def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:

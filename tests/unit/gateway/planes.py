@@ -16,6 +16,7 @@ from rsrv_gateway.python_plane import PythonPlane
 
 SERVICE = "/inference.GRPCInferenceService/"
 Handler = Callable[[Any, Any], Awaitable[Any]]
+_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1))
 Infer: Any = service_pb2.ModelInferRequest
 
 
@@ -40,7 +41,7 @@ class FakeWorker:
         self._server: Any = None
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(handlers=[_Any(self)], options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(handlers=[_Any(self)], options=_OPTIONS)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 

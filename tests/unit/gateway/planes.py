@@ -160,7 +160,7 @@ def types(method: str) -> tuple[Any, Any]:
 
 @asynccontextmanager
 async def serving(
-    count: int = 2, table: Mapping[str, Routes] | None = None, token: str | None = None, **settings: Any
+    count: int = 2, table: Mapping[str, Routes] | None = None, **settings: Any
 ) -> AsyncIterator[House]:
     """By default, all workers serve model `m`, each in turn."""
     section = GatewaySection(**{"grpc": "127.0.0.1:0", "mode": "round_robin", **settings})

@@ -141,7 +141,7 @@ class Inquiries:
         async def call(data: bytes, context: Any) -> bytes:
             answers = await self._ask_all(method, data, context, context.time_remaining())
             # Who was told that the model is there, or not there, may rely on it.
-            await self._traffic.brain.refresh()
+            await self._traffic.brain.refresh(sure=True)
             return await _answered(method, fanout.all_succeeded, answers, context)
 
         return call

@@ -116,7 +116,7 @@ class FakeBrain:
     def failed(self, worker: str) -> None:
         self.failures.append(worker)
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
         self.refreshes += 1
         if self.looks is not None:
             await self.looks()

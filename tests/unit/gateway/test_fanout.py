@@ -99,9 +99,10 @@ def test_all_must_succeed() -> None:
     assert fanout.all_succeeded({"a": done, "b": GONE}).message == "worker b: connection refused"
 
 
-def test_a_single_worker_speaks_for_itself() -> None:
-    """With one worker, its refusal is the client's, word for word."""
+def test_with_one_voice() -> None:
+    """What one worker alone or all of them say is the client's, word for word."""
     assert fanout.all_succeeded({"a": BAD}) is BAD
+    assert fanout.all_succeeded({"a": BAD, "b": BAD}) is BAD
     assert fanout.all_agree({"a": BAD}) is BAD
     assert fanout.merge_index({"a": GONE}) is GONE
 

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv_gateway.channels import Channels
+from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError
 
@@ -32,23 +32,23 @@ _LATE: Final = _Late.LATE
 class GrpcProber:
     """A worker that takes longer than `timeout` seconds gets a new connection: the old one may be open on one side only."""
 
-    def __init__(self, worker: Worker, channels: Channels, timeout: float) -> None:
+    def __init__(self, worker: Worker, contacts: Contacts, timeout: float) -> None:
         self._worker = worker
-        self._channels = channels
+        self._contacts = contacts
         self._timeout = timeout
         self._ready: frozenset[str] = frozenset()
-        self._triton = channels.open(worker.grpc)
-        self._control = None if worker.control is None else channels.open(worker.control)
+        self._triton = contacts.open(worker.grpc)
+        self._control = None if worker.control is None else contacts.open(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def look(self) -> WorkerView:
         alive, ready, load = await asyncio.gather(self._alive(), self._index(), self._load())
         if alive is _LATE:
             self._close(self._triton)
-            self._triton = self._channels.open(self._worker.grpc)
+            self._triton = self._contacts.open(self._worker.grpc)
         if load is _LATE and self._worker.control is not None:
             self._close(self._control)
-            self._control = self._channels.open(self._worker.control)
+            self._control = self._contacts.open(self._worker.control)
         if alive is not True:
             return DEAD
         # Triton may be slow to list models while it loads some, and serves the others as before.
@@ -86,7 +86,7 @@ class GrpcProber:
         task.add_done_callback(self._closing.discard)
 
     def _terms(self, timeout: float) -> dict[str, Any]:
-        return {"timeout": timeout, "metadata": self._channels.metadata}
+        return {"timeout": timeout, "metadata": self._contacts.metadata}
 
     async def _alive(self) -> bool | _Late:
         """Whether it answers at all: while it starts, loads or ends it is not ready, and the index says what there is."""

@@ -6,7 +6,7 @@ import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.channels import ChannelError, Channels
+from rsrv_gateway.contacts import ContactError, Contacts
 from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import DEAD, ActError
@@ -41,7 +41,7 @@ LOAD = pb.GetLoadResponse(
 def prober(port: int, *, control: bool = False, timeout: float = 10.0, **settings: object) -> GrpcProber:
     address = f"127.0.0.1:{port}"
     worker = Worker("w", address, control=address if control else None)
-    return GrpcProber(worker, Channels(GatewaySection.model_validate(settings)), timeout)
+    return GrpcProber(worker, Contacts(GatewaySection.model_validate(settings)), timeout)
 
 
 @looped
@@ -170,12 +170,12 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
 @pytest.mark.parametrize("key", ["worker_ca", "worker_token_file"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
     """With the setting."""
-    with pytest.raises(ChannelError, match=rf"gateway\.{key}: .*missing"):
-        Channels(GatewaySection.model_validate({key: tmp_path / "missing"}))
+    with pytest.raises(ContactError, match=rf"gateway\.{key}: .*missing"):
+        Contacts(GatewaySection.model_validate({key: tmp_path / "missing"}))
 
 
 def test_a_token_is_one_line(tmp_path: Path) -> None:
     """gRPC would refuse each call with it."""
     (tmp_path / "token").write_text("two\nlines")
-    with pytest.raises(ChannelError, match="no token"):
-        Channels(GatewaySection(worker_token_file=tmp_path / "token"))
+    with pytest.raises(ContactError, match="no token"):
+        Contacts(GatewaySection(worker_token_file=tmp_path / "token"))

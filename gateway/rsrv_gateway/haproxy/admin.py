@@ -52,7 +52,9 @@ class Admin:
                 finally:
                     writer.close()
         except OSError as error:  # a timeout is one, too
-            raise AdminError(f"HAProxy's admin socket does not answer: {error or 'no answer in time'}") from None
+            raise AdminError(
+                f"HAProxy's admin socket does not answer: {error or 'no answer in time'}"
+            ) from None
         return answer.decode("utf-8", "replace")
 
     async def do(self, commands: Iterable[str]) -> None:

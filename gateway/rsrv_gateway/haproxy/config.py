@@ -50,9 +50,9 @@ def configuration(
     files: Files,
     slots: Sequence[str],
     targets: Mapping[str, Target],
-    token: str | None = None,
+    token: bytes | None = None,
 ) -> str:
-    """`targets`: who is in which slot at the start. `token`: what clients must send."""
+    """`targets`: who is in which slot at the start. `token`: the header `authorization` that clients must send."""
     parts = [_global(section, files, token), _defaults(section)]
     if section.grpc is not None:
         parts.append(_grpc_frontend(section, section.grpc, files))
@@ -62,7 +62,10 @@ def configuration(
         _grpc_workers(section, files, {slot: targets.get(slot) for slot in slots}),
         _http_workers(section, files, {slot: targets.get(slot) for slot in slots}),
         _part("backend turns", ["stick-table type string len 256 size 100k store gpc0"]),
-        _part("backend grpc_rest", [_refusal(503, 14, _ENDING), f"server gateway unix@{files.rest_grpc} proto h2"]),
+        _part(
+            "backend grpc_rest",
+            [_refusal(503, 14, _ENDING), f"server gateway unix@{files.rest_grpc} proto h2"],
+        ),
         _part("backend http_rest", [_failure(503, _ENDING), f"server gateway unix@{files.rest_http}"]),
     ]
     return "\n".join(parts)
@@ -71,7 +74,7 @@ def configuration(
 _ENDING = "the gateway starts or ends: try again in a while"
 
 
-def _global(section: GatewaySection, files: Files, token: str | None) -> str:
+def _global(section: GatewaySection, files: Files, token: bytes | None) -> str:
     lines = [
         f"stats socket unix@{files.admin} mode 600 level admin",
         "log ring@told format raw local0",
@@ -82,7 +85,7 @@ def _global(section: GatewaySection, files: Files, token: str | None) -> str:
         "tune.h2.max-concurrent-streams 1000",
     ]
     if token is not None:
-        lines.append(f"set-var proc.token bin({f'Bearer {token}'.encode().hex()})")
+        lines.append(f"set-var proc.token bin({token.hex()})")
     if section.tls_certificate is not None:
         lines.append("ssl-default-bind-options ssl-min-ver TLSv1.2")
     if section.worker_ca is not None:
@@ -187,11 +190,12 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         _refusal(503, 14, _UNREACHABLE),
         _refusal(504, 4, _late(section)),
         "option httpchk",
-        "http-check send meth POST uri /rsrv.Health/Check ver HTTP/2 hdr content-type application/grpc hdr te trailers",
+        "http-check send meth POST uri /rsrv.Health/Check ver HTTP/2 hdr host worker hdr content-type application/grpc hdr te trailers",
         "http-check expect status 200",
         # Traffic tells that a worker is gone, and the next check that it is back.
-        f"default-server proto h2 check inter {_ms(section.probe_s)} fall 1 rise 1 "
-        f"observe layer4 error-limit 1 on-error mark-down tcp-ut {_SILENCE}{_tls(section, files)}",
+        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files)}",
+        f"default-server check inter {_ms(section.probe_s)} fall 1 rise 1",
+        "default-server observe layer4 error-limit 1 on-error mark-down",
     ]
     for slot, target in slots.items():
         lines.append(f"server {slot} {_where(None if target is None else target.grpc)}")
@@ -212,7 +216,9 @@ def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         _failure(504, _late(section)),
     ]
     for slot, target in slots.items():
-        lines.append(f"server {slot} {_where(None if target is None else target.http)} track {GRPC_WORKERS}/{slot}")
+        lines.append(
+            f"server {slot} {_where(None if target is None else target.http)} track {GRPC_WORKERS}/{slot}"
+        )
     return _part(f"backend {HTTP_WORKERS}", lines)
 
 
@@ -281,7 +287,7 @@ def _refusal(status: int, code: int, message: str) -> str:
 
 
 def _failure(status: int, message: str) -> str:
-    return f"http-error status {status} content-type application/json string '{{\"error\":\"{message}\"}}'"
+    return f'http-error status {status} content-type application/json string \'{{"error":"{message}"}}\''
 
 
 def _path(path: Path) -> str:

@@ -1,55 +1,28 @@
 """Where the plane's files and sockets are: all in one directory that only this user can enter."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True, slots=True)
 class Files:
-    directory: Path
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.configuration = directory / "haproxy.cfg"
+        #: the gateway's certificate chain and its key; and those that workers are shown
+        self.certificate = directory / "gateway.pem"
+        self.worker_certificate = directory / "worker.pem"
+        #: where each model goes, the replicas of those that have several, and the names of who is in the slots
+        self.routes = directory / "routes.map"
+        self.turns = directory / "turns.map"
+        self.names = directory / "names.map"
+        #: HAProxy's admin socket, and the one on which it tells what became of requests
+        self.admin = directory / "admin.sock"
+        self.told = directory / "told.sock"
+        #: where the plane behind listens
+        self.rest_grpc = directory / "rest-grpc.sock"
+        self.rest_http = directory / "rest-http.sock"
 
-    @property
-    def configuration(self) -> Path:
-        return self.directory / "haproxy.cfg"
-
-    @property
-    def certificate(self) -> Path:
-        """The gateway's certificate chain and its key."""
-        return self.directory / "gateway.pem"
-
-    @property
-    def worker_certificate(self) -> Path:
-        """What workers are shown, and its key."""
-        return self.directory / "worker.pem"
-
-    @property
-    def admin(self) -> Path:
-        """HAProxy's admin socket."""
-        return self.directory / "admin.sock"
-
-    @property
-    def told(self) -> Path:
-        """The socket on which HAProxy says what became of each request."""
-        return self.directory / "told.sock"
-
-    @property
-    def routes(self) -> Path:
-        return self.directory / "routes.map"
-
-    @property
-    def turns(self) -> Path:
-        return self.directory / "turns.map"
-
-    @property
-    def names(self) -> Path:
-        """A map of slots to the names that their certificates must bear."""
-        return self.directory / "names.map"
-
-    @property
-    def rest_grpc(self) -> Path:
-        """Where the plane behind listens."""
-        return self.directory / "rest-grpc.sock"
-
-    @property
-    def rest_http(self) -> Path:
-        return self.directory / "rest-http.sock"
+    def remove(self) -> None:
+        """All but the directory; keys are among them."""
+        for path in vars(self).values():
+            if path != self.directory:
+                path.unlink(missing_ok=True)

@@ -27,7 +27,9 @@ _PAUSE = 0.02
 async def check_version(program: Path) -> str:
     """The version's number. Raises ListenError where there is none that can be used."""
     wanted = f"gateway.data_plane: haproxy needs HAProxy {_OLDEST[0]}.{_OLDEST[1]} or later"
-    cure = "install it (the package is called haproxy), set gateway.haproxy, or set gateway.data_plane: python"
+    cure = (
+        "install it (the package is called haproxy), set gateway.haproxy, or set gateway.data_plane: python"
+    )
     try:
         process = await asyncio.create_subprocess_exec(
             program, "-v", stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
@@ -61,11 +63,13 @@ class Process:
     async def start(cls, program: Path, files: Files) -> "Process":
         """Raises ListenError, which says why it did not start."""
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, bound.__file__, str(os.getpid())),
+            *(sys.executable, "-I", "-S", bound.__file__, str(os.getpid())),
             *(program, "-db", "-f", files.configuration),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            # A Ctrl-C is for the gateway, which ends it in its order.
+            start_new_session=True,
         )
         process = cls(child, files)
         try:
@@ -96,7 +100,8 @@ class Process:
 
     async def wait(self) -> int:
         """Until it has ended; its exit status, or the negative number of the signal."""
-        await self._reader
+        # Who waits may be cancelled; the reader is not to be.
+        await asyncio.wait([self._reader])
         return await self._child.wait()
 
     async def drain(self, seconds: float) -> None:
@@ -116,8 +121,7 @@ class Process:
                 await self._child.wait()
         except TimeoutError:
             self._signal(signal.SIGKILL)
-            await self._child.wait()
-        await self._reader
+        await self.wait()
 
     def _signal(self, number: int) -> None:
         if self._child.returncode is None:

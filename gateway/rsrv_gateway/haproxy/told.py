@@ -8,7 +8,7 @@ import grpc
 from rsrv_gateway.plane import DURATION_BOUNDS, Durations
 
 #: gRPC codes by number, as a header has it
-_CODES = {str(code.value[0]): code.name for code in grpc.StatusCode}
+_CODES: dict[str, str] = {str(code.value[0]): code.name for code in grpc.StatusCode}
 #: what HTTP statuses mean in gRPC's words
 _STATUSES = {
     "200": "OK",

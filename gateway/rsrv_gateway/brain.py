@@ -117,9 +117,11 @@ class Gateway:
     def failed(self, worker: str) -> None:
         self.probes.failed(worker)
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
+        if sure and self._refreshing is not None:
+            await asyncio.shield(self._refreshing)
         if self._refreshing is None:
-            if self.clock() - self._refreshed < _LEAST_PAUSE:
+            if not sure and self.clock() - self._refreshed < _LEAST_PAUSE:
                 return
             self._refreshing = asyncio.create_task(self._refresh())
         # A client that gives up does not end what the others wait for.

@@ -44,7 +44,8 @@ class GrpcFront:
         self._hop = _HOP | {"authorization"} if self._token.needed else _HOP
         inquiries = Inquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
         streaming = Streaming(traffic, self._channels, self.forwarded)
-        self._handlers = {
+        #: handlers by method
+        self.methods = {
             **{
                 SERVICE + name: grpc.unary_unary_rpc_method_handler(call)
                 for name, call in inquiries.calls().items()
@@ -60,7 +61,7 @@ class GrpcFront:
     async def start(self) -> None:
         """Raises ListenError."""
         if self._settings.grpc is not None:
-            handlers = [_Handlers(self._handlers, self._token)]
+            handlers = [_Handlers(self.methods, self._token)]
             self._server = grpc.aio.server(handlers=handlers, options=server_options(self._settings))
             self.port = bind(self._server, self._settings.grpc, self._settings)
             await self._server.start()

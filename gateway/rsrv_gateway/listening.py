@@ -30,7 +30,7 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
 def bind(server: Any, address: str, settings: GatewaySection) -> int:
     """Makes the grpc.aio server listen on gateway.grpc; its port. Raises ListenError."""
     port = address.rpartition(":")[2]
-    if not (port.isdigit() and int(port) < 65536):
+    if not (port.isdigit() and int(port) < 65536) and not address.startswith("unix:"):
         raise ListenError(f"gateway.grpc: {address!r} is not HOST:PORT")  # gRPC would take another port
     credentials = server_credentials(settings)
     try:
@@ -78,6 +78,11 @@ class Token:
     @property
     def needed(self) -> bool:
         return self._wanted is not None
+
+    @property
+    def header(self) -> bytes | None:
+        """What `authorization` must be; None: anything."""
+        return self._wanted
 
     def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
         """`headers` are a request's, with names in lower case."""

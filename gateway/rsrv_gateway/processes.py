@@ -256,4 +256,4 @@ class _Process:
             case "failed":
                 self._brain.failed(value)
             case "refresh":
-                await self._brain.refresh()
+                await self._brain.refresh(value)

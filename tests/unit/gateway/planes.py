@@ -16,6 +16,7 @@ from rsrv_gateway.python_plane import PythonPlane
 
 SERVICE = "/inference.GRPCInferenceService/"
 Handler = Callable[[Any, Any], Awaitable[Any]]
+_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1))
 Infer: Any = service_pb2.ModelInferRequest
 
 
@@ -40,7 +41,7 @@ class FakeWorker:
         self._server: Any = None
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(handlers=[_Any(self)], options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(handlers=[_Any(self)], options=_OPTIONS)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 
@@ -115,7 +116,7 @@ class FakeBrain:
     def failed(self, worker: str) -> None:
         self.failures.append(worker)
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
         self.refreshes += 1
         if self.looks is not None:
             await self.looks()
@@ -159,7 +160,7 @@ def types(method: str) -> tuple[Any, Any]:
 
 @asynccontextmanager
 async def serving(
-    count: int = 2, table: Mapping[str, Routes] | None = None, token: str | None = None, **settings: Any
+    count: int = 2, table: Mapping[str, Routes] | None = None, **settings: Any
 ) -> AsyncIterator[House]:
     """By default, all workers serve model `m`, each in turn."""
     section = GatewaySection(**{"grpc": "127.0.0.1:0", "mode": "round_robin", **settings})

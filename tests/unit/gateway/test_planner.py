@@ -8,8 +8,6 @@ import pytest
 
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv_gateway.contract import Act, Step, Weights, WorkerView
-from rsrv_gateway.fleet import Fleet as Survey
-from rsrv_gateway.fleet import Unit, survey
 from rsrv_gateway.moves import MOVE_LIMIT_S
 from rsrv_gateway.planner import SETTLE_S, Plan, Planner
 from tests.unit.gateway.fleet import LOOK_S, Fleet, Model, Script, homes
@@ -271,9 +269,8 @@ def test_a_model_that_comes_back_is_not_freed() -> None:
     scene.planner.repack()
     assert homes(scene.look().table) == {"a": ("v",)}
     busy.queued = 0
-    scene.settle()
 
-    assert (scene.fleet.resident("v"), scene.fleet.resident("w")) == ({"a"}, set())
+    assert [step for _ in range(10) for step in scene.look().steps] == [Step(Act.EVICT, "w", "a")]
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
@@ -416,21 +413,16 @@ def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
 def test_what_was_done_at_the_old_home_does_not_count() -> None:
     """After a move only what executed since then tells where a model is; during one it is where it goes."""
     scene = moving()
-    for _ in range(20):
+    before = []
+    for n in range(20):
         placed = homes(scene.look().table)["a"]
         scene.fleet.copy(placed[0], "a").device_s += 0.5
-        if placed == ("v",):
-            assert scene.planner._before(*_unit(scene)) == ("w",)
-    scene.planner.repack()
-    scene.look()
+        if n in (2, 19):
+            scene.planner.repack()
+            scene.look()
+            before.append((placed, scene.script.asked[-1][2]["a"]))
 
-    assert placed == ("w",)
-    assert scene.script.asked[-1][2]["a"] == ("w",)
-
-
-def _unit(scene: Scene) -> tuple[Unit, Survey, int]:
-    fleet = survey(scene.fleet.views(), [])
-    return fleet.units[0], fleet, 1
+    assert before == [(("v",), ("w",)), (("w",), ("w",))]
 
 
 def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
@@ -481,6 +473,17 @@ def test_a_control_service_that_is_away_moves_nothing() -> None:
     assert plan.table == table
     assert len(scene.script.asked) == packed
     assert any("control services of v" in warning for warning in plan.status.warnings)
+
+
+def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None:
+    """Models go where it is known what they do; what is ready only elsewhere stays there."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
+    fleet.servers["v"].instance = None
+    fleet.servers["v"].ready.add("c")
+    fleet.servers["v"].ready.discard("b")
+    scene = Scene(fleet, Script(a=("v",)))
+
+    assert homes(scene.settle().table) == {"a": ("w",), "b": ("w",), "c": ()}
 
 
 def test_replicas_and_quanta_follow_the_settings() -> None:

@@ -155,7 +155,7 @@ def build_here(path: Path | str, device: Device, settings: Settings | None = Non
     """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
-    model.weights = WorkingSet(device).load(model.host, lambda: False)
+    model.weights = WorkingSet(device).load(model.host, model.host.read, lambda: False)
     model.program = replace(model.program, costs=warm_up(model, device))
     return model
 

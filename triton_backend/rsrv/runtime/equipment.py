@@ -16,7 +16,7 @@ log = logging.getLogger("rsrv.equipment")
 class Equipment:
     """Belongs to the build thread: importing jax takes seconds, in which stubs may already connect.
 
-    `ready` is called on the loop, once, when all of it is there. Loads are noted at `place`.
+    `ready` is called on the loop, once, when all of it is there. `place`: as `Tiers` has it.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.device import Array
+from rsrv.runtime.abstract_device import Array
 from rsrv.runtime.host import HostWeights
 from rsrv.runtime.models import warm_up
 from rsrv.runtime.underway import Phase, Place, Task, Underway

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from rsrv.runtime.device import Device, DeviceError
+from rsrv.runtime.abstract_device import Device, DeviceError
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.tiers import Tiers
 from rsrv.runtime.underway import Place

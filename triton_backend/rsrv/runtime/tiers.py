@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
+from rsrv.runtime.abstract_device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
 from rsrv.runtime.models import Model

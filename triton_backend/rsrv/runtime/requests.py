@@ -285,6 +285,9 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
         case ev.Reason.QUEUE_FULL:
             after = "later" if finish.retry_after is None else f"after {finish.retry_after * 1e3:.0f} ms"
             return Status.QUEUE_FULL, f"too many requests wait for this model; retry {after}"
+        case ev.Reason.NO_MEMORY:
+            text = f"the device has no memory for this model's weights; they are tried again in {finish.retry_after:.1f} s"
+            return Status.QUEUE_FULL, text
         case ev.Reason.TOO_MANY_ROWS:
             return Status.INVALID, "the request has more rows than the model's largest batch"
         case ev.Reason.UNKNOWN_VARIANT:

@@ -363,6 +363,8 @@ class Reason(Enum):
     PAUSED = "paused"
     #: its weights are not on the device, and nobody asked for them who may (`SchedulerSettings.on_demand`).
     NOT_RESIDENT = "not_resident"
+    #: a moment ago its weights found no memory, though all others had given way.
+    NO_MEMORY = "no_memory"
 
 
 class Finish(NamedTuple):
@@ -371,7 +373,8 @@ class Finish(NamedTuple):
     request: int
     outcome: Outcome
     reason: Reason | None = None
-    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: nobody knows).
+    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: nobody knows), or those
+    #: until its weights are tried again (with NO_MEMORY).
     retry_after: float | None = None
     error: str | None = None
 

@@ -98,7 +98,7 @@ class Requests:
         for entrance in entrances:
             asking = self._new_id(connection, entrance.request)
             run = self._pending[asking] = self.runs.enter(connection, group, entrance, asking)
-            asked.append(ev.Run(run.id, run.group.name, run.deadline, run.priority, limit))
+            asked.append(ev.Run(run.id, group.name, run.deadline, run.priority, limit, group.models))
         self._feed(ev.RunsAsked(tuple(asked)))
 
     def call(self, connection: Connection, call: Call) -> None:

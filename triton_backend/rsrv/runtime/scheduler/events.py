@@ -92,6 +92,8 @@ class Run(NamedTuple):
     priority: int = 0
     #: runs of this meta that may wait, this one included; one more is refused.
     max_waiting: int = 1024
+    #: what it calls. While one of these is held, it is not admitted, and takes no place if it was.
+    models: tuple[str, ...] = ()
 
 
 # --- events ----------------------------------------------------------------------------------------------

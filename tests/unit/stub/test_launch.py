@@ -1,6 +1,8 @@
 """Starting the runtime: what went wrong when none comes, and what is tried again."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,15 @@ esac
 
 
 @pytest.fixture
-def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     python = tmp_path / "python"
     python.write_text(_SCRIPT)
     python.chmod(0o700)
-    monkeypatch.setenv("RSRV_RUNTIME_DIR", str(tmp_path / "runtimes"))
     monkeypatch.setenv("RSRV_RUNTIME_PYTHON", str(python))
-    return python
+    # Not below tmp_path: the name of a socket has room for 107 characters.
+    with tempfile.TemporaryDirectory(prefix="rsrv-test-") as home:
+        monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
+        yield python
 
 
 def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(

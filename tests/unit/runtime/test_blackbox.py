@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -176,9 +177,14 @@ def test_an_end_of_our_own_making_blames_nobody(tmp_path: Path) -> None:
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
 
 
-def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [{"phase": "DREAMING"}, {"at": "yesterday"}, {"share": None}, {"whose": "m@1"}],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path, damage: dict[str, Any]) -> None:
     """A damaged file keeps no runtime from starting."""
-    death = {"phase": "DREAMING", "how": "crashed", "at": 1.7e9}
+    death = {"phase": "EXECUTING", "how": "crashed", "at": 1.7e9, "share": 1.0, **damage}
     (tmp_path / paths.DEATHS).write_text(json.dumps({"m@1": [death] * 3}))
 
     assert BlackBox(tmp_path).deaths.verdict("m@1") is None

@@ -109,6 +109,10 @@ def verdict(deaths: Iterable[Death], now: float) -> str | None:
     )
 
 
+def _read_death(phase: str, how: How, at: float, share: float) -> Death:
+    return Death(Phase[phase].name, how, float(at), float(share))
+
+
 class Deaths:
     """Who has ended runtimes of this server. In a file, which is read anew each time: removing it is a pardon."""
 
@@ -141,11 +145,8 @@ class Deaths:
             if self._path is None or not self._path.exists():
                 return {}
             deaths = json.loads(self._path.read_text())
-            found = {key: [Death(**death) for death in some] for key, some in deaths.items()}
-            if any(death.phase not in Phase.__members__ for some in found.values() for death in some):
-                raise ValueError("it names no phase")
-            return found
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            return {key: [_read_death(**death) for death in some] for key, some in deaths.items()}
+        except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
             log.warning("%s: cannot be read, so nobody is to blame: %s", self._path, error)
             return {}
 

@@ -39,10 +39,11 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
 
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long" --ignore=tests/unit
+	$(PYTEST) -m "not long" tests/unit -n auto
 
 test-unit: $(VENV) ## the tests that need no server
-	$(PYTEST) -m "not long" tests/unit
+	$(PYTEST) -m "not long" tests/unit -n auto
 
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rsrv.runtime.abstract_device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.blackbox import Deaths
 from rsrv.runtime.catalog import Catalog, Listed
 from rsrv.runtime.connection import Connection, Group, MetaCounts
-from rsrv.runtime.device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.equipment import Equipment
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError

@@ -32,14 +32,14 @@ _GPU = "0"
 
 def run(options: Namespace) -> int:
     """Does what the command line says; returns the exit status."""
-    _log_to_output()
     try:
         settings = _settings(options)
         planned = _plan(settings)
         if options.dry_run:
             sys.stdout.write(describe(planned))
             return 0
-        with _alone(settings.node.directory):
+        _log_to_output()
+        with alone(settings.node.directory):
             _prepare(planned, settings, options.bundles)
             return asyncio.run(_serve(planned, settings))
     except (NodeError, SettingsError, OSError) as error:
@@ -82,7 +82,7 @@ def _plan(settings: Settings) -> Plan:
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def alone(directory: Path) -> Iterator[None]:
     """The node's directory for this process only. Raises NodeError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -165,5 +165,5 @@ class _Lines(logging.Handler):
 def _log_to_output() -> None:
     handler = _Lines()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
-    log.addHandler(handler)
+    log.handlers = [handler]
     log.setLevel(logging.INFO)

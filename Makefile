@@ -41,7 +41,7 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 	$(BIN)/rsrv-gen build/bundles -o gen
 	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
 
-node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1'; docs/node.md)
+node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
 	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
 
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones

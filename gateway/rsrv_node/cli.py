@@ -17,7 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     from rsrv_node import node
 
-    return node.run(options)
+    try:
+        return node.run(options)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

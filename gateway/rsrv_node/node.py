@@ -146,12 +146,12 @@ def _write(file: Path, text: str) -> None:
 
 
 def _put(lines: bytes) -> None:
-    """To the node's own output; whoever has closed that does not want to know."""
+    """To the node's own output; who has closed that does not want to know."""
     left = memoryview(lines)
     while left:
         try:
             left = left[os.write(sys.stdout.fileno(), left) :]
-        except BrokenPipeError:
+        except OSError:
             return
 
 

@@ -37,7 +37,7 @@ def _gpu(handle: object) -> Gpu:
 
 
 def _near(handle: object) -> frozenset[int]:
-    words = ((os.cpu_count() or 1) + _WORD - 1) // _WORD
+    words = -(-os.sysconf("SC_NPROCESSORS_CONF") // _WORD)
     try:
         mask = pynvml.nvmlDeviceGetCpuAffinity(handle, words)
     except pynvml.NVMLError:

@@ -6,6 +6,7 @@ Workers are named; names are what orders and labels them. Times are seconds, mem
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,15 @@ class Routes:
     ready: tuple[str, ...]
     #: those of them that the packing chose, by name; empty: not packed
     placed: tuple[str, ...] = ()
-    #: items that go to one replica before the next one's turn
+    #: items that go to one replica before the next one's turn; 1: each request to the replica with the fewest
     quantum: int = 1
-    #: what one item, or one request, adds to a worker's load
+    #: which replica's turn is next, of those with the fewest quanta under way: least: the one with the least
+    #: load; rr: each in turn
+    fill: Literal["least", "rr"] = "least"
+    #: what one item adds to a worker's load; or, not `per_item`, one request
     charge: float = 1.0
-    #: the input whose shape tells the items, and its axis; None: a request is one item
+    per_item: bool = True
+    #: the input whose shape tells the items, and its axis; None: a request is one item, or nobody needs to know
     batch_input: tuple[str, int] | None = None
 
 

@@ -140,7 +140,14 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
         "evict": {"models": ["b", "a"]},
         "abort": {"aborted": 2, "executing": 1},
         "story": {"stories": {"a@1": ["one", "two"]}},
-        "load": {"backlog_s": 0.5, "free_bytes": None, "budget_bytes": None, "models": {}},
+        "load": {
+            "instance": "1",
+            "backlog_s": 0.5,
+            "free_bytes": None,
+            "budget_bytes": None,
+            "models": {},
+            "metas": {},
+        },
     }
 
     @looped
@@ -428,13 +435,21 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         "bytes": 10,
         "misses": 2,
         "device_seconds": 0.5,
+        "requests": 4,
+        "pinned": True,
+        "max_rows": 16,
     }
     async with served(tmp_path) as server:
         server.runtime.answers = lambda command: {
             "backlog_s": 0.25,
             "free_bytes": 40,
             "budget_bytes": 50,
-            "models": {"a": {**model, "cost_s": 0.5, "rows": 8}, "b": {**model, "cost_s": None, "rows": 0}},
+            "instance": "11",
+            "models": {
+                "a": {**model, "cost_s": 0.5, "rows": 8, "batch_input": ("x", 1)},
+                "b": {**model, "cost_s": None, "rows": 0, "batch_input": None},
+            },
+            "metas": {"m": ("a", "b")},
         }
 
         load = await server.control.GetLoad(pb.GetLoadRequest())
@@ -443,7 +458,12 @@ async def test_the_load_is_complete(tmp_path: Path) -> None:
         a, b = load.models
         assert (a.name, a.queued, a.executing, a.weights, a.bytes) == ("a", 3, 1, pb.WEIGHTS_LOADING, 10)
         assert (a.cost_s, a.misses, a.device_seconds, a.rows) == (0.5, 2, 0.5, 8)
+        assert (a.requests, a.pinned, a.max_rows) == (4, True, 16)
+        assert (a.batch_input.name, a.batch_input.axis) == ("x", 1)
         assert not b.HasField("cost_s")
+        assert not b.HasField("batch_input")
+        (meta,) = load.metas
+        assert (load.instance, meta.name, list(meta.models)) == ("11", "m", ["a", "b"])
 
 
 @looped

@@ -309,10 +309,14 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
                 "queued": 0,
                 "executing": 0,
                 "weights": "resident",
+                "pinned": False,
                 "bytes": _BYTES,
                 "misses": 0,
                 "device_seconds": 0.0,
                 "rows": 0,
+                "requests": 0,
+                "max_rows": 8,
+                "batch_input": ["x", 0],
             }
         }
         runtime.device.gate.clear()
@@ -325,13 +329,18 @@ def test_the_load_says_what_there_is_to_do(start_runtime: StartRuntime, doubling
         assert (busy["models"]["a"]["executing"], busy["models"]["a"]["queued"]) == (1, 1)
         runtime.device.gate.set()
         assert (answered(asked), answered(waiting)) == (1, 1)
-        assert operator.do("load")["models"]["a"]["rows"] == 2
+        done = operator.do("load")
+        assert (done["models"]["a"]["rows"], done["models"]["a"]["requests"]) == (2, 2)
+        assert done["instance"] == operator.do("ping")["instance"]
     engine.close()
 
 
 def test_without_a_limit_nobody_says_what_is_free(operator: Operator) -> None:
     """Both figures are null."""
-    assert operator.do("load") == {"backlog_s": 0, "free_bytes": None, "budget_bytes": None, "models": {}}
+    load = operator.do("load")
+
+    assert (load["free_bytes"], load["budget_bytes"]) == (None, None)
+    assert (load["backlog_s"], load["models"], load["metas"]) == (0, {}, {})
 
 
 def test_of_two_versions_the_ready_one_shows(

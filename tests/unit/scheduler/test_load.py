@@ -1,6 +1,13 @@
 """What is asked for often is the same as what the whole snapshot says."""
 
-from rsrv.runtime.scheduler.events import ExecutionFinished, ModelAdded, Program, Request, RequestsArrived
+from rsrv.runtime.scheduler.events import (
+    ExecutionFinished,
+    ModelAdded,
+    Outcome,
+    Program,
+    Request,
+    RequestsArrived,
+)
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 
@@ -22,9 +29,10 @@ def test_the_load_is_a_part_of_the_snapshot() -> None:
     for name, model in load.models.items():
         whole = snapshot.models[name]
         assert model.row_seconds == min(cost / size for (_, size), cost in whole.costs.items())
-        assert model._replace(row_seconds=0) == (
-            whole.queued, whole.executing, whole.device_bytes, 0, whole.misses, whole.device_seconds,
-            whole.useful_rows,
+        assert model.max_rows == max(size for _, size in whole.costs)
+        assert model._replace(row_seconds=0, max_rows=0) == (
+            whole.queued, whole.executing, whole.pinned, whole.device_bytes, 0, 0, whole.misses,
+            whole.outcomes[Outcome.ANSWERED], whole.device_seconds, whole.useful_rows,
         )  # fmt: skip
     assert (load.models["a"].queued, load.models["a"].executing, load.models["a"].device_seconds) == (
         1,

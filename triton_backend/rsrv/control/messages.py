@@ -135,6 +135,7 @@ def given(message: Message) -> dict[str, Any]:
 def load(said: Json) -> pb.GetLoadResponse:
     # Asked for many times a second: spelled out, for speed.
     return pb.GetLoadResponse(
+        instance=said["instance"],
         backlog_s=said["backlog_s"],
         free_bytes=said["free_bytes"],
         budget_bytes=said["budget_bytes"],
@@ -149,10 +150,19 @@ def load(said: Json) -> pb.GetLoadResponse:
                 misses=model["misses"],
                 device_seconds=model["device_seconds"],
                 rows=model["rows"],
+                requests=model["requests"],
+                pinned=model["pinned"],
+                max_rows=model["max_rows"],
+                batch_input=_batch_input(model["batch_input"]),
             )
             for name, model in said["models"].items()
         ],
+        metas=[pb.MetaLoad(name=name, models=models) for name, models in said["metas"].items()],
     )
+
+
+def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
+    return None if said is None else pb.BatchInput(name=said[0], axis=said[1])
 
 
 def snapshot(instance: str, revision: int, entries: Mapping[str, Entry]) -> pb.Snapshot:

@@ -229,7 +229,7 @@ class Commands:
                 return {"stories": {key: self._scheduler.story(key) for key in keys}}
             case _Load():
                 backlog = self._scheduler.backlog_seconds(self._clock())
-                return load(self._catalog, self._scheduler.load(), backlog)
+                return load(self._registry, self._watching.instance, self._scheduler.load(), backlog)
             case _:
                 raise AssertionError(f"nobody does {type(command).__name__}")
         return {}

@@ -41,6 +41,8 @@ class Model:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
+    #: what clients send that tells the rows of a request: an input and its batch axis; None: none has one
+    batch_input: tuple[str, int] | None
     #: device bytes that its largest execution takes beside the weights
     scratch: int
     residency: Residency
@@ -148,6 +150,7 @@ def build(
         interface,
         program,
         executables,
+        batch_input(bundle),
         scratch,
         of_model.residency,
         weights,
@@ -243,6 +246,12 @@ def wire_tensors(bundle: Bundle) -> dict[str, list[tuple[str, str, tuple[int, ..
         side: [(spec.name, spec.dtype, _open(spec.dims, spec.batch_axis)) for spec in specs]
         for side, specs in sides.items()
     }
+
+
+def batch_input(bundle: Bundle) -> tuple[str, int] | None:
+    """The first input of clients with a batch axis, and that axis of the tensor as it travels."""
+    axes = ((spec.name, spec.batch_axis) for spec in bundle.manifest.wire_inputs)
+    return next(((name, axis) for name, axis in axes if axis is not None), None)
 
 
 def to_json(model: Model) -> dict[str, Any]:

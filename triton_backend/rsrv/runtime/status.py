@@ -34,10 +34,11 @@ def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dic
     }
 
 
-def load(catalog: Catalog, load: Load, backlog: float) -> dict[str, Any]:
+def load(registry: Registry, instance: str, load: Load, backlog: float) -> dict[str, Any]:
     """What whoever spreads requests over devices wants to know, often; `backlog` in seconds."""
-    budget, models = load.weight_budget_bytes, load.models
+    catalog, budget, models = registry.catalog, load.weight_budget_bytes, load.models
     return {
+        "instance": instance,
         "backlog_s": backlog,
         "free_bytes": None if budget is None else max(0, budget - load.weight_bytes),
         "budget_bytes": budget,
@@ -46,15 +47,20 @@ def load(catalog: Catalog, load: Load, backlog: float) -> dict[str, Any]:
                 "queued": model.queued,
                 "executing": model.executing,
                 "weights": listed.weights,
+                "pinned": model.pinned,
                 "bytes": model.device_bytes,
                 "cost_s": model.row_seconds,
                 "misses": model.misses,
                 "device_seconds": model.device_seconds,
                 "rows": model.useful_rows,
+                "requests": model.answered,
+                "max_rows": model.max_rows,
+                "batch_input": catalog.get(key).batch_input,
             }
             for key, listed in _by_rank(catalog)
             if (model := models.get(key)) is not None
         },
+        "metas": {group.name: group.calls for group in registry.metas()},
     }
 
 

@@ -477,19 +477,23 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("backlog_s", "free_bytes", "budget_bytes", "models")
+    __slots__ = ("backlog_s", "free_bytes", "budget_bytes", "models", "instance", "metas")
     BACKLOG_S_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    METAS_FIELD_NUMBER: _ClassVar[int]
     backlog_s: float
     free_bytes: int
     budget_bytes: int
     models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
-    def __init__(self, backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+    instance: str
+    metas: _containers.RepeatedCompositeFieldContainer[MetaLoad]
+    def __init__(self, backlog_s: _Optional[float] = ..., free_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ..., instance: _Optional[str] = ..., metas: _Optional[_Iterable[_Union[MetaLoad, _Mapping]]] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows")
+    __slots__ = ("name", "queued", "executing", "weights", "bytes", "cost_s", "misses", "device_seconds", "rows", "requests", "pinned", "max_rows", "batch_input")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     EXECUTING_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +503,10 @@ class ModelLoad(_message.Message):
     MISSES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INPUT_FIELD_NUMBER: _ClassVar[int]
     name: str
     queued: int
     executing: int
@@ -508,7 +516,27 @@ class ModelLoad(_message.Message):
     misses: int
     device_seconds: float
     rows: int
-    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., rows: _Optional[int] = ...) -> None: ...
+    requests: int
+    pinned: bool
+    max_rows: int
+    batch_input: BatchInput
+    def __init__(self, name: _Optional[str] = ..., queued: _Optional[int] = ..., executing: _Optional[int] = ..., weights: _Optional[_Union[Weights, str]] = ..., bytes: _Optional[int] = ..., cost_s: _Optional[float] = ..., misses: _Optional[int] = ..., device_seconds: _Optional[float] = ..., rows: _Optional[int] = ..., requests: _Optional[int] = ..., pinned: bool = ..., max_rows: _Optional[int] = ..., batch_input: _Optional[_Union[BatchInput, _Mapping]] = ...) -> None: ...
+
+class BatchInput(_message.Message):
+    __slots__ = ("name", "axis")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    AXIS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    axis: int
+    def __init__(self, name: _Optional[str] = ..., axis: _Optional[int] = ...) -> None: ...
+
+class MetaLoad(_message.Message):
+    __slots__ = ("name", "models")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStoryRequest(_message.Message):
     __slots__ = ("model",)

@@ -240,9 +240,12 @@ class ModelState:
         return ModelLoad(
             self.queued,
             self.executing,
+            self.holding.pinned,
             self.holding.bytes,
             min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
+            max(table.max_rows for table in tables),
             self.misses,
+            self.counts.answered,
             self.device_seconds,
             self.useful_rows,
         )

@@ -106,10 +106,14 @@ class ModelLoad(NamedTuple):
 
     queued: int
     executing: int
+    pinned: bool
     device_bytes: int
     #: of the execution that is expected to cost least for each of its rows when it is full.
     row_seconds: float
+    #: most useful rows that one execution takes.
+    max_rows: int
     misses: int
+    answered: int
     device_seconds: float
     useful_rows: int
 

@@ -1,0 +1,167 @@
+"""The gateway's loop: what is seen of the workers becomes a table, which the plane goes by, and steps, which are done."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from rsrv_gateway.contract import Table, Worker
+from rsrv_gateway.members import Members
+from rsrv_gateway.plane import Plane
+from rsrv_gateway.planner import Planner
+from rsrv_gateway.probes import Errands, Probes
+from rsrv_gateway.status import Status
+
+log = logging.getLogger("rsrv.gateway")
+
+#: seconds between two refreshes that requests for unknown models ask for
+_LEAST_PAUSE = 1.0
+
+
+class Gateway:
+    """All on one event loop. What a plane may ask for is in `plane.Brain`."""
+
+    def __init__(
+        self,
+        members: Members,
+        probes: Callable[[Callable[[], None]], Probes],
+        planner: Planner,
+        make_plane: Callable[["Gateway"], Plane],
+        *,
+        pause: float,
+        drain: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`probes` gets what they are to call when they see something new. `pause`: seconds between two rounds at most;
+        `drain`: seconds that requests under way have when it ends."""
+        self._stirred = asyncio.Event()
+        self.members = members
+        self.probes = probes(self._stirred.set)
+        self.planner = planner
+        self.plane = make_plane(self)
+        self._errands = Errands(self.probes.act)
+        self._pause = pause
+        self._drain = drain
+        self.clock = clock
+        #: what the planner showed last; None: it has not looked yet
+        self.status: Status | None = None
+        self._rounded = asyncio.Event()
+        self._round_lock = asyncio.Lock()
+        self._applied: tuple[Mapping[str, Worker], Table] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed = -_LEAST_PAUSE
+        self._serving = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken, and some worker answers."""
+        return not self.unready
+
+    @property
+    def unready(self) -> str:
+        """Why it is not ready; empty: it is."""
+        if not self._serving:
+            return "the gateway starts or ends"
+        if not any(view.alive for view in self.probes.views().values()):
+            return "no worker answers"
+        return ""
+
+    @property
+    def table(self) -> Table:
+        """As the plane has it."""
+        return {} if self._applied is None else self._applied[1]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop`, and ends gracefully. Raises ListenError, and whatever else ends the plane."""
+        try:
+            await self.members.look()
+            self.probes.watch(self.members.workers())
+            await self.probes.look()
+            await self.round()
+            await self.plane.start()
+            self._serving = True
+            await self._serve(stop)
+            self._serving = False
+            log.info("ending; requests under way have %g s", self._drain)
+            await self.plane.drain(self._drain)
+        finally:
+            self._serving = False
+            await self.plane.stop()
+            await self._errands.close()
+            await self.probes.close()
+
+    async def round(self) -> None:
+        """Plan by what is seen now, and have it carried out."""
+        async with self._round_lock:
+            views = self.probes.views()
+            try:
+                plan = self.planner.look(views, self.clock())
+                self.status = plan.status
+                workers = {name: one for name, one in self.probes.workers().items() if views[name].alive}
+                if self._applied != (workers, plan.table):
+                    await self.plane.apply(workers, plan.table)
+                    self._applied = workers, plan.table
+            except Exception:
+                # What held before is better than nothing, and the next round tries again.
+                log.exception("the table could not be changed")
+                return
+            for step in plan.steps:
+                self._errands.send(step.act, step.worker, step.model)
+            self._rounded.set()
+            self._rounded = asyncio.Event()
+
+    async def next_round(self) -> None:
+        """Returns after the next one that was carried out."""
+        await self._rounded.wait()
+
+    def failed(self, worker: str) -> None:
+        self.probes.failed(worker)
+
+    async def refresh(self) -> None:
+        if self._refreshing is None:
+            if self.clock() - self._refreshed < _LEAST_PAUSE:
+                return
+            self._refreshing = asyncio.create_task(self._refresh())
+        # A client that gives up does not end what the others wait for.
+        await asyncio.shield(self._refreshing)
+
+    async def _refresh(self) -> None:
+        try:
+            await self.probes.look()
+            await self.round()
+        finally:
+            self._refreshed = self.clock()
+            self._refreshing = None
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        tasks = [
+            asyncio.create_task(work)
+            for work in (stop.wait(), self._rounds(), self.members.run(self._members_changed))
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _rounds(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._pause):
+                    await self._stirred.wait()
+            except TimeoutError:
+                pass
+            self._stirred.clear()
+            await self.round()
+
+    def _members_changed(self) -> None:
+        before, now = self.probes.workers(), self.members.workers()
+        for name in before.keys() - now.keys():
+            log.info("worker %s has left", name)
+        for name in now.keys() - before.keys():
+            log.info("worker %s has joined: %s", name, now[name].grpc)
+        self.probes.watch(now)
+        self._stirred.set()

@@ -1,0 +1,205 @@
+"""The gRPC front: Triton's whole inference service, as bytes from clients to workers and back.
+
+What is on every request's way is `GrpcFront._infer`. Streams are in `streaming`, all other calls in `inquiries`.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+import grpc
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.channels import SERVICE, Channels
+from rsrv_gateway.contacts import Contacts
+from rsrv_gateway.contract import Worker
+from rsrv_gateway.inquiries import Inquiries
+from rsrv_gateway.listening import Token, bind, server_options
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.peek import Malformed, Peeked, int_parameter
+from rsrv_gateway.routing import Choice
+from rsrv_gateway.streaming import Streaming
+from rsrv_gateway.traffic import CANCELLED, Traffic
+
+#: of the client's own connection, not of its request
+_HOP = frozenset(["user-agent", "te", "content-type", "host"])
+_HEALTH = "/grpc.health.v1.Health/Check"
+_SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+
+
+class GrpcFront:
+    """One of the fronts of a `PythonPlane`."""
+
+    def __init__(self, settings: GatewaySection, contacts: Contacts, traffic: Traffic) -> None:
+        """Raises ListenError."""
+        self._settings = settings
+        self._traffic = traffic
+        self._token = Token(settings)
+        self._contacts = contacts
+        self._channels: dict[str, Channels] = {}
+        #: whether there are workers whose models heed a deadline
+        self._steered = False
+        self._hop = _HOP | {"authorization"} if self._token.needed else _HOP
+        inquiries = Inquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
+        streaming = Streaming(traffic, self._channels, self.forwarded)
+        self._handlers = {
+            **{
+                SERVICE + name: grpc.unary_unary_rpc_method_handler(call)
+                for name, call in inquiries.calls().items()
+            },
+            SERVICE + "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
+            SERVICE + "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(streaming.stream),
+            _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
+        }
+        self._server: Any = None
+        #: that it listens on; 0: not started, or no gRPC
+        self.port = 0
+
+    async def start(self) -> None:
+        """Raises ListenError."""
+        if self._settings.grpc is not None:
+            handlers = [_Handlers(self._handlers, self._token)]
+            self._server = grpc.aio.server(handlers=handlers, options=server_options(self._settings))
+            self.port = bind(self._server, self._settings.grpc, self._settings)
+            await self._server.start()
+
+    def apply(self, workers: Mapping[str, Worker]) -> None:
+        """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
+        known = self._traffic.workers
+        for name, worker in workers.items():
+            if name in self._channels:
+                if known[name].grpc == worker.grpc:
+                    continue
+                self._channels[name].retire()
+            self._channels[name] = Channels(
+                worker.grpc, self._contacts, self._settings.channels, self._settings.request_timeout_s
+            )
+        for name in [name for name in self._channels if name not in workers]:
+            self._channels.pop(name).retire()
+        self._steered = any(worker.control is not None for worker in workers.values())
+
+    async def drain(self, seconds: float) -> None:
+        if self._server is not None:
+            await self._server.stop(seconds)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+        await asyncio.gather(*[channels.close() for channels in self._channels.values()])
+
+    def forwarded(self, context: Any) -> tuple[tuple[str, str | bytes], ...] | None:
+        """The client's metadata that is for workers."""
+        hop = self._hop
+        return tuple([pair for pair in context.invocation_metadata() if pair[0] not in hop]) or None
+
+    async def _infer(self, data: bytes, context: Any) -> bytes:
+        arrived = monotonic()
+        traffic = self._traffic
+        router = traffic.router
+        try:
+            request = Peeked(data)
+            model = request.model
+            measured = router.measured(model)
+            items = 1 if measured is None else request.items(*measured)
+            sequence = request.parameter("sequence_id")
+            timeout = context.time_remaining()
+            if timeout is None:
+                timeout = self._settings.request_timeout_s
+            elif self._steered and request.parameter("timeout") is None:
+                data += int_parameter("timeout", int(timeout * 1e6) or 1)
+        except Malformed as error:
+            traffic.refused("INVALID_ARGUMENT")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        choice = router.select(model, items)
+        if choice is None:
+            found = await traffic.find(model, items)
+            if isinstance(found, Refusal):
+                traffic.refused(found.code.name)
+                await refuse(context, found)
+            choice = found
+        code = CANCELLED
+        try:
+            if sequence:
+                traffic.settle(choice, model, sequence)
+            answer = await self._ask(choice.worker, data, timeout, context)
+            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
+                answer = await self._ask_others(choice, answer, data, arrived + timeout, context)
+            if isinstance(answer, Refusal):
+                code = answer.for_client().name
+                await refuse(context, answer)
+            code = "OK"
+            return answer
+        finally:
+            router.release(choice)
+            traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
+
+    async def _ask_others(
+        self, choice: Choice, refusal: Refusal, data: bytes, deadline: float, context: Any
+    ) -> bytes | Refusal:
+        """Of the workers that may answer instead, the first that does. `deadline` is by `monotonic`."""
+        for worker in choice.others:
+            left = deadline - monotonic()
+            if left <= 0:
+                break
+            self._traffic.moved(choice.worker)
+            self._traffic.router.move(choice, worker)
+            answer = await self._ask(worker, data, left, context)
+            if not isinstance(answer, Refusal):
+                return answer
+            refusal = answer.or_rather(refusal)
+            if not answer.elsewhere():
+                break
+        return refusal
+
+    async def _ask(self, worker: str, data: bytes, timeout: float, context: Any) -> bytes | Refusal:
+        channels = self._channels.get(worker)
+        if channels is None:
+            return gone(worker)
+        link = channels.link()
+        answers = link.answers
+        call = link.infer(data, timeout=timeout, metadata=self.forwarded(context))
+        try:
+            response: bytes = await call
+        except grpc.aio.AioRpcError as error:
+            refusal = refusal_of(error)
+            if refusal.code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                link.answers += 1
+            elif channels.unanswered(link, answers, monotonic()):
+                self._traffic.brain.failed(worker)
+            if refusal.broken():
+                self._traffic.brain.failed(worker)
+            return refusal
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            return gone(worker)
+        link.answers += 1
+        trailing = await call.trailing_metadata()
+        if trailing:
+            context.set_trailing_metadata(tuple(trailing))
+        return response
+
+    async def _check(self, _: bytes, __: Any) -> bytes:
+        """grpc.health.v1: of whatever service, as tritonserver."""
+        return _SERVING if self._traffic.workers else _NOT_SERVING
+
+
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All methods, for clients with the token."""
+
+    def __init__(self, handlers: Mapping[str, Any], token: Token) -> None:
+        self._handlers = handlers
+        self._token = token if token.needed else None
+
+        async def refuse_client(_: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
+
+        # Of streams, whatever was called: any other would wait for a request first.
+        self._refuse = grpc.stream_stream_rpc_method_handler(refuse_client)
+
+    def service(self, details: Any) -> Any:
+        if self._token is not None and not self._token.lets_in(details.invocation_metadata):
+            return self._refuse
+        return self._handlers.get(details.method)

@@ -1,0 +1,94 @@
+"""How clients get in: the address, TLS, and the token."""
+
+import hmac
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.plane import ListenError
+
+
+def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
+    return (
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.so_reuseport", int(settings.processes > 1)),
+        # As Triton's, so that a client's keepalive that suits a server suits a gateway.
+        ("grpc.keepalive_time_ms", 7_200_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.http2.max_pings_without_data", 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
+        ("grpc.http2.max_ping_strikes", 2),
+    )
+
+
+def bind(server: Any, address: str, settings: GatewaySection) -> int:
+    """Makes the grpc.aio server listen on gateway.grpc; its port. Raises ListenError."""
+    port = address.rpartition(":")[2]
+    if not (port.isdigit() and int(port) < 65536):
+        raise ListenError(f"gateway.grpc: {address!r} is not HOST:PORT")  # gRPC would take another port
+    credentials = server_credentials(settings)
+    try:
+        bound: int = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError:
+        # gRPC says why only in a log of its own.
+        raise ListenError(
+            f"gateway.grpc: cannot listen on {address}: it is taken, or not of this machine, or tls_certificate and "
+            "tls_key cannot be used"
+        ) from None
+    return bound
+
+
+def server_credentials(settings: GatewaySection) -> Any:
+    """grpc.ServerCredentials, or None without TLS. Raises ListenError."""
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    pair = (_read("tls_key", settings.tls_key), _read("tls_certificate", settings.tls_certificate))
+    clients = None if settings.tls_client_ca is None else _read("tls_client_ca", settings.tls_client_ca)
+    return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+
+
+class Token:
+    """The secret that clients must send, if there is one."""
+
+    def __init__(self, settings: GatewaySection) -> None:
+        """Raises ListenError."""
+        self._wanted: bytes | None = None
+        path = settings.token_file
+        if path is None:
+            return
+        token = _read("token_file", path).strip()
+        if stat.S_IMODE(path.expanduser().stat().st_mode) & 0o004:
+            raise ListenError(
+                f"gateway.token_file: everybody can read {path}: chmod o-r it, and change the token"
+            )
+        if not token:
+            raise ListenError(f"gateway.token_file: {path} is empty")
+        self._wanted = b"Bearer " + token
+
+    @property
+    def needed(self) -> bool:
+        return self._wanted is not None
+
+    def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
+        """`headers` are a request's, with names in lower case."""
+        if self._wanted is None:
+            return True
+        sent = next((value for name, value in headers if name == "authorization"), "")
+        return hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._wanted)
+
+
+def _read(key: str, path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ListenError(f"gateway.{key}: {error}") from None

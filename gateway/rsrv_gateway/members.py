@@ -1,0 +1,206 @@
+"""Which workers there are: those of the settings, those behind a name of the DNS, and those in a file that is watched."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from watchfiles import awatch
+
+from rsrv.explain import explain
+from rsrv.settings_fleet import GatewaySection, WorkerEntry
+from rsrv_gateway.contract import Worker
+
+log = logging.getLogger("rsrv.gateway")
+
+#: all addresses of a name; raises OSError
+Resolve = Callable[[str], Awaitable[Iterable[str]]]
+
+#: seconds that the DNS may take
+_PATIENCE = 10.0
+
+
+class MembersError(Exception):
+    """The list of workers cannot be used; the message says why."""
+
+
+class Members:
+    """What cannot be asked or read at the moment stays as it was: workers that are gone are found out by probing them."""
+
+    def __init__(self, section: GatewaySection, resolve: Resolve | None = None) -> None:
+        """Raises MembersError where the settings' own list is wrong, or where they name no worker at all."""
+        if not section.workers and section.workers_dns is None and section.workers_file is None:
+            raise MembersError(
+                "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
+            )
+        self._section = section
+        self._resolve = resolve or _addresses
+        self._listed = _by_name(map(worker_of, section.workers))
+        self._filed: Mapping[str, Worker] = {}
+        self._found: Mapping[str, Worker] = {}
+        #: the file as it was read last, and what was said of it and of the DNS last
+        self._text: str | None = None
+        self._said: dict[str, str] = {}
+
+    def workers(self) -> Mapping[str, Worker]:
+        """By name. Of several with one name or one address only the first is there: as listed, filed, found."""
+        merged: dict[str, Worker] = {}
+        addresses: set[str] = set()
+        for workers in (self._listed, self._filed, self._found):
+            for name, worker in workers.items():
+                if name not in merged and worker.grpc not in addresses:
+                    merged[name] = worker
+                    addresses.add(worker.grpc)
+        return merged
+
+    async def look(self) -> None:
+        """Read the file and ask the DNS once. Never raises."""
+        await asyncio.gather(self._ask(), self._read())
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """For ever: look again and again, and call `changed` when `workers` has."""
+        hint = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            if self._section.workers_file is not None:
+                group.create_task(_listen(self._section.workers_file, hint))
+            while True:
+                # The kernel's word only makes the next look come sooner: network and bind mounts say nothing.
+                try:
+                    async with asyncio.timeout(self._section.resolve_s):
+                        await hint.wait()
+                except TimeoutError:
+                    pass
+                hint.clear()
+                before = self.workers()
+                await self.look()
+                if self.workers() != before:
+                    changed()
+
+    async def _ask(self) -> None:
+        name = self._section.workers_dns
+        if name is None:
+            return
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                addresses = await self._resolve(name)
+        except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
+            self._say("dns", f"gateway.workers_dns: {name}: {error or 'no answer in time'}")
+            return
+        ports = self._section.workers_ports
+        entries = (
+            ports.model_copy(update={"host": address, "name": None}) for address in sorted(set(addresses))
+        )
+        self._found = _by_name(map(worker_of, entries))
+        self._say("dns", "")
+
+    async def _read(self) -> None:
+        path = self._section.workers_file
+        if path is None:
+            return
+        try:
+            text = await asyncio.to_thread(path.read_text, "utf-8")
+            if text != self._text:
+                self._filed = read_workers(text)
+                self._text = text
+        except (OSError, UnicodeError, MembersError) as error:
+            self._say("file", f"gateway.workers_file: {path}: {error}")
+        else:
+            self._say("file", "")
+
+    def _say(self, about: str, trouble: str) -> None:
+        """Once, not with every look."""
+        if trouble != self._said.get(about, ""):
+            self._said[about] = trouble
+            if trouble:
+                log.warning("%s; the workers known from it before stay", trouble)
+            else:
+                log.info("gateway.workers_%s: can be read again", about)
+
+
+def worker_of(entry: WorkerEntry) -> Worker:
+    host = f"[{entry.host}]" if _is_ipv6(entry.host) else entry.host
+    control = entry.control
+    if control is not None and control.isdigit():
+        control = f"{host}:{control}"
+    return Worker(
+        name=entry.name or f"{host}:{entry.grpc_port}",
+        grpc=f"{host}:{entry.grpc_port}",
+        http=None if entry.http_port is None else f"{host}:{entry.http_port}",
+        metrics=None if entry.metrics_port is None else f"{host}:{entry.metrics_port}",
+        control=control,
+    )
+
+
+def read_workers(text: str) -> Mapping[str, Worker]:
+    """Of a YAML list as in gateway.workers, by name. Raises MembersError."""
+    try:
+        raw = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise MembersError(f"not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, list):
+        # Nothing at all is a file that is being written.
+        raise MembersError("must be a list of workers, as gateway.workers; write [] where there is none")
+    try:
+        entries = GatewaySection.model_validate({"workers": raw}).workers
+    except ValidationError as error:
+        lines = (explain(one, GatewaySection, {"workers": raw}) for one in error.errors()[:10])
+        raise MembersError("; ".join(lines)) from None
+    return _by_name(map(worker_of, entries))
+
+
+def parse_workers(text: str) -> list[WorkerEntry]:
+    """Of HOST:PORT,… with gRPC ports; the others are beside them as Triton's defaults are. Raises MembersError."""
+    entries = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        host, _, port = part.rpartition(":")
+        if not (host and port.isdigit() and 1 < int(port) < 65535):
+            raise MembersError(f"{part!r} is not HOST:PORT")
+        grpc = int(port)
+        entries.append(
+            WorkerEntry(
+                host=host.removeprefix("[").removesuffix("]"),
+                grpc_port=grpc,
+                http_port=grpc - 1,
+                metrics_port=grpc + 1,
+            )
+        )
+    return entries
+
+
+def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
+    """Raises MembersError where two have one name."""
+    found: dict[str, Worker] = {}
+    for worker in workers:
+        if worker.name in found:
+            raise MembersError(f"two workers are called {worker.name!r}; give each a name of its own")
+        found[worker.name] = worker
+    return found
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+async def _addresses(name: str) -> Iterable[str]:
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
+async def _listen(path: Path, hint: asyncio.Event) -> None:
+    """Sets `hint` with each change beside the file, which may be replaced or be a link; ends when nobody can tell."""
+    try:
+        async for _ in awatch(
+            path.absolute().parent, watch_filter=None, step=50, debounce=200, recursive=False
+        ):
+            hint.set()
+    except (OSError, RuntimeError) as error:
+        log.info("no notice of changes of %s (%s): it is only looked at now and then", path, error)

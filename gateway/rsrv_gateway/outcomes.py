@@ -1,0 +1,76 @@
+"""What a worker's refusal means: whether another worker is asked, and what the client gets. Pure; both fronts use it.
+
+A worker says with gRPC codes, or with HTTP statuses that mean the same, what Triton's backends can say. What they have no
+code for is UNAVAILABLE with a tag in front of the message.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+#: as `[rsrv:QUEUE_FULL] text`; an ensemble writes its own words before it
+_TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
+
+#: the code that a tagged UNAVAILABLE stands for
+_MEANT = {
+    "QUEUE_FULL": StatusCode.RESOURCE_EXHAUSTED,
+    "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
+    "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
+}
+#: with these another worker would only be given the load that this one refused, or answer too late
+_FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
+_ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a call ended when not with an answer."""
+
+    code: StatusCode
+    message: str
+    trailing: Metadata = ()
+
+    def for_client(self) -> StatusCode:
+        """The code that the client gets; message and metadata stay as they are."""
+        return _meant(self) or self.code
+
+    def elsewhere(self) -> bool:
+        """Whether another worker may answer, if nothing was answered yet."""
+        return self.code in _ELSEWHERE and _meant(self) not in _FINAL
+
+    def broken(self) -> bool:
+        """Whether the worker may be gone, and is worth a look: it is unavailable, and none of its models says why."""
+        return self.code is StatusCode.UNAVAILABLE and _TAG.search(self.message) is None
+
+    def or_rather(self, earlier: "Refusal | None") -> "Refusal":
+        """Which of two is for the client, when the request was refused by one worker after the other.
+
+        That a model is not there is the lesser word: who may come back later has a reason to do so.
+        """
+        return earlier if earlier is not None and self.code is StatusCode.NOT_FOUND else self
+
+
+def _meant(refusal: Refusal) -> StatusCode | None:
+    if refusal.code is not StatusCode.UNAVAILABLE:
+        return None
+    tag = _TAG.search(refusal.message)
+    return None if tag is None else _MEANT.get(tag[1])
+
+
+def not_found(model: str) -> Refusal:
+    """As Triton says it."""
+    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
+
+
+def not_served(model: str) -> Refusal:
+    return Refusal(
+        StatusCode.UNAVAILABLE, f"no worker serves model '{model}' at the moment: try again in a while"
+    )
+
+
+def no_worker() -> Refusal:
+    return Refusal(StatusCode.UNAVAILABLE, "no worker answers at the moment: try again in a while")

@@ -1,0 +1,159 @@
+"""Asks one worker over gRPC: Triton whether it answers and what is ready, its control service for figures."""
+
+import asyncio
+from enum import Enum
+from typing import Any, Final
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv_gateway.contacts import Contacts
+from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
+from rsrv_gateway.probes import DEAD, ActError
+
+_SERVICE = "/inference.GRPCInferenceService/"
+#: seconds that a control service may take to note what it is asked for
+_SOON = 10.0
+
+_WEIGHTS = {pb.WEIGHTS_LOADING: Weights.LOADING, pb.WEIGHTS_RESIDENT: Weights.RESIDENT}
+
+
+class _Late(Enum):
+    """There was no answer in time."""
+
+    LATE = "late"
+
+
+_LATE: Final = _Late.LATE
+
+
+class GrpcProber:
+    """A worker that takes longer than `timeout` seconds gets a new connection: the old one may be open on one side only."""
+
+    def __init__(self, worker: Worker, contacts: Contacts, timeout: float) -> None:
+        self._worker = worker
+        self._contacts = contacts
+        self._timeout = timeout
+        self._ready: frozenset[str] = frozenset()
+        self._triton = contacts.open(worker.grpc)
+        self._control = None if worker.control is None else contacts.open(worker.control)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def look(self) -> WorkerView:
+        alive, ready, load = await asyncio.gather(self._alive(), self._index(), self._load())
+        if alive is _LATE:
+            self._close(self._triton)
+            self._triton = self._contacts.open(self._worker.grpc)
+        if load is _LATE and self._worker.control is not None:
+            self._close(self._control)
+            self._control = self._contacts.open(self._worker.control)
+        if alive is not True:
+            return DEAD
+        # Triton may be slow to list models while it loads some, and serves the others as before.
+        self._ready = self._ready if isinstance(ready, _Late) else ready
+        return (
+            _view(self._ready, load)
+            if isinstance(load, pb.GetLoadResponse)
+            else WorkerView(True, self._ready)
+        )
+
+    async def act(self, act: Act, model: str) -> None:
+        if self._control is None:
+            raise ActError("it has no control service that is known")
+        stub: Any = control_pb2_grpc.ControlStub(self._control)
+        try:
+            match act:
+                case Act.PREFETCH:
+                    await stub.Prefetch(pb.PrefetchRequest(model=model), **self._terms(_SOON))
+                case Act.EVICT:
+                    await stub.Evict(pb.EvictRequest(target=pb.Target(model=model)), **self._terms(_SOON))
+        except grpc.RpcError as error:
+            raise ActError(_said(error)) from None
+
+    async def close(self) -> None:
+        """What is under way is cancelled."""
+        for task in self._closing:
+            task.cancel()
+        channels = (self._triton, self._control)
+        await asyncio.gather(*(channel.close() for channel in channels if channel is not None))
+
+    def _close(self, channel: Any) -> None:
+        """In the background: errands that are under way on it end by themselves."""
+        task = asyncio.create_task(channel.close(_SOON))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _terms(self, timeout: float) -> dict[str, Any]:
+        return {"timeout": timeout, "metadata": self._contacts.metadata}
+
+    async def _alive(self) -> bool | _Late:
+        """Whether it answers at all: while it starts, loads or ends it is not ready, and the index says what there is."""
+        try:
+            await self._triton.unary_unary(_SERVICE + "ServerReady")(b"", timeout=self._timeout)
+        except grpc.RpcError as error:
+            return _LATE if _is_late(error) else False
+        return True
+
+    async def _index(self) -> frozenset[str] | _Late:
+        """Names of what is ready."""
+        call = self._triton.unary_unary(
+            _SERVICE + "RepositoryIndex",
+            request_serializer=service_pb2.RepositoryIndexRequest.SerializeToString,
+            response_deserializer=service_pb2.RepositoryIndexResponse.FromString,
+        )
+        try:
+            index = await call(service_pb2.RepositoryIndexRequest(ready=True), timeout=self._timeout)
+        except grpc.RpcError as error:
+            return _LATE if _is_late(error) else frozenset()
+        return frozenset(model.name for model in index.models if model.state == "READY")
+
+    async def _load(self) -> pb.GetLoadResponse | _Late | None:
+        """None: there is no control service, or it has no runtime to ask."""
+        if self._control is None:
+            return None
+        stub: Any = control_pb2_grpc.ControlStub(self._control)
+        try:
+            load: pb.GetLoadResponse = await stub.GetLoad(pb.GetLoadRequest(), **self._terms(self._timeout))
+        except grpc.RpcError as error:
+            return _LATE if _is_late(error) else None
+        return load
+
+
+def _is_late(error: Any) -> bool:
+    return bool(error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def _said(error: Any) -> str:
+    return f"{error.code().name}: {error.details() or 'no reason given'}"
+
+
+def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:
+    return WorkerView(
+        alive=True,
+        ready=ready,
+        instance=load.instance or None,
+        budget_bytes=load.budget_bytes if load.HasField("budget_bytes") else None,
+        backlog_s=load.backlog_s,
+        models={model.name: _model(model) for model in load.models},
+        calls={meta.name: frozenset(meta.models) for meta in load.metas},
+    )
+
+
+def _model(load: pb.ModelLoad) -> ModelView:
+    told = load.HasField("batch_input")
+    return ModelView(
+        bytes=load.bytes,
+        weights=_WEIGHTS.get(load.weights, Weights.ABSENT),
+        pinned=load.pinned,
+        item_s=load.cost_s if load.HasField("cost_s") else None,
+        queued=load.queued,
+        executing=load.executing,
+        requests=load.requests,
+        items=load.rows,
+        device_seconds=load.device_seconds,
+        misses=load.misses,
+        max_items=load.max_rows if told else 0,
+        batch_input=(load.batch_input.name, load.batch_input.axis) if told else None,
+    )

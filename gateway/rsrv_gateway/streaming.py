@@ -1,0 +1,264 @@
+"""ModelStreamInfer: one stream of a client, and one to each worker that its messages go to.
+
+All messages of a model go to one worker, so that sequences stay together and answers of a model stay in order. Answers of
+several workers come in the order in which they come.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.channels import Channels
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.peek import Malformed, Peeked
+from rsrv_gateway.routing import Choice
+from rsrv_gateway.traffic import CANCELLED, Traffic
+
+#: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.
+_KEPT_BYTES = 4 << 20
+#: tritonserver ends a stream with its first error, if the client sends this, and else says errors in answers
+_ERRORS_END_IT = "triton_grpc_error"
+#: how an answer begins that says an error
+_ERROR = b"\x0a"
+
+
+class Streaming:
+    def __init__(
+        self, traffic: Traffic, channels: Mapping[str, Channels], forwarded: Callable[[Any], Any]
+    ) -> None:
+        self.traffic = traffic
+        self.channels = channels
+        self.forwarded = forwarded
+
+    async def stream(self, _: Any, context: Any) -> None:
+        stream = _Stream(self, context)
+        try:
+            await stream.run()
+        except BaseExceptionGroup as group:
+            ended = _first(group)
+        else:
+            return
+        finally:
+            stream.end()
+        if isinstance(ended, _Refused):
+            await refuse(context, ended.refusal)
+        raise ended
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _Refused(Exception):
+    """How the client's stream ends."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class _Message:
+    """A request that has no answer yet."""
+
+    __slots__ = ("arrived", "choice", "data", "items", "model")
+
+    def __init__(self, model: str, items: int, choice: Choice) -> None:
+        #: itself, while it is kept
+        self.data = b""
+        self.model = model
+        self.items = items
+        self.choice = choice
+        self.arrived = monotonic()
+
+
+class _Upstream:
+    """The stream to one worker."""
+
+    def __init__(self, worker: str, call: Any) -> None:
+        self.worker = worker
+        self.call = call
+        #: in the order in which they were sent
+        self.waiting: deque[_Message] = deque()
+        #: whether everything that was sent is kept, and so may go to another worker
+        self.kept = True
+        self.kept_bytes = 0
+        #: messages go one by one, and in order
+        self.writing = asyncio.Lock()
+
+    def expect(self, message: _Message, data: bytes) -> None:
+        """To be called for what is written next."""
+        self.waiting.append(message)
+        if self.kept:
+            message.data = data
+            self.kept_bytes += len(data)
+            if self.kept_bytes > _KEPT_BYTES:
+                self.answered()
+
+    def answered(self) -> None:
+        """From now on no other worker can take over."""
+        if self.kept:
+            self.kept = False
+            for message in self.waiting:
+                message.data = b""
+
+    async def write(self, data: bytes) -> None:
+        # How a stream has ended is for its reader to say.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.call.write(data)
+
+    async def close(self) -> None:
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.call.done_writing()
+
+
+class _Stream:
+    def __init__(self, house: Streaming, context: Any) -> None:
+        self._traffic = house.traffic
+        self._channels = house.channels
+        self._context = context
+        self._metadata = house.forwarded(context)
+        #: by model
+        self._homes: dict[str, str] = {}
+        #: by worker
+        self._upstreams: dict[str, _Upstream] = {}
+        #: workers whose stream has failed
+        self._failed: set[str] = set()
+        self._client_done = False
+        self._answering = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Until the client and all workers have ended. Raises an ExceptionGroup of _Refused."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            while (data := await self._context.read()) is not grpc.aio.EOF:
+                await self._forward(data)
+            self._client_done = True
+            for upstream in list(self._upstreams.values()):
+                async with upstream.writing:
+                    await upstream.close()
+
+    def end(self) -> None:
+        """What has no answer yet gets none."""
+        for upstream in self._upstreams.values():
+            upstream.call.cancel()
+            while upstream.waiting:
+                self._over(upstream.waiting.popleft(), CANCELLED)
+
+    # --- from the client -------------------------------------------------------------------------------
+
+    async def _forward(self, data: bytes) -> None:
+        router = self._traffic.router
+        try:
+            request = Peeked(data)
+            model = request.model
+            measured = router.measured(model)
+            items = 1 if measured is None else request.items(*measured)
+            name = request.id
+        except Malformed as error:
+            self._traffic.refused("INVALID_ARGUMENT")
+            raise _Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
+        choice = router.select(model, items) or await self._traffic.find(model, items)
+        if isinstance(choice, Refusal):
+            self._traffic.refused(choice.code.name)
+            await self._refuse_message(choice, name)
+            return
+        home = self._homes.setdefault(model, choice.worker)
+        if home != choice.worker:
+            router.move(choice, home)
+        message = _Message(model, items, choice)
+        upstream = self._upstreams.get(home) or self._open(home)
+        upstream.expect(message, data)
+        async with upstream.writing:
+            await upstream.write(data)
+
+    async def _refuse_message(self, refusal: Refusal, name: str) -> None:
+        """As tritonserver refuses one message of a stream."""
+        if (_ERRORS_END_IT, "true") in self._context.invocation_metadata():
+            raise _Refused(refusal)
+        answer = service_pb2.ModelStreamInferResponse(error_message=refusal.message)
+        answer.infer_response.id = name
+        async with self._answering:
+            await self._context.write(answer.SerializeToString())
+
+    # --- from the workers ------------------------------------------------------------------------------
+
+    def _open(self, worker: str) -> _Upstream:
+        channels = self._channels.get(worker)
+        if channels is None:
+            raise _Refused(gone(worker))
+        call = channels.link().stream(timeout=self._context.time_remaining(), metadata=self._metadata)
+        upstream = self._upstreams[worker] = _Upstream(worker, call)
+        self._tasks.create_task(self._answer(upstream))
+        return upstream
+
+    async def _answer(self, upstream: _Upstream) -> None:
+        """Hands on what the worker sends."""
+        try:
+            while (data := await upstream.call.read()) is not grpc.aio.EOF:
+                upstream.answered()
+                if upstream.waiting:
+                    self._over(upstream.waiting.popleft(), "UNKNOWN" if data[:1] == _ERROR else "OK")
+                async with self._answering:
+                    await self._context.write(data)
+            refusal = None
+        except grpc.aio.AioRpcError as error:
+            refusal = refusal_of(error)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            refusal = gone(upstream.worker)
+        del self._upstreams[upstream.worker]
+        if refusal is not None and refusal.broken():
+            self._traffic.brain.failed(upstream.worker)
+        if refusal is not None and refusal.elsewhere() and upstream.kept and await self._move(upstream):
+            return
+        while upstream.waiting:  # the worker has nothing to say to these
+            self._over(upstream.waiting.popleft(), "OK" if refusal is None else refusal.for_client().name)
+        if refusal is not None:
+            raise _Refused(refusal)
+
+    async def _move(self, failed: _Upstream) -> bool:
+        """Sends what one worker has not answered to another one that serves all these models; whether there is one."""
+        self._failed.add(failed.worker)
+        messages = list(failed.waiting)
+        datas = [message.data for message in messages]
+        common = [
+            worker
+            for worker in (messages[0].choice.others if messages else ())
+            if worker in self._channels
+            and worker not in self._failed
+            and all(worker in message.choice.others for message in messages)
+        ]
+        if not common:
+            return False
+        failed.waiting.clear()
+        self._homes = {model: home for model, home in self._homes.items() if home != failed.worker}
+        upstream = self._upstreams.get(common[0]) or self._open(common[0])
+        for message, data in zip(messages, datas, strict=True):
+            self._traffic.moved(failed.worker)
+            self._traffic.router.move(message.choice, upstream.worker)
+            self._homes[message.model] = upstream.worker
+            message.data = b""
+            upstream.expect(message, data)
+        # Nothing was waited for since the new home is known, so what the client sends now comes after these.
+        async with upstream.writing:
+            for data in datas:
+                await upstream.write(data)
+            if self._client_done:
+                await upstream.close()
+        return True
+
+    def _over(self, message: _Message, code: str) -> None:
+        self._traffic.router.release(message.choice)
+        self._traffic.ended(
+            message.model, message.choice.worker, code, message.items, monotonic() - message.arrived
+        )

@@ -1,0 +1,97 @@
+"""What the fronts of one process share: where requests go, and what became of them. One event loop owns it.
+
+Counting is on every request's way, so it is plain numbers in dicts; whoever wants metrics asks for `counts`.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+from rsrv_gateway.contract import Table, Worker
+from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
+from rsrv_gateway.plane import DURATION_BOUNDS, Brain, Counts, Durations
+from rsrv_gateway.routing import Choice, Mode, Router
+
+#: the code of a request whose client did not wait for the answer
+CANCELLED = "CANCELLED"
+
+
+class Traffic:
+    def __init__(self, mode: Mode, brain: Brain) -> None:
+        self.router = Router(mode)
+        self.brain = brain
+        #: those that answer, by name
+        self.workers: Mapping[str, Worker] = {}
+        self.table: Table = {}
+        self._requests: dict[tuple[str, str, str], int] = {}
+        self._items: dict[str, int] = {}
+        self._failovers: dict[str, int] = {}
+        self._durations: dict[str, list[int]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+        self.workers, self.table = workers, table
+        self.router.update(table)
+
+    async def find(self, model: str, items: int) -> Choice | Refusal:
+        """For a request whose model nobody seemed to serve: after a look at all workers, if that may help."""
+        if model not in self.table:
+            await self.brain.refresh()
+        return self.router.select(model, items) or self.nobody(model)
+
+    def nobody(self, model: str) -> Refusal:
+        """Why no worker can be chosen."""
+        if model in self.table:
+            return not_served(model)
+        # Without workers, nothing is known of any model.
+        return not_found(model) if self.workers else no_worker()
+
+    def settle(self, choice: Choice, model: str, sequence: int | str) -> None:
+        """Sends a request of a sequence to the worker that has the others of the sequence.
+
+        Every gateway finds the same one without being told, until the model goes to other workers.
+        """
+        routes = self.table.get(model)
+        if routes is not None and routes.ready:
+            home = _home(f"{model}/{sequence}", routes.placed or routes.ready)
+            if home != choice.worker:
+                self.router.move(choice, home)
+
+    def moved(self, failed: str) -> None:
+        """A request goes to another worker, because this one has failed."""
+        self._failovers[failed] = self._failovers.get(failed, 0) + 1
+
+    def ended(self, model: str, worker: str, code: str, items: int, seconds: float) -> None:
+        """A request is over; `worker` is the last one that it went to."""
+        key = (model, worker, code)
+        self._requests[key] = self._requests.get(key, 0) + 1
+        durations = self._durations.get(model)
+        if durations is None:
+            durations = self._durations[model] = [0] * (len(DURATION_BOUNDS) + 1)
+            self._seconds[model], self._items[model] = 0.0, 0
+        durations[bisect_left(DURATION_BOUNDS, seconds)] += 1
+        self._seconds[model] += seconds
+        self._items[model] += items
+
+    def refused(self, code: str) -> None:
+        """A request is over that named no model of ours: its name is the client's invention."""
+        key = ("", "", code)
+        self._requests[key] = self._requests.get(key, 0) + 1
+
+    def counts(self) -> Counts:
+        return Counts(
+            requests=dict(self._requests),
+            items=dict(self._items),
+            load=self.router.loads(),
+            outstanding=self.router.outstanding(),
+            failovers=dict(self._failovers),
+            durations={
+                model: Durations(tuple(counts), self._seconds[model])
+                for model, counts in self._durations.items()
+            },
+        )
+
+
+def _home(what: str, workers: Sequence[str]) -> str:
+    """The same one of the workers each time, and mostly also when another one comes or goes."""
+    return max(workers, key=lambda worker: blake2b(f"{worker}/{what}".encode(), digest_size=8).digest())

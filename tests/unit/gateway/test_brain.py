@@ -1,0 +1,165 @@
+"""From what is seen of the workers to what the plane goes by."""
+
+import asyncio
+
+import pytest
+
+from rsrv_gateway.contract import Act, Step
+from rsrv_gateway.plane import ListenError
+from tests.unit.control.virtual import run
+from tests.unit.gateway.worlds import World
+
+
+def test_it_serves_when_it_knows_where_and_ends_in_order() -> None:
+    """The table is there before the first request can come; the end waits for those under way, and closes all."""
+
+    async def main() -> None:
+        world = World(a="m n", b="m")
+        async with world.running():
+            assert world.plane.log == ["apply", "start"]
+            assert world.knows() == (["a:8001", "b:8001"], {"m": ("a:8001", "b:8001"), "n": ("a:8001",)})
+        assert world.plane.log == ["apply", "start", "drain 7", "stop"]
+        assert (world.gateway.ready, world.closed) == (False, 2)
+
+    run(main())
+
+
+def test_workers_that_join_leave_and_die_change_the_table() -> None:
+    """Without a restart: those of the DNS with its next answer, a death within two seconds."""
+
+    async def main() -> None:
+        world = World(a="m", b="m")
+        async with world.running():
+            world.addresses.append("c")
+            world.ready["c"] = "m n"
+            await world.until(
+                ["a:8001", "b:8001", "c:8001"],
+                {"m": ("a:8001", "b:8001", "c:8001"), "n": ("c:8001",)},
+                within=6,
+            )
+            del world.ready["b"]
+            await world.until(["a:8001", "c:8001"], {"m": ("a:8001", "c:8001"), "n": ("c:8001",)}, within=2)
+            world.addresses.remove("a")
+            await world.until(["c:8001"], {"m": ("c:8001",), "n": ("c:8001",)}, within=6)
+            world.ready["b"] = "m"
+            await world.until(["b:8001", "c:8001"], {"m": ("b:8001", "c:8001"), "n": ("c:8001",)}, within=2)
+
+    run(main())
+
+
+def test_what_does_not_change_is_not_told_again() -> None:
+    """The planner looks all the time; the plane hears of what is new."""
+
+    async def main() -> None:
+        world = World(a="m")
+        async with world.running():
+            await asyncio.sleep(60)
+            assert world.plane.log == ["apply", "start"]
+            assert world.planner.looks > 100
+
+    run(main())
+
+
+def test_traffic_that_fails_changes_the_table_at_once() -> None:
+    """Much sooner than the next probe would."""
+
+    async def main() -> None:
+        world = World(a="m", b="m")
+        async with world.running():
+            await asyncio.sleep(0.2)
+            del world.ready["a"]
+            world.gateway.failed("a:8001")
+            await world.until(["b:8001"], {"m": ("b:8001",)}, within=0.1)
+
+    run(main())
+
+
+def test_a_request_for_an_unknown_model_has_all_workers_looked_at_once() -> None:
+    """However many there are, and once a second at most; when it is over the plane knows the model."""
+
+    async def main() -> None:
+        world = World(a="m", b="m")
+        async with world.running():
+            await asyncio.sleep(3.25)
+            world.ready["b"] = "m new"
+            looks = len(world.looks)
+            await asyncio.gather(*(world.gateway.refresh() for _ in range(1000)))
+            assert world.knows()[1]["new"] == ("b:8001",)
+            assert len(world.looks) <= looks + 4
+            looks = len(world.looks)
+            await asyncio.gather(*(world.gateway.refresh() for _ in range(1000)))
+            assert len(world.looks) == looks
+
+    run(main())
+
+
+def test_a_request_that_gives_up_leaves_the_others_their_refresh() -> None:
+    """Its cancellation is its own."""
+
+    async def main() -> None:
+        world = World(a="m")
+        async with world.running():
+            await asyncio.sleep(2)
+            world.seconds = 0.5
+            first = asyncio.create_task(world.gateway.refresh())
+            second = asyncio.create_task(world.gateway.refresh())
+            await asyncio.sleep(0.1)
+            first.cancel()
+            await second
+            assert first.cancelled()
+
+    run(main())
+
+
+def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() -> None:
+    """The next round tries again, and so it is when the plane does not take the table."""
+
+    async def main() -> None:
+        world = World(a="m")
+        async with world.running():
+            world.planner.steps = (Step(Act.PREFETCH, "a:8001", "m"), Step(Act.EVICT, "gone", "m"))
+            await asyncio.sleep(2)
+            assert world.acts == ["a:8001 prefetch m"]
+            for trouble in ("planner", "plane"):
+                world.planner.broken = trouble == "planner"
+                world.plane.refuses = "apply" if trouble == "plane" else ""
+                world.ready["a"] = f"m {trouble}"
+                await asyncio.sleep(2)
+                assert trouble not in world.knows()[1]
+                world.planner.broken, world.plane.refuses = False, ""
+                await world.until(["a:8001"], {"m": ("a:8001",), trouble: ("a:8001",)}, within=1)
+
+    run(main())
+
+
+def test_a_port_that_is_taken_ends_the_gateway() -> None:
+    """With the reason; all is closed."""
+
+    async def main() -> None:
+        world = World(a="m")
+        world.plane.refuses = "start"
+        with pytest.raises(ListenError, match="taken"):
+            await world.gateway.run(asyncio.Event())
+        assert world.plane.log[-1] == "stop"
+        assert world.closed == 1
+
+    run(main())
+
+
+def test_without_any_worker_it_serves_and_is_not_ready() -> None:
+    """They may come; who asks meanwhile is told that nobody is there."""
+
+    async def main() -> None:
+        world = World(a="m")
+        del world.ready["a"]
+        stop = asyncio.Event()
+        running = asyncio.create_task(world.gateway.run(stop))
+        await asyncio.sleep(3)
+        assert (world.plane.log, world.gateway.ready) == (["apply", "start"], False)
+        world.ready["a"] = "m"
+        await asyncio.sleep(1)
+        assert world.gateway.ready
+        stop.set()
+        await running
+
+    run(main())

@@ -1,0 +1,219 @@
+"""Workers join and leave while the gateway runs, and what cannot be asked at the moment changes nothing."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.contract import Worker
+from rsrv_gateway.members import Members, MembersError, parse_workers, read_workers
+from tests.unit.control.virtual import run
+
+
+class Dns:
+    """Answers with `addresses`, or fails when that is None. `asked` counts."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: tuple[str, ...] | None = addresses
+        self.asked = 0
+
+    async def __call__(self, name: str) -> Iterable[str]:
+        self.asked += 1
+        if self.addresses is None:
+            raise socket.gaierror(socket.EAI_AGAIN, f"no answer about {name}")
+        return self.addresses
+
+
+def section(**keys: object) -> GatewaySection:
+    return GatewaySection.model_validate(keys)
+
+
+def test_a_worker_of_the_settings_has_its_ports_and_a_name() -> None:
+    """By default it is called as its gRPC address; a port alone of its control service is on its host."""
+    members = Members(
+        section(
+            workers=[
+                {"host": "a", "grpc_port": 18001, "http_port": None, "control": "7000"},
+                {"host": "::1", "name": "six", "control": "unix:/run/control.sock"},
+            ]
+        )
+    )
+
+    assert members.workers() == {
+        "a:18001": Worker("a:18001", "a:18001", None, "a:8002", "a:7000"),
+        "six": Worker("six", "[::1]:8001", "[::1]:8000", "[::1]:8002", "unix:/run/control.sock"),
+    }
+
+
+def test_without_any_source_of_workers_there_is_no_gateway() -> None:
+    """The message says where to name them."""
+    with pytest.raises(MembersError, match=r"gateway\.workers_dns"):
+        Members(section())
+
+
+def test_two_workers_of_one_name_are_refused() -> None:
+    """Names are what everything else goes by."""
+    with pytest.raises(MembersError, match="called 'x'"):
+        Members(section(workers=[{"host": "a", "name": "x"}, {"host": "b", "name": "x"}]))
+
+
+def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
+    """Asked again every resolve_s; the ports are those of workers_ports."""
+    dns = Dns("10.0.0.1", "10.0.0.2", "fd00::3")
+    members = Members(
+        section(workers_dns="workers", workers_ports={"host": "", "grpc_port": 9001}, resolve_s=5), dns
+    )
+
+    async def main() -> None:
+        await members.look()
+        assert list(members.workers()) == ["10.0.0.1:9001", "10.0.0.2:9001", "[fd00::3]:9001"]
+        dns.addresses = ("10.0.0.2", "10.0.0.4")
+        changed = asyncio.Event()
+        running = asyncio.create_task(members.run(changed.set))
+        began = asyncio.get_running_loop().time()
+        await changed.wait()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(5, abs=0.1)
+        assert list(members.workers()) == ["10.0.0.2:9001", "10.0.0.4:9001"]
+        running.cancel()
+
+    run(main())
+
+
+def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture) -> None:
+    """It is said once in the log, not with every question, and once more after it has answered in between."""
+    dns = Dns("10.0.0.1")
+    members = Members(section(workers_dns="workers"), dns)
+
+    async def main() -> None:
+        await members.look()
+        for answers in (None, None, ("10.0.0.1",), None):
+            dns.addresses = answers
+            await members.look()
+            assert list(members.workers()) == ["10.0.0.1:8001"]
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert dns.asked == 5
+    assert len([record for record in caplog.records if "no answer about workers" in record.message]) == 2
+
+
+def test_a_dns_that_hangs_is_not_waited_for_for_ever() -> None:
+    """The others are looked at meanwhile, and what was known stays."""
+
+    async def hang(_: str) -> Iterable[str]:
+        await asyncio.Event().wait()
+        return ()
+
+    members = Members(section(workers=[{"host": "a"}], workers_dns="workers"), hang)
+    run(members.look())
+    assert list(members.workers()) == ["a:8001"]
+
+
+def test_one_address_is_one_worker_whoever_names_it() -> None:
+    """The settings' own list wins, with the name that it gives."""
+    members = Members(
+        section(workers=[{"host": "10.0.0.1", "name": "one"}], workers_dns="workers"),
+        Dns("10.0.0.1", "10.0.0.2"),
+    )
+    run(members.look())
+    assert list(members.workers()) == ["one", "10.0.0.2:8001"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- {hots: a}", "did you mean 'host'?"),
+        ("- {host: a, grpc_port: 0}", "workers.0.grpc_port"),
+        ("host: a", "must be a list"),
+        ("", "must be a list"),
+        ("- [", "not YAML"),
+        ("[{host: a}, {host: a}]", "two workers are called 'a:8001'"),
+    ],
+)
+def test_a_broken_file_takes_no_worker_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, message: str
+) -> None:
+    """The log says what is wrong with it; so it is also with a file that is half written, or gone."""
+    file = tmp_path / "workers.yaml"
+    file.write_text("[{host: a}, {host: b}]")
+    members = Members(section(workers_file=file))
+    run(members.look())
+    file.write_text(text)
+
+    run(members.look())
+    assert list(members.workers()) == ["a:8001", "b:8001"]
+    assert message in caplog.text
+
+    file.unlink()
+    run(members.look())
+    assert list(members.workers()) == ["a:8001", "b:8001"]
+    file.write_text("[]")
+    run(members.look())
+    assert members.workers() == {}
+
+
+def test_a_change_of_the_file_is_seen_long_before_the_next_look(tmp_path: Path) -> None:
+    """Also when the file is replaced by another, as a careful writer does, and when it is a link."""
+    real = tmp_path / "real.yaml"
+    real.write_text("[{host: a}]")
+    file = tmp_path / "workers.yaml"
+    file.symlink_to("real.yaml")
+    members = Members(section(workers_file=file, resolve_s=3600))
+
+    async def main() -> None:
+        await members.look()
+        changed = asyncio.Event()
+        running = asyncio.create_task(members.run(changed.set))
+        for host in "bc":
+            while True:
+                # Again and again: when the kernel has begun to listen is not known.
+                aside = tmp_path / f"{host}.yaml"
+                aside.write_text(f"[{{host: {host}}}]")
+                aside.rename(file)
+                try:
+                    await asyncio.wait_for(changed.wait(), 0.5)
+                    break
+                except TimeoutError:
+                    continue
+            changed.clear()
+            assert list(members.workers()) == [f"{host}:8001"]
+        running.cancel()
+
+    asyncio.run(main())
+
+
+def test_where_the_kernel_cannot_tell_the_file_is_looked_at_now_and_then(tmp_path: Path) -> None:
+    """Its folder comes later, so nobody could listen to it."""
+    file = tmp_path / "later" / "workers.yaml"
+    members = Members(section(workers_file=file, resolve_s=0.1))
+
+    async def main() -> None:
+        await members.look()
+        changed = asyncio.Event()
+        running = asyncio.create_task(members.run(changed.set))
+        file.parent.mkdir()
+        file.write_text("[{host: a}]")
+        await asyncio.wait_for(changed.wait(), 20)
+        assert list(members.workers()) == ["a:8001"]
+        running.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_command_line_names_grpc_ports() -> None:
+    """The other ports are beside it, as Triton's own are."""
+    one, two = parse_workers("gpu1:8001, [::1]:18011")
+    assert (one.host, one.grpc_port, one.http_port, one.metrics_port) == ("gpu1", 8001, 8000, 8002)
+    assert (two.host, two.grpc_port) == ("::1", 18011)
+    for wrong in ("gpu1", "gpu1:x", ":8001", "gpu1:70000"):
+        with pytest.raises(MembersError, match="HOST:PORT"):
+            parse_workers(wrong)
+
+
+def test_a_list_of_no_workers_is_a_list() -> None:
+    """Somebody says that there are none."""
+    assert read_workers("[]") == {}

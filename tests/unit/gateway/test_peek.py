@@ -1,0 +1,189 @@
+"""What is read of a request's bytes, against protobuf's own reading of them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from rsrv_gateway.peek import Malformed, Peeked, int_parameter
+
+Request: Any = service_pb2.ModelInferRequest
+names = st.text(max_size=150)
+extents = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 300), max_size=4)
+#: fields that nobody knows: a number, 8 bytes, some bytes, 4 bytes
+UNKNOWN = (b"\xf8\x06\x96\x01", b"\xf9\x0612345678", b"\xfa\x06\x03abc", b"\xfd\x061234")
+
+
+@st.composite
+def parameters(draw: st.DrawFn) -> Any:
+    kind = draw(st.sampled_from(["bool", "int64", "string", "double", "uint64"]))
+    value = {
+        "bool": st.booleans(),
+        "int64": st.integers(-(2**63), 2**63 - 1),
+        "string": names,
+        "double": st.floats(),
+        "uint64": st.integers(0, 2**64 - 1),
+    }[kind]
+    return service_pb2.InferParameter(**{f"{kind}_param": draw(value)})
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Any:
+    request = Request(model_name=draw(names), model_version=draw(names), id=draw(names))
+    for key in draw(st.lists(st.sampled_from(["sequence_id", "timeout", "other"]), max_size=3)):
+        request.parameters[key].CopyFrom(draw(parameters()))
+    for _ in range(draw(st.integers(0, 3))):
+        name, shape = draw(st.sampled_from(["X", "Y"]) | names), draw(extents)
+        tensor = request.inputs.add(name=name, datatype="FP32", shape=shape)
+        tensor.contents.fp32_contents.extend([1.0] * draw(st.integers(0, 3)))
+        request.raw_input_contents.append(b"\x0a\x05other" * draw(st.integers(0, 40)))
+    return request
+
+
+def top_level_fields(request: Any) -> list[bytes]:
+    """The message in pieces, each with one field."""
+    pieces = [Request(**{name: getattr(request, name)}) for name in ("model_name", "model_version", "id")]
+    for key in request.parameters:
+        pieces.append(Request())
+        pieces[-1].parameters[key].CopyFrom(request.parameters[key])
+    pieces += [Request(inputs=[tensor]) for tensor in request.inputs]
+    pieces += [Request(raw_input_contents=[raw]) for raw in request.raw_input_contents]
+    return [piece.SerializeToString() for piece in pieces]
+
+
+def parameter(request: Any, key: str) -> int | str | None:
+    """As protobuf reads it."""
+    if key not in request.parameters:
+        return None
+    kind = request.parameters[key].WhichOneof("parameter_choice")
+    numbers = ("int64_param", "uint64_param", "string_param")
+    return getattr(request.parameters[key], kind) if kind in numbers else None
+
+
+def items(request: Any, name: str, axis: int) -> int:
+    """As protobuf reads it."""
+    for tensor in request.inputs:
+        if tensor.name == name:
+            return tensor.shape[axis] if axis < len(tensor.shape) and 0 < tensor.shape[axis] < 2**31 else 1
+    return 1
+
+
+def assert_reads_as(data: bytes, request: Any) -> None:
+    peeked = Peeked(data)
+    assert peeked.model == request.model_name
+    assert peeked.id == request.id
+    for key in ("sequence_id", "timeout", "missing"):
+        assert peeked.parameter(key) == parameter(request, key)
+    for name in ("X", "Y", "missing"):
+        for axis in range(4):
+            assert peeked.items(name, axis) == items(request, name, axis)
+
+
+@given(requests(), st.randoms(use_true_random=False))
+def test_fields_in_any_order(request: Any, random: Random) -> None:
+    """A request reads as protobuf reads it, whatever the order of its fields, with unknown ones between them."""
+    pieces = [*top_level_fields(request), *random.sample(UNKNOWN, random.randrange(len(UNKNOWN) + 1))]
+    random.shuffle(pieces)
+    data = b"".join(pieces)
+
+    assert_reads_as(data, Request.FromString(data))
+    assert_reads_as(request.SerializeToString(), request)
+
+
+def test_the_last_name_counts() -> None:
+    """A field that is there twice has its last value, as the worker will read it."""
+    data = Request(model_name="first").SerializeToString() + Request(model_name="last").SerializeToString()
+
+    assert_reads_as(data, Request(model_name="last"))
+
+
+def test_numbers_that_take_more_bytes_than_they_need() -> None:
+    """Tags and lengths may be written longer than they are, and extents one by one."""
+    tensor = b"\x8a\x80\x00\x81\x00X" + b"\x18\x87\x00" + b"\x1a\x02\x02\x03"
+    data = b"\x8a\x00\x82\x00ab" + b"\x2a" + bytes([len(tensor)]) + tensor
+
+    assert_reads_as(data, Request.FromString(data))
+    assert Peeked(data).model == "ab"
+    assert [Peeked(data).items("X", axis) for axis in range(4)] == [7, 2, 3, 1]
+
+
+@given(
+    st.binary(max_size=200) | st.builds(Request.SerializeToString, requests()),
+    st.randoms(use_true_random=False),
+)
+def test_hostile_bytes(data: bytes, random: Random) -> None:
+    """Bytes that were tampered with are refused, or read as protobuf reads them; nothing else happens."""
+    tampered = bytearray(data)
+    for _ in range(random.randrange(4)):
+        if tampered:
+            at = random.randrange(len(tampered))
+            tampered[at : at + random.randrange(2)] = random.randbytes(random.randrange(3))
+    data = bytes(tampered)
+    try:
+        request = Request.FromString(data)
+    except DecodeError:
+        request = None
+    try:
+        peeked = Peeked(data)
+        read = (
+            peeked.model,
+            peeked.id,
+            peeked.parameter("sequence_id"),
+            *[peeked.items(name, axis) for name in ("X", "Y") for axis in range(4)],
+        )
+    except Malformed:
+        # Groups are the only thing that protobuf takes and this does not.
+        assert request is None or any(byte & 7 in (3, 4) for byte in data)
+        return
+    if request is not None:
+        assert read == (
+            request.model_name,
+            request.id,
+            parameter(request, "sequence_id"),
+            *[items(request, name, axis) for name in ("X", "Y") for axis in range(4)],
+        )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x0a", id="no length"),
+        pytest.param(b"\x0a\x05abc", id="cut off"),
+        pytest.param(b"\x0a\x01\xff", id="not text"),
+        pytest.param(b"\x02\x01a", id="field 0"),
+        pytest.param(b"\x0b\x0c", id="a group"),
+        pytest.param(b"\x0f", id="no wire type"),
+        pytest.param(b"\xf9\x06123", id="8 bytes cut off"),
+        pytest.param(b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", id="longer than memory"),
+        pytest.param(b"\x0a" + b"\xff" * 11, id="an endless number"),
+        pytest.param(b"\xfa\x06\x00" * 20_000, id="too many fields"),
+    ],
+)
+def test_no_request(data: bytes) -> None:
+    """What no client library sends is refused, in a time that does not grow with what it pretends to be."""
+    with pytest.raises(Malformed, match="ModelInferRequest"):
+        Peeked(data)
+
+
+def test_a_shape_without_end() -> None:
+    """A shape with a million extents is refused, not read."""
+    data = Request(inputs=[Request.InferInputTensor(name="X", shape=[1] * 1_000_000)]).SerializeToString()
+
+    with pytest.raises(Malformed, match="extents"):
+        Peeked(data).items("X", 0)
+
+
+@given(requests(), st.integers(0, 2**63 - 1))
+def test_a_parameter_is_appended(request: Any, value: int) -> None:
+    """Bytes at the end of a request give it a parameter, in place of one that it had."""
+    data = request.SerializeToString() + int_parameter("timeout", value)
+
+    request.parameters["timeout"].CopyFrom(service_pb2.InferParameter(int64_param=value))
+    assert Request.FromString(data) == request
+    assert Peeked(data).parameter("timeout") == value

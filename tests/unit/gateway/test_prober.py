@@ -1,0 +1,181 @@
+"""What is asked of a worker over gRPC, and what becomes of its answers."""
+
+from pathlib import Path
+
+import pytest
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.contacts import ContactError, Contacts
+from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
+from rsrv_gateway.prober import GrpcProber
+from rsrv_gateway.probes import DEAD, ActError
+from tests.unit.gateway.workers import FakeControl, FakeTriton, Relay, looped, serving
+
+LOAD = pb.GetLoadResponse(
+    instance="0123456789abcdef",
+    backlog_s=0.5,
+    budget_bytes=1000,
+    models=[
+        pb.ModelLoad(
+            name="a",
+            queued=1,
+            executing=2,
+            weights=pb.WEIGHTS_LOADING,
+            bytes=300,
+            cost_s=0.25,
+            misses=3,
+            device_seconds=4.5,
+            rows=6,
+            requests=5,
+            pinned=True,
+            max_rows=8,
+            batch_input=pb.BatchInput(name="x", axis=1),
+        ),
+        pb.ModelLoad(name="b", weights=pb.WEIGHTS_RESIDENT, max_rows=1),
+    ],
+    metas=[pb.MetaLoad(name="chain", models=["a", "b"])],
+)
+
+
+def prober(port: int, *, control: bool = False, timeout: float = 10.0, **settings: object) -> GrpcProber:
+    address = f"127.0.0.1:{port}"
+    worker = Worker("w", address, control=address if control else None)
+    return GrpcProber(worker, Contacts(GatewaySection.model_validate(settings)), timeout)
+
+
+@looped
+async def test_a_worker_without_control_tells_what_is_ready() -> None:
+    """Only that; models that are not ready are not in it."""
+    triton = FakeTriton()
+    triton.index = {"m": "READY", "n": "UNAVAILABLE", "o": "READY"}
+    async with serving(triton) as port:
+        one = prober(port)
+        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m", "o"}))
+        with pytest.raises(ActError, match="no control service"):
+            await one.act(Act.EVICT, "m")
+        await one.close()
+
+
+@looped
+async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
+    """By model what it holds, costs and has done; a model whose rows no input tells has no items."""
+    control = FakeControl()
+    control.load = LOAD
+    async with serving(FakeTriton(), control) as port:
+        one = prober(port, control=True)
+        assert await one.look() == WorkerView(
+            alive=True,
+            ready=frozenset({"m"}),
+            instance="0123456789abcdef",
+            budget_bytes=1000,
+            backlog_s=0.5,
+            models={
+                "a": ModelView(300, Weights.LOADING, True, 0.25, 1, 2, 5, 6, 4.5, 3, 8, ("x", 1)),
+                "b": ModelView(0, Weights.RESIDENT),
+            },
+            calls={"chain": frozenset({"a", "b"})},
+        )
+        await one.close()
+
+
+@looped
+async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
+    """Triton answers, and says which models are ready."""
+    control = FakeControl()
+    control.load = None
+    async with serving(FakeTriton(), control) as port:
+        one = prober(port, control=True)
+        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
+        await one.close()
+
+
+@looped
+async def test_a_worker_that_starts_or_ends_has_nothing_ready() -> None:
+    """It answers, and refuses requests."""
+    triton = FakeTriton()
+    async with serving(triton) as port:
+        one = prober(port)
+        triton.ready = False
+        assert await one.look() == WorkerView(alive=True)
+        await one.close()
+
+
+@looped
+async def test_a_triton_that_is_slow_to_list_its_models_serves_what_it_did() -> None:
+    """While it loads others, for example."""
+    triton = FakeTriton()
+    async with serving(triton) as port:
+        one = prober(port, timeout=0.3)
+        seen = await one.look()
+        triton.index_hangs = True
+        assert await one.look() == seen == WorkerView(alive=True, ready=frozenset({"m"}))
+        await one.close()
+
+
+@looped
+async def test_a_worker_that_ends_is_dead_at_once_and_alive_when_it_is_back() -> None:
+    """Whoever listens there next."""
+    triton = FakeTriton()
+    async with serving(triton) as port:
+        one = prober(port)
+        assert (await one.look()).alive
+    assert await one.look() == DEAD
+    async with serving(triton, port=port):
+        while not (await one.look()).alive:
+            pass
+    await one.close()
+
+
+@looped
+async def test_a_connection_that_is_open_on_one_side_only_is_replaced() -> None:
+    """The worker is dead for one look, which takes as long as it may, and found by the next."""
+    control = FakeControl()
+    async with serving(FakeTriton(), control) as port, Relay(port).running() as relay:
+        one = prober(relay.port, control=True, timeout=0.5)
+        assert (await one.look()).alive
+        relay.stick()
+        assert await one.look() == DEAD
+        view = await one.look()
+        assert (view.alive, view.instance) == (True, "1")
+        await one.close()
+
+
+@looped
+async def test_steps_go_to_the_control_service() -> None:
+    """What it refuses is an error with its reason."""
+    control = FakeControl()
+    async with serving(FakeTriton(), control) as port:
+        one = prober(port, control=True)
+        await one.act(Act.PREFETCH, "a")
+        await one.act(Act.EVICT, "b")
+        assert control.steps == [("prefetch", "a"), ("evict", "b")]
+        with pytest.raises(ActError, match="NOT_FOUND: there is no model"):
+            await one.act(Act.EVICT, "unknown")
+        await one.close()
+
+
+@looped
+async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) -> None:
+    """Of the control services: Triton itself knows none."""
+    (tmp_path / "token").write_text("secret\n")
+    control = FakeControl()
+    async with serving(FakeTriton(), control) as port:
+        one = prober(port, control=True, worker_token_file=tmp_path / "token")
+        await one.look()
+        assert control.token == "Bearer secret"
+        await one.close()
+
+
+@pytest.mark.parametrize("key", ["worker_ca", "worker_token_file"])
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
+    """With the setting."""
+    with pytest.raises(ContactError, match=rf"gateway\.{key}: .*missing"):
+        Contacts(GatewaySection.model_validate({key: tmp_path / "missing"}))
+
+
+def test_a_token_is_one_line(tmp_path: Path) -> None:
+    """gRPC would refuse each call with it."""
+    (tmp_path / "token").write_text("two\nlines")
+    with pytest.raises(ContactError, match="no token"):
+        Contacts(GatewaySection(worker_token_file=tmp_path / "token"))

@@ -1,0 +1,200 @@
+"""When workers are looked at, and who is told."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from rsrv_gateway.contract import Act, Worker, WorkerView
+from rsrv_gateway.probes import DEAD, ActError, Errands, Probes
+from tests.unit.control.virtual import run
+
+ALIVE = WorkerView(alive=True, ready=frozenset({"m"}))
+
+
+class FakeProber:
+    """Sees `view`, after `seconds`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.view = ALIVE
+        self.seconds = 0.001
+        self.looks: list[float] = []
+        self.closed = False
+        self.acts: list[tuple[Act, str]] = []
+
+    async def look(self) -> WorkerView:
+        assert not self.closed
+        self.looks.append(asyncio.get_running_loop().time())
+        view = self.view
+        await asyncio.sleep(self.seconds)
+        return view
+
+    async def act(self, act: Act, model: str) -> None:
+        self.acts.append((act, model))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    """Probes of workers a and b, every half second."""
+
+    def __init__(self) -> None:
+        self.probers: dict[str, FakeProber] = {}
+        self.seen = 0
+        self.some = asyncio.Event()
+        self.probes = Probes(self._make, 0.5, self._see)
+
+    def watch(self, *names: str, port: int = 1) -> None:
+        self.probes.watch({name: Worker(name, f"{name}:{port}") for name in names})
+
+    def _make(self, worker: Worker) -> FakeProber:
+        return self.probers.setdefault(f"{worker.grpc}", FakeProber(worker))
+
+    def _see(self) -> None:
+        self.seen += 1
+        self.some.set()
+
+    async def sees(self) -> float:
+        """The time at which something is seen next."""
+        self.some.clear()
+        await self.some.wait()
+        return asyncio.get_running_loop().time()
+
+
+def in_world(test: Callable[[World], Coroutine[None, None, None]]) -> Callable[[], None]:
+    """A test that is a coroutine, in a world of its own."""
+
+    async def main() -> None:
+        world = World()
+        await test(world)
+        await world.probes.close()
+        assert all(prober.closed for prober in world.probers.values())
+
+    def run_it() -> None:
+        run(main())
+
+    run_it.__doc__ = test.__doc__
+    return run_it
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@in_world
+async def test_each_worker_is_looked_at_again_and_again(world: World) -> None:
+    """Every half second, whatever the others do; one that was never looked at is dead."""
+    world.watch("a", "b")
+    assert world.probes.views() == {"a": DEAD, "b": DEAD}
+    world.probers["b:1"].seconds = 1.0
+    await asyncio.sleep(10)
+    assert world.probes.views() == {"a": ALIVE, "b": ALIVE}
+    assert len(world.probers["a:1"].looks) == pytest.approx(20, abs=1)
+    assert len(world.probers["b:1"].looks) == pytest.approx(7, abs=1)
+    assert world.seen == 2
+
+
+@in_world
+async def test_a_death_is_seen_with_the_next_probe(world: World) -> None:
+    """Within the pause and the patience; the brain is told once, and once more when it comes back."""
+    world.watch("a")
+    await world.sees()
+    prober = world.probers["a:1"]
+    prober.view, prober.seconds = DEAD, 1.0
+    died = now()
+    assert await world.sees() - died < 2
+    assert world.probes.views() == {"a": DEAD}
+    prober.view, prober.seconds = ALIVE, 0.001
+    assert await world.sees() - died < 4
+    assert world.seen == 3
+
+
+@in_world
+async def test_traffic_that_fails_has_the_worker_looked_at_at_once(world: World) -> None:
+    """Also when a look is under way that began before; a thousand failures are one or two looks."""
+    world.watch("a")
+    prober = world.probers["a:1"]
+    await world.sees()
+    prober.view = DEAD
+    failed = now()
+    for _ in range(1000):
+        world.probes.failed("a")
+    assert await world.sees() - failed < 0.1
+
+    prober.view, prober.seconds = ALIVE, 0.2
+    await world.sees()
+    looks = len(prober.looks)
+    while len(prober.looks) == looks:  # until it looks again, and sees that all is well
+        await asyncio.sleep(0.01)
+    prober.view, prober.seconds = DEAD, 0.001
+    failed = now()
+    world.probes.failed("a")
+    assert await world.sees() - failed < 0.3
+    assert len(prober.looks) == looks + 2
+    world.probes.failed("nobody")
+
+
+@in_world
+async def test_who_needs_to_know_now_waits_for_a_look_of_now(world: World) -> None:
+    """Not for one that began before, and not for a worker that leaves meanwhile."""
+    world.watch("a", "b")
+    await world.sees()
+    prober = world.probers["a:1"]
+    world.probers["b:1"].seconds = 1e9
+    prober.view = WorkerView(alive=True, ready=frozenset({"m", "new"}))
+    looking = asyncio.create_task(world.probes.look())
+    await world.probes.look(["a"])
+    assert "new" in world.probes.views()["a"].ready
+    await asyncio.sleep(1)
+    assert not looking.done()
+    world.watch("a")
+    await looking
+
+
+@in_world
+async def test_a_worker_that_leaves_is_looked_at_no_more(world: World) -> None:
+    """One that stays keeps what is known of it; one whose address has changed is another."""
+    world.watch("a", "b")
+    await asyncio.sleep(1)
+    world.watch("a")
+    assert list(world.probes.views()) == ["a"]
+    assert world.probes.views()["a"] == ALIVE
+    await asyncio.sleep(0.1)
+    assert world.probers["b:1"].closed
+    world.watch("a", port=2)
+    assert world.probes.views() == {"a": DEAD}
+    await asyncio.sleep(1)
+    assert (world.probers["a:1"].closed, world.probes.views()["a"]) == (True, ALIVE)
+    with pytest.raises(ActError):
+        await world.probes.act(Act.EVICT, "b", "m")
+
+
+def test_errands_of_one_worker_are_done_in_order_and_none_twice() -> None:
+    """Another worker's do not wait for them, and what fails is only said."""
+    done: list[str] = []
+
+    async def do(act: Act, worker: str, model: str) -> None:
+        await asyncio.sleep(10 if worker == "slow" else 1)
+        if model == "bad":
+            raise ActError("it does not want to")
+        done.append(f"{worker} {model}")
+
+    async def main() -> None:
+        errands = Errands(do)
+        for _ in range(3):
+            for model in ("x", "bad", "y"):
+                errands.send(Act.PREFETCH, "slow", model)
+                errands.send(Act.PREFETCH, "fast", model)
+        await asyncio.sleep(5)
+        assert done == ["fast x", "fast y"]
+        await asyncio.sleep(26)
+        assert done[2:] == ["slow x", "slow y"]
+        errands.send(Act.PREFETCH, "fast", "x")
+        errands.send(Act.PREFETCH, "fast", "y")
+        await asyncio.sleep(1.5)
+        await errands.close()
+        assert done[4:] == ["fast x"]
+
+    run(main())

@@ -1,0 +1,133 @@
+"""Servers that answer as a tritonserver and its control service do, on the test's own event loop."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+
+#: seconds for anything that a test waits for
+_PATIENCE = 30.0
+
+
+def looped(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), _PATIENCE))
+
+    return run
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Has the models in `index`, by name with their state."""
+
+    def __init__(self) -> None:
+        self.index: dict[str, str] = {"m": "READY"}
+        self.index_hangs = False
+        #: as while a server starts or ends
+        self.ready = True
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self.ready)
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        if self.index_hangs:
+            await asyncio.Event().wait()
+        if not self.ready:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Server not ready")
+        response = service_pb2.RepositoryIndexResponse()
+        for name, state in self.index.items():
+            if state == "READY" or not request.ready:
+                response.models.add(name=name, version="1", state=state)
+        return response
+
+
+class FakeControl(control_pb2_grpc.ControlServicer):
+    """Says `load`, or that there is no runtime when that is None. `steps` are those that it was asked for."""
+
+    def __init__(self) -> None:
+        self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(instance="1")
+        self.steps: list[tuple[str, str]] = []
+        self.token: str | None = None
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
+        self.token = dict(context.invocation_metadata()).get("authorization")
+        if self.load is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the runtime does not answer")
+        assert self.load is not None
+        return self.load
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+        self.steps.append(("prefetch", request.model))
+        return pb.PrefetchResponse()
+
+    async def Evict(self, request: pb.EvictRequest, context: Any) -> pb.EvictResponse:
+        if request.target.model == "unknown":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no model 'unknown'")
+        self.steps.append(("evict", request.target.model))
+        return pb.EvictResponse()
+
+
+@asynccontextmanager
+async def serving(
+    triton: FakeTriton, control: FakeControl | None = None, port: int = 0
+) -> AsyncIterator[int]:
+    """Both services on one port, which is given."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+    if control is not None:
+        control_pb2_grpc.add_ControlServicer_to_server(control, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(0)
+
+
+class Relay:
+    """Passes bytes on to a port, until `stick`: from then on nothing passes on connections that are there by then."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._stuck: set[asyncio.StreamWriter] = set()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Relay"]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        try:
+            yield self
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            for writer in self._open:
+                writer.close()
+
+    def stick(self) -> None:
+        self._stuck |= self._open
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._to)
+        for source, sink in ((reader, back), (there, writer)):
+            self._open.add(sink)
+            task = asyncio.create_task(self._pass(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            if sink not in self._stuck:
+                sink.write(data)

@@ -16,7 +16,6 @@ from tests.e2e.nodes import answer, free_block, running_node, server_pid
 MODEL = "versioned"
 #: nobody waits for a look at bundles that have changed
 QUICK = "lifecycle: {look_s: 0.1, poll_s: 0.5}\n"
-WITHOUT_GATEWAY = "gateway: {grpc: null, http: null}\n"
 
 
 @pytest.fixture
@@ -35,13 +34,22 @@ def runtime_directories(pids: list[int]) -> list[Path]:
     return [found for pid in pids for found in base_directory().glob(f"{pid}-*")]
 
 
-def test_two_workers_serve_and_one_that_dies_comes_back(bundles: Path, tmp_path: Path) -> None:
-    """Each has its own port, repository and cores; both follow the bundles; SIGTERM leaves nothing."""
-    settings = f"{QUICK}{WITHOUT_GATEWAY}node: {{first_port: {free_block(20)}, drain_s: 5}}\n"
+def public(start: int) -> str:
+    """The section `gateway`: three ports from this one on."""
+    http, grpc, admin = (f"127.0.0.1:{start + step}" for step in range(3))
+    return f"gateway: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n"
+
+
+def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tmp_path: Path) -> None:
+    """Each has a port, a repository and cores of its own; both follow the bundles; SIGTERM leaves nothing."""
+    start = free_block(30)
+    grpc = start + 21
+    settings = f"{QUICK}{public(start + 20)}node: {{first_port: {start}, drain_s: 5}}\n"
     with running_node(bundles, tmp_path, settings, "--cpu-workers", 2) as node:
         workers = wait_until(node.workers, 30, what=f"the workers:\n{node.tail()}")
         assert [worker.name for worker in workers] == ["worker0", "worker1"]
         assert [node.wait_answer(worker.grpc_port, MODEL) for worker in workers] == [1, 1]
+        assert node.wait_answer(grpc, MODEL) == 1
         first, second = map(server_pid, workers)
         if len(os.sched_getaffinity(0)) > 1:
             assert os.sched_getaffinity(first).isdisjoint(os.sched_getaffinity(second))
@@ -52,10 +60,12 @@ def test_two_workers_serve_and_one_that_dies_comes_back(bundles: Path, tmp_path:
         # Nothing of the dead one is in the way of its successor.
         assert not any(map(Path.exists, before))
         place(write_version(tmp_path / "two", 2), bundles / MODEL)
-        ports = [worker.grpc_port for worker in workers]
-        wait_until(lambda: [answer(port, MODEL) for port in ports] == [2, 2], 60, what="the new version")
+        ports = [*(worker.grpc_port for worker in workers), grpc]
+        wait_until(lambda: [answer(port, MODEL) for port in ports] == [2, 2, 2], 60, what="the new version")
         assert server_pid(node.workers()[1]) == second
-        assert "[worker0] " in node.log_text
+        assert {"[worker0]", "[worker1]", "[gateway]", "[node]"} <= {
+            line.split()[0] for line in node.log_text.splitlines()
+        }
 
         left = node.pids()
         node.process.terminate()
@@ -68,9 +78,7 @@ def test_two_workers_serve_and_one_that_dies_comes_back(bundles: Path, tmp_path:
 def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, tmp_path: Path) -> None:
     """There is no gateway; and a node that is killed leaves no server behind."""
     start = free_block(10)
-    http, grpc, admin = (f"127.0.0.1:{start + step}" for step in range(3))
-    settings = f"gateway: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n"
-    with running_node(bundles, tmp_path, settings, "--cpu-workers", 1) as node:
+    with running_node(bundles, tmp_path, public(start), "--cpu-workers", 1) as node:
         assert node.wait_answer(start + 1, MODEL) == 1
         assert "rsrv_gateway" not in node.log_text
         left = node.pids()

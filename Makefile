@@ -7,11 +7,14 @@ PYTEST := $(BIN)/python -m pytest
 # Compiled models survive from run to run; the runtime reads this as its setting runtime.compilation_cache_dir.
 export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
+# Where there is no GPU; one with GPUs has its own idea.
+NODE ?= --cpu-workers 2
+
 VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint \
+.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint \
 	format clean proto bundles
 
 help: ## list the targets
@@ -37,6 +40,9 @@ demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out d
 serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000, 8001 and 8002 until Ctrl-C
 	$(BIN)/rsrv-gen build/bundles -o gen
 	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
+
+node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
+	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
 
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones
 	$(PYTEST) -m "not long" --ignore=tests/unit

@@ -193,13 +193,18 @@ class NodeSection(Section):
         0, ge=0, le=64, description="Tritonservers on the CPU, where there is no GPU or none is wanted."
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="Cores of each worker; null: an equal share of the machine's."
+        None,
+        ge=1,
+        le=1024,
+        description="Cores of each worker; null: an equal share of those that are close to its device.",
     )
     directory: Path = Field(
-        Path("node"), description="Where the workers' model repositories and logs are kept."
+        Path("node"),
+        description="Where the workers' model repositories are kept, and the list of workers; on the file system of the "
+        "bundles, so that these are shared and not copied.",
     )
     tritonserver: str = Field("tritonserver", description="The server to start.")
-    arguments: list[str] = Field(default_factory=list, description="More arguments for it.")
+    arguments: list[str] = Field(default_factory=list, description="More arguments for it; they win.")
     first_port: int = Field(
         18000,
         ge=1,

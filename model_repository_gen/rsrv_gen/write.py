@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from rsrv_gen.config import MARK
@@ -123,8 +123,10 @@ def newest(folder: Path) -> int:
     """When the newest file or folder was modified, in nanoseconds; 0 if there is none."""
     times = [0]
     for parent, _, names in os.walk(folder, followlinks=True):
-        paths = [parent, *(os.path.join(parent, name) for name in names)]
-        times += (os.stat(path).st_mtime_ns for path in paths)
+        for path in (parent, *(os.path.join(parent, name) for name in names)):
+            # What a link leads to may be gone, or go just now.
+            with suppress(OSError):
+                times.append(os.stat(path).st_mtime_ns)
     return max(times)
 
 

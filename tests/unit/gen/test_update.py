@@ -117,6 +117,17 @@ def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Pa
     assert update(gen, [bundles], None, link="symlink", transport="direct").unchanged == {"one", "two"}
 
 
+def test_a_link_to_a_bundle_that_is_gone_hinders_nothing(bundles: Path, tmp_path: Path) -> None:
+    """The model can be loaded anew all the same, and be written when its bundle is found elsewhere."""
+    gen = tmp_path / "gen"
+    assert run(bundles, "-o", gen, "--link", "symlink") == 0
+    (tmp_path / "more").mkdir()
+    (bundles / "one").rename(tmp_path / "more" / "one")
+    assert touch(gen / "one") == newest(gen / "one")
+    done = update(gen, [bundles, tmp_path / "more"], None, link="symlink", transport="direct")
+    assert (set(done.put), done.failed) == ({"one"}, {})
+
+
 def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
     """Another's directory, and a repository that nothing may be written to."""
     write_bundle(bundles / "taken")

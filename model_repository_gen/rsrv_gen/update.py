@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.settings import Transport
+from rsrv_gen.aside import Replaced
 from rsrv_gen.plan import LinkMode, ModelPlan, Source, plan_repository
 from rsrv_gen.sources import Sources, read_sources
-from rsrv_gen.write import Replaced, carried, is_current, is_foreign, is_ours, open_repository, our_models
+from rsrv_gen.write import carried, is_current, is_foreign, is_ours, open_repository, our_models
 
 #: `foreign`: somebody else's directory has the name. `internal`: there is no directory, because metas carry the model.
 Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign"]

@@ -19,8 +19,9 @@ from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
+from rsrv_gen.aside import version_of
 from rsrv_gen.cli import main as rsrv_gen
-from rsrv_gen.write import open_repository, version_of
+from rsrv_gen.write import open_repository
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta

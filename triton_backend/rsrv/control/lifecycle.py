@@ -23,9 +23,10 @@ from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.view import RuntimeView
 from rsrv.control.watching import sign, watch
 from rsrv.settings import Settings
+from rsrv_gen.aside import Replaced, version_of
 from rsrv_gen.sources import SETTINGS_FILE
 from rsrv_gen.update import Update, remove, update
-from rsrv_gen.write import Replaced, being_written, carried, our_models, touch, version_of
+from rsrv_gen.write import being_written, carried, newest, our_models, touch
 
 log = logging.getLogger("rsrv.control")
 
@@ -288,7 +289,7 @@ class Lifecycle:
                 await self._spare_dismissed()
             for name, put in done.put.items():
                 self._rounds.stay(name)
-                self._stamps[name] = put.stamp
+                self._stamps[name] = newest(self._repository / name)
                 self._start(name, self._load(name, put))
             for name in done.unchanged:
                 self._rounds.stay(name)

@@ -105,6 +105,18 @@ def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Pa
     assert (done.later, done.put) == ({"two"}, {})
     assert text(gen, "two") == "v1 1"
     assert not left_aside(gen)
+    (bundles / "two" / "manifest.yaml").write_text("half")
+    done = bring(gen, bundles, "two", ready=lambda name: False)
+    assert (done.later, done.broken) == ({"two"}, {})
+
+
+def test_a_model_that_somebody_has_in_hand_is_left_for_later(gen: Path, bundles: Path) -> None:
+    """Nobody is asked for one that is up to date."""
+    write_bundle(bundles / "one", "v2")
+    asked: list[str] = []
+    done = bring(gen, bundles, take=asked.append)
+    assert (asked, done.later, done.unchanged, done.put) == (["one"], {"one"}, {"two"}, {})
+    assert text(gen, "one") == "v1 1"
 
 
 def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
-from tests.e2e.gateways import RunningGateway, entry, running_gateway
+from tests.e2e.fleets import RunningGateway, entry, running_gateway
 from tests.e2e.harness import RunningTriton, StartTriton, wait_until
 
 MODELS = ("first", "second", "third", "fourth")

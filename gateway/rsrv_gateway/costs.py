@@ -79,8 +79,9 @@ class Costs:
         Views of a worker that come sooner than SAMPLE_S are left out, and so is one that is the same object as last
         time: it says nothing new. A worker that is not in `views` is forgotten.
         """
-        for worker in [worker for worker in self._views if worker not in views]:
-            del self._views[worker]
+        known = len(self._views)
+        self._views = {worker: seen for worker, seen in self._views.items() if worker in views}
+        fresh = len(self._views) < known
         self._samples = {w: s for w, s in self._samples.items() if w in views and views[w].alive}
         consumed = 0.0
         for worker, view in views.items():
@@ -94,8 +95,10 @@ class Costs:
             else:
                 consumed += self._compare(worker, before[0], view, now - before[1])
             self._views[worker] = (view, now)
-        self._expect()
-        self._fold(consumed)
+            fresh = True
+        if fresh:
+            self._expect()
+            self._fold(consumed)
         return consumed
 
     def measured(self, model: str) -> Measured:

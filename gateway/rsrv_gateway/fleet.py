@@ -1,5 +1,6 @@
 """All workers' views in one: what each model is, where it is ready, and which models must be together."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -77,30 +78,34 @@ def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fle
 
 
 def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
-    ready: dict[str, list[str]] = {}
-    shown: dict[str, list[ModelView]] = {}
+    ready: defaultdict[str, list[str]] = defaultdict(list)
+    shown: defaultdict[str, list[ModelView]] = defaultdict(list)
     calls: dict[str, frozenset[str]] = {}
     for worker, view in views.items():
         for name in view.ready:
-            ready.setdefault(name, []).append(worker)
+            ready[name].append(worker)
         for name, seen in view.models.items():
-            ready.setdefault(name, [])
-            shown.setdefault(name, []).append(seen)
+            shown[name].append(seen)
         for name, called in view.calls.items():
-            ready.setdefault(name, [])
             calls[name] = calls.get(name, frozenset()) | called
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
     models = {}
-    for name, workers in ready.items():
-        where = tuple(workers)
-        told = shown.get(name, [])
+    for name in {**ready, **shown, **calls}:
+        where = tuple(ready.get(name, ()))
+        size = most = 0
+        pinned = True
+        batch_input = None
+        for seen in shown.get(name, ()):
+            size, most = max(size, seen.bytes), max(most, seen.max_items)
+            pinned = pinned and seen.pinned
+            batch_input = batch_input or seen.batch_input
         models[name] = Model(
             ready=same.setdefault(where, where),
-            bytes=0 if all(m.pinned for m in told) else max(m.bytes for m in told),
-            max_items=max((m.max_items for m in told), default=0),
-            batch_input=next((m.batch_input for m in told if m.batch_input is not None), None),
+            bytes=0 if pinned else size,
+            max_items=most,
+            batch_input=batch_input,
             calls=calls.get(name, frozenset()),
-            known=bool(told) or name in calls,
+            known=name in shown or name in calls,
         )
     return models
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Act, ModelView, Step, Table, Weights, WorkerView
 from rsrv_gateway.packing import Load, Packing, Room
+from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.routing import Router
 
 #: pause between two looks
@@ -217,3 +219,28 @@ class Script:
 
 def homes(table: Table) -> dict[str, tuple[str, ...]]:
     return {name: routes.placed for name, routes in table.items()}
+
+
+def options(**changes: object) -> GatewaySection:
+    return GatewaySection.model_validate({"mode": "lpt_packing", **changes})
+
+
+class Scene:
+    """A planner that looks at a fleet, and whose steps the test carries out or not."""
+
+    def __init__(self, fleet: Fleet, script: Script, **changes: object) -> None:
+        self.fleet = fleet
+        self.script = script
+        self.planner = Planner(options(**changes), pack=script)
+
+    def look(self, *, do: bool = True) -> Plan:
+        plan = self.planner.look(self.fleet.views(), self.fleet.now)
+        if do:
+            self.fleet.do(plan.steps)
+        self.fleet.run([])
+        return plan
+
+    def settle(self, seconds: float = 5.0) -> Plan:
+        for _ in range(round(seconds / LOOK_S)):
+            plan = self.look()
+        return plan

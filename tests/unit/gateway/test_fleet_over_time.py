@@ -86,8 +86,8 @@ def test_work_is_spread_once_it_is_known() -> None:
 
     gateway.changes.clear()
     fleet.misses.clear()
-    play(fleet, [gateway], 400.0)
-    assert gateway.plan.status.repacks.counts["work"] >= 5
+    play(fleet, [gateway], 200.0)
+    assert gateway.plan.status.repacks.counts["work"] >= 4
     assert sum(gateway.changes.values()) == 0
     assert fleet.misses == []
 
@@ -138,17 +138,16 @@ def test_a_worker_that_dies_and_returns() -> None:
     assert uneven(fleet, gateway.table) <= 1.25
 
 
-@pytest.mark.parametrize("late", [0.0, 47.0, 133.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "late"), [(0, 0.0), (1, 47.0), (2, 133.0)])
 def test_gateways_agree(seed: int, late: float) -> None:
     """Two gateways that share nothing, the second started later, have the same table in the end, and keep it."""
     fleet = Fleet(["u", "v", "w"], mixed(seed, 15), budget=80)
     first = Gateway(fleet)
     play(fleet, [first], late)
     second = Gateway(fleet)
-    play(fleet, [first, second], 300.0)
+    play(fleet, [first, second], 200.0)
 
-    for _ in range(10):
+    for _ in range(8):
         play(fleet, [first, second], 10.0)
         assert homes(first.table) == homes(second.table)
 
@@ -172,7 +171,7 @@ def test_gateways_that_disagree_come_together() -> None:
     assert set(Counter(at for at in homes(first.table).values()).values()) == {2}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32))
 def test_whatever_happens_models_are_served(seed: int) -> None:
     """Workers die, return with nothing on the device, join and leave, control services go away, models come and go,
@@ -183,7 +182,7 @@ def test_whatever_happens_models_are_served(seed: int) -> None:
     gateway = Gateway(
         fleet, replicas=random.choice([1, 1, 2, "all"]), halflife_device_s=random.choice([5, 50])
     )
-    for step in range(160):
+    for step in range(120):
         if random.random() < 0.15:
             _disturb(fleet, random, step)
         before = homes(gateway.table)

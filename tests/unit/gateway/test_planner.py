@@ -1,4 +1,4 @@
-"""When models are packed anew, and how they get where the packing wants them."""
+"""When models are packed anew, by what, and what the table says."""
 
 from __future__ import annotations
 
@@ -6,38 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from rsrv.settings_fleet import GatewayModelSection, GatewaySection
+from rsrv.settings_fleet import GatewayModelSection
 from rsrv_gateway.contract import Act, Step, Weights, WorkerView
-from rsrv_gateway.fleet import Fleet as Survey
-from rsrv_gateway.fleet import Unit, survey
-from rsrv_gateway.moves import MOVE_LIMIT_S
-from rsrv_gateway.planner import SETTLE_S, Plan, Planner
-from tests.unit.gateway.fleet import LOOK_S, Fleet, Model, Script, homes
-
-
-def options(**changes: object) -> GatewaySection:
-    return GatewaySection.model_validate({"mode": "lpt_packing", **changes})
-
-
-class Scene:
-    """A planner that looks at a fleet, and whose steps the test carries out or not."""
-
-    def __init__(self, fleet: Fleet, script: Script, **changes: object) -> None:
-        self.fleet = fleet
-        self.script = script
-        self.planner = Planner(options(**changes), pack=script)
-
-    def look(self, *, do: bool = True) -> Plan:
-        plan = self.planner.look(self.fleet.views(), self.fleet.now)
-        if do:
-            self.fleet.do(plan.steps)
-        self.fleet.run([])
-        return plan
-
-    def settle(self, seconds: float = 5.0) -> Plan:
-        for _ in range(round(seconds / LOOK_S)):
-            plan = self.look()
-        return plan
+from rsrv_gateway.planner import SETTLE_S, Planner
+from tests.unit.gateway.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
 
 
 @pytest.mark.parametrize("mode", ["round_robin", "least_outstanding"])
@@ -117,16 +89,6 @@ def test_homes_from_the_start() -> None:
     assert plan.status.repacks.last == "start"
 
 
-def test_what_gives_way_at_its_home_is_not_asked_for_again() -> None:
-    """A worker that freed weights for others loads them with the next request, and not because of us."""
-    scene = Scene(Fleet(["v"], {"a": Model()}), Script())
-    scene.settle()
-    scene.fleet.copy("v", "a").weights = Weights.ABSENT
-
-    assert scene.settle(20.0).steps == ()
-    assert scene.fleet.resident("v") == set()
-
-
 def test_a_start_with_missing_workers_waits_a_moment() -> None:
     """Until all have answered, or nothing has changed for a while, models go wherever they are ready."""
     scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}), Script(a=("v",)))
@@ -153,149 +115,6 @@ def test_models_stay_where_their_weights_are() -> None:
     both = frozenset("vw")
     assert {name: load.allowed for name, load in asked.items()} == {"a": frozenset("w"), "b": both, "c": both}
     assert homes(plan.table) == {"a": ("w",), "b": ("v",), "c": ("v",)}
-
-
-def moving(fleet: Fleet | None = None) -> Scene:
-    """Model a is at v, and an operator has it packed onto w."""
-    scene = Scene(fleet or Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
-    scene.settle()
-    scene.script.placed["a"] = ("w",)
-    scene.planner.repack()
-    return scene
-
-
-def test_a_moved_model_is_warm_before_traffic_moves() -> None:
-    """Weights first, then the table, and then the old home is freed."""
-    scene = moving()
-    seen = []
-    for _ in range(12):
-        plan = scene.look()
-        seen.append((plan.table["a"].placed, scene.fleet.copy("w", "a").weights, plan.steps))
-        if plan.table["a"].placed == ("v",):
-            assert plan.status.models[0].moving_to == ("w",)
-
-    assert [steps for _, _, steps in seen if steps] == [
-        (Step(Act.PREFETCH, "w", "a"),),
-        (Step(Act.EVICT, "v", "a"),),
-    ]
-    assert all(weights is Weights.RESIDENT for placed, weights, _ in seen if placed == ("w",))
-    assert [placed for placed, _, _ in seen] == [("v",)] * 6 + [("w",)] * 6
-    assert scene.fleet.resident("v") == set()
-
-
-def test_weights_that_do_not_come_are_asked_for_again_and_then_not_waited_for() -> None:
-    """After the limit traffic moves without them: the worker loads them with the first request."""
-    scene = moving()
-    asked = 0
-    for _ in range(round(MOVE_LIMIT_S / LOOK_S)):
-        plan = scene.look(do=False)
-        asked += len(plan.steps)
-        assert plan.table["a"].placed == ("v",)
-
-    assert 3 <= asked <= 10
-    assert scene.look(do=False).table["a"].placed == ("w",)
-
-
-def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
-    """Without its old home a model goes to the new one, cold, in the same look."""
-    scene = moving()
-    scene.look()
-    scene.fleet.servers["v"].alive = False
-
-    assert homes(scene.look().table) == {"a": ("w",)}
-
-
-def test_who_has_the_weights_serves_meanwhile() -> None:
-    """When the home of a model dies and a third worker has its weights, that one has the requests until the new home is
-    warm."""
-    fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
-    scene = Scene(fleet, Script(a=("v",)))
-    scene.settle()
-    fleet.copy("u", "a").weights = Weights.RESIDENT
-    scene.script.placed["a"] = ("w",)
-    fleet.servers["v"].alive = False
-
-    assert homes(scene.look().table) == {"a": ("u",)}
-    assert homes(scene.settle(4.0).table) == {"a": ("w",)}
-    scene.settle(2.0)
-    assert fleet.resident("u") == set()
-
-
-def test_replicas_are_added_when_they_are_warm() -> None:
-    """A second replica gets requests when it has the weights; the first one keeps them all until then."""
-    scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}, load_s=2.0), Script(a=("v",)))
-    scene.settle()
-    scene.planner.set_placement("a", replicas=2)
-    scene.script.placed["a"] = ("u", "w")
-    scene.fleet.copy("w", "a").weights = Weights.RESIDENT
-    scene.planner.repack()
-
-    assert homes(scene.look().table) == {"a": ("v", "w")}
-    assert homes(scene.settle(3.0).table) == {"a": ("u", "w")}
-
-
-def test_the_old_home_keeps_the_weights_while_it_works() -> None:
-    """Nothing is freed while requests wait or execute there, nor in the look at which the table changes."""
-    scene = moving()
-    copy = scene.fleet.copy("v", "a")
-    copy.weights = Weights.LOADING
-    copy.until, copy.queued = 1e9, 3
-    for _ in range(40):
-        plan = scene.look()
-        assert Act.EVICT not in {step.act for step in plan.steps}
-
-    assert homes(plan.table) == {"a": ("w",)}
-    copy.queued = 0
-    assert scene.look().steps == (Step(Act.EVICT, "v", "a"),)
-
-
-def test_an_old_home_that_others_use_is_left_to_them() -> None:
-    """Where requests of another gateway keep coming the weights are not taken away."""
-    scene = moving()
-    for _ in range(round(2 * MOVE_LIMIT_S / LOOK_S)):
-        scene.fleet.copy("v", "a").requests += 1
-        plan = scene.look()
-
-        assert Act.EVICT not in {step.act for step in plan.steps}
-
-
-def test_a_model_that_comes_back_is_not_freed() -> None:
-    """A home that is one again before it was freed keeps its weights."""
-    scene = moving()
-    busy = scene.fleet.copy("v", "a")
-    busy.queued = 0.6
-    for _ in range(8):
-        plan = scene.look()
-    assert homes(plan.table) == {"a": ("w",)}
-    scene.script.placed["a"] = ("v",)
-    scene.planner.repack()
-    assert homes(scene.look().table) == {"a": ("v",)}
-    busy.queued = 0
-    scene.settle()
-
-    assert (scene.fleet.resident("v"), scene.fleet.resident("w")) == ({"a"}, set())
-
-
-def test_what_cannot_stay_is_not_fetched() -> None:
-    """Where more is placed than fits the busiest have their weights fetched, and the others are not waited for."""
-    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
-    scene = Scene(fleet, Script(a=("v",), b=("w",)))
-    scene.settle()
-    for n in range(8):
-        fleet.copy("v", "a").device_s = 0.1 * n
-        scene.look()
-    scene.script.placed.update(a=("w",))
-    scene.planner.repack()
-    plan = scene.look(do=False)
-    assert Step(Act.PREFETCH, "w", "a") in plan.steps
-    scene.script.placed.update(a=("v",), b=("v",))
-    scene.planner.repack()
-    plan = scene.look(do=False)
-
-    assert homes(plan.table) == {"a": ("v",), "b": ("v",)}
-    assert plan.steps == ()
-    assert [worker.oversubscribed for worker in plan.status.workers] == [True, False]
-    assert any("v cannot hold" in warning for warning in plan.status.warnings)
 
 
 def test_pinned_weights_take_their_part_of_the_budget() -> None:
@@ -413,26 +232,6 @@ def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
     assert before == [("v",), ("w",), ("w",), ("v",), ("w",)]
 
 
-def test_what_was_done_at_the_old_home_does_not_count() -> None:
-    """After a move only what executed since then tells where a model is; during one it is where it goes."""
-    scene = moving()
-    for _ in range(20):
-        placed = homes(scene.look().table)["a"]
-        scene.fleet.copy(placed[0], "a").device_s += 0.5
-        if placed == ("v",):
-            assert scene.planner._before(*_unit(scene)) == ("w",)
-    scene.planner.repack()
-    scene.look()
-
-    assert placed == ("w",)
-    assert scene.script.asked[-1][2]["a"] == ("w",)
-
-
-def _unit(scene: Scene) -> tuple[Unit, Survey, int]:
-    fleet = survey(scene.fleet.views(), [])
-    return fleet.units[0], fleet, 1
-
-
 def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
     """Its models come one by one; all is packed once, a moment after the last."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
@@ -481,6 +280,17 @@ def test_a_control_service_that_is_away_moves_nothing() -> None:
     assert plan.table == table
     assert len(scene.script.asked) == packed
     assert any("control services of v" in warning for warning in plan.status.warnings)
+
+
+def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None:
+    """Models go where it is known what they do; what is ready only elsewhere stays there."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
+    fleet.servers["v"].instance = None
+    fleet.servers["v"].ready.add("c")
+    fleet.servers["v"].ready.discard("b")
+    scene = Scene(fleet, Script(a=("v",)))
+
+    assert homes(scene.settle().table) == {"a": ("w",), "b": ("w",), "c": ()}
 
 
 def test_replicas_and_quanta_follow_the_settings() -> None:

@@ -1,5 +1,6 @@
 """The checked-in stubs are those of gateway.proto, and numbers stay."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +25,10 @@ def test_every_field_has_a_number_of_its_own_forever() -> None:
     for message in gateway_pb2.DESCRIPTOR.message_types_by_name.values():
         numbers = sorted(field.number for field in message.fields)
         assert numbers == list(range(1, len(numbers) + 1)), message.name
+
+
+def test_every_call_is_in_the_docs() -> None:
+    """docs/gateway.md has a row for each."""
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "gateway.md").read_text(), re.MULTILINE))
+
+    assert {method.name for method in gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].methods} <= rows

@@ -114,6 +114,8 @@ def _defaults(section: GatewaySection) -> str:
         # Clients keep their connections, and streams may be silent.
         f"timeout http-keep-alive {_FOR_EVER}",
         f"timeout client {_FOR_EVER}",
+        # Of connections that are idle when it is told to end.
+        "timeout client-fin 1s",
         f"timeout server {_FOR_EVER}",
         "option clitcpka",
         "option srvtcpka",

@@ -4,8 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,11 +13,12 @@ from rsrv.wire.paths import RuntimeDirectoryError, make_private
 from rsrv_gateway import telling
 from rsrv_gateway.channels import CredentialsError, read_setting
 from rsrv_gateway.contract import Table, Worker
-from rsrv_gateway.haproxy.admin import Admin, AdminError, ServerCounts
+from rsrv_gateway.haproxy.admin import Admin, AdminError
 from rsrv_gateway.haproxy.config import Target, configuration
 from rsrv_gateway.haproxy.files import Files
 from rsrv_gateway.haproxy.maps import Slots, maps_of
 from rsrv_gateway.haproxy.process import Process, check_version
+from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.state import State, tell, write_maps
 from rsrv_gateway.haproxy.told import Told
 from rsrv_gateway.listening import Token
@@ -61,6 +61,7 @@ class HAProxyPlane:
         self._admin = Admin(self._files.admin)
         self._slots = Slots(max(_SLOTS, 2 * len(section.workers)))
         self._told = Told(self._slots.worker)
+        self._seen = Seen(self._slots.worker)
         self._process: Process | None = None
         self._listener: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -71,11 +72,10 @@ class HAProxyPlane:
         self._table: Table = {}
         #: what HAProxy knows; None: it does not run, or nobody knows
         self._known: State | None = None
+        #: workers that the plane behind serves
+        self._left: Set[str] = frozenset()
         #: addresses of names, as they were found last
         self._addresses: dict[str, str] = {}
-        #: HAProxy's counters as they were seen last, by backend and slot
-        self._seen: dict[tuple[str, str], ServerCounts] = {}
-        self._failovers: Counter[str] = Counter()
 
     @property
     def pid(self) -> int | None:
@@ -111,13 +111,10 @@ class HAProxyPlane:
 
     def counts(self) -> Counts:
         """Of the requests that HAProxy has, the load is their number, and it is only known by worker."""
-        load: Counter[str] = Counter()
-        for (_, slot), seen in self._seen.items():
-            load[self._slots.worker(slot)] += seen.current
         own = Counts(
             requests=self._told.requests(),
-            load=load,
-            failovers=self._failovers,
+            load=self._seen.load(),
+            failovers=self._seen.failovers,
             durations=self._told.durations(),
         )
         return telling.add([own, self._rest.counts()])
@@ -153,7 +150,7 @@ class HAProxyPlane:
         self._files.configuration.write_text(
             configuration(self._section, self._files, self._slots.names, state.targets, self._secret)
         )
-        self._seen = {}
+        self._seen.restarted()
         self._process = await Process.start(self._section.haproxy, self._files)
         self._known = state
 
@@ -211,7 +208,7 @@ class HAProxyPlane:
             if self._addresses.get(host) not in addresses:
                 self._addresses[host] = addresses[0]
         except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
-            log.warning("worker %s: %s", host, error or "the DNS does not answer")
+            log.debug("worker %s: %s", host, error or "the DNS does not answer")
         known = self._addresses.get(host)
         return None if known is None else (known, int(port))
 
@@ -247,26 +244,12 @@ class HAProxyPlane:
         while True:
             await asyncio.sleep(self._section.probe_s)
             with suppress(AdminError):  # it has ended, and is started again
-                self._compare(await self._admin.counts())
+                for worker in self._seen.take(await self._admin.counts()):
+                    self._brain.failed(worker)
             if loop.time() - resolved > self._section.resolve_s:
                 resolved = loop.time()
                 async with self._lock:
                     await self._push()
-
-    def _compare(self, servers: list[ServerCounts]) -> None:
-        failed = set()
-        for server in servers:
-            key = (server.backend, server.slot)
-            worker = self._slots.worker(server.slot)
-            before = self._seen.get(key, ServerCounts(server.backend, server.slot, True, 0, 0, 0))
-            self._failovers[worker] += server.moved - before.moved
-            if server.refused > before.refused or (before.up and not server.up):
-                failed.add(worker)
-            self._seen[key] = server
-        for key in self._seen.keys() - {(server.backend, server.slot) for server in servers}:
-            del self._seen[key]
-        for worker in failed:
-            self._brain.failed(worker)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """To what HAProxy tells of requests."""

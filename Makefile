@@ -68,7 +68,7 @@ scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md ane
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py
 
-proto: $(VENV) ## generate the stubs of the control service anew
+proto: $(VENV) ## generate the stubs of the control services anew
 	$(BIN)/python tools/make_proto.py
 
 lint: $(VENV) ## style and types

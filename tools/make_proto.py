@@ -1,19 +1,24 @@
-"""Generate the Python stubs of control.proto anew: `make proto`, or into another folder that is given."""
+"""Generate the Python stubs of the control services anew: `make proto`, or into another folder that is given."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parent.parent / "triton_backend"
-PROTO = "rsrv/control/v1/control.proto"
+ROOT = Path(__file__).resolve().parent.parent
+#: by the folder above their packages
+PROTOS = {"triton_backend": "rsrv/control/v1/control.proto", "gateway": "rsrv_gateway/v1/gateway.proto"}
 
 
 def main() -> int:
-    out = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else SOURCES
-    flags = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
-    # With the folder above the packages as root, so that the stubs import each other by their full names.
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, PROTO]
-    return subprocess.run(command, check=False, cwd=SOURCES).returncode
+    status = 0
+    for folder, proto in PROTOS.items():
+        source = ROOT / folder
+        out = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else source
+        flags = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+        # With the folder above the packages as root, so that the stubs import each other by their full names.
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *flags, proto]
+        status |= subprocess.run(command, check=False, cwd=source).returncode
+    return status
 
 
 if __name__ == "__main__":

@@ -4,29 +4,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from rsrv_gateway.contract import Step, Table, Worker, WorkerView
+from rsrv_gateway.contract import Table, Worker
 from rsrv_gateway.members import Members
 from rsrv_gateway.plane import Plane
+from rsrv_gateway.planner import Planner
 from rsrv_gateway.probes import Errands, Probes
+from rsrv_gateway.status import Status
 
 log = logging.getLogger("rsrv.gateway")
 
 #: seconds between two refreshes that requests for unknown models ask for
 _LEAST_PAUSE = 1.0
-
-
-class Plan(Protocol):
-    @property
-    def table(self) -> Table: ...
-
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-
-
-class Planner(Protocol):
-    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan: ...
 
 
 class Gateway:
@@ -53,7 +42,10 @@ class Gateway:
         self._errands = Errands(self.probes.act)
         self._pause = pause
         self._drain = drain
-        self._clock = clock
+        self.clock = clock
+        #: what the planner showed last; None: it has not looked yet
+        self.status: Status | None = None
+        self._rounded = asyncio.Event()
         self._round_lock = asyncio.Lock()
         self._applied: tuple[Mapping[str, Worker], Table] | None = None
         self._refreshing: asyncio.Task[None] | None = None
@@ -63,16 +55,21 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """Whether requests are taken, and some worker answers."""
-        return self._serving and any(view.alive for view in self.probes.views().values())
+        return not self.unready
+
+    @property
+    def unready(self) -> str:
+        """Why it is not ready; empty: it is."""
+        if not self._serving:
+            return "the gateway starts or ends"
+        if not any(view.alive for view in self.probes.views().values()):
+            return "no worker answers"
+        return ""
 
     @property
     def table(self) -> Table:
         """As the plane has it."""
         return {} if self._applied is None else self._applied[1]
-
-    def stir(self) -> None:
-        """Something has changed that the next round should not be waited for."""
-        self._stirred.set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, and ends gracefully. Raises ListenError, and whatever else ends the plane."""
@@ -98,7 +95,8 @@ class Gateway:
         async with self._round_lock:
             views = self.probes.views()
             try:
-                plan = self.planner.look(views, self._clock())
+                plan = self.planner.look(views, self.clock())
+                self.status = plan.status
                 workers = {name: one for name, one in self.probes.workers().items() if views[name].alive}
                 if self._applied != (workers, plan.table):
                     await self.plane.apply(workers, plan.table)
@@ -109,13 +107,21 @@ class Gateway:
                 return
             for step in plan.steps:
                 self._errands.send(step.act, step.worker, step.model)
+            self._rounded.set()
+            self._rounded = asyncio.Event()
+
+    async def next_round(self) -> None:
+        """Returns after the next one that was carried out."""
+        await self._rounded.wait()
 
     def failed(self, worker: str) -> None:
         self.probes.failed(worker)
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
+        if sure and self._refreshing is not None:
+            await asyncio.shield(self._refreshing)
         if self._refreshing is None:
-            if self._clock() - self._refreshed < _LEAST_PAUSE:
+            if not sure and self.clock() - self._refreshed < _LEAST_PAUSE:
                 return
             self._refreshing = asyncio.create_task(self._refresh())
         # A client that gives up does not end what the others wait for.
@@ -126,7 +132,7 @@ class Gateway:
             await self.probes.look()
             await self.round()
         finally:
-            self._refreshed = self._clock()
+            self._refreshed = self.clock()
             self._refreshing = None
 
     async def _serve(self, stop: asyncio.Event) -> None:
@@ -160,4 +166,4 @@ class Gateway:
         for name in now.keys() - before.keys():
             log.info("worker %s has joined: %s", name, now[name].grpc)
         self.probes.watch(now)
-        self.stir()
+        self._stirred.set()

@@ -66,15 +66,17 @@ class _Child:
     def failed(self, worker: str) -> None:
         self.lines.tell("failed", worker)
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
+        if sure and self._refreshing is not None:
+            await asyncio.shield(self._refreshing)
         if self._refreshing is None:
-            self._refreshing = asyncio.create_task(self._refresh())
+            self._refreshing = asyncio.create_task(self._refresh(sure))
         await asyncio.shield(self._refreshing)
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, sure: bool) -> None:
         try:
             # By the time of the answer, the gateway has told all its processes.
-            await self.lines.ask("refresh")
+            await self.lines.ask("refresh", sure)
         except PeerError:
             pass
         finally:

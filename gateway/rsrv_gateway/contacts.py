@@ -54,11 +54,12 @@ class Contacts:
             ("grpc.max_send_message_length", section.max_message_bytes),
         ]
 
-    def open(self, address: str) -> Any:
-        """A channel of grpc.aio. A Unix socket is of this machine and needs no TLS."""
+    def open(self, address: str, *options: tuple[str, int]) -> Any:
+        """A channel of grpc.aio, with more of gRPC's options. A Unix socket is of this machine and needs no TLS."""
+        all_options = [*self._options, *options]
         if self._credentials is None or address.startswith("unix:"):
-            return grpc.aio.insecure_channel(address, self._options)
-        return grpc.aio.secure_channel(address, self._credentials, self._options)
+            return grpc.aio.insecure_channel(address, all_options)
+        return grpc.aio.secure_channel(address, self._credentials, all_options)
 
 
 def _read(key: str, path: Path) -> bytes:

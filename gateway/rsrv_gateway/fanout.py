@@ -89,8 +89,8 @@ def _without(answers: Answers, code: StatusCode) -> Answers:
 def _first_refusal(answers: Answers) -> Refusal | None:
     for worker, answer in answers.items():
         if isinstance(answer, Refusal):
-            if len(answers) == 1:
-                return answer
+            if all(other == answer for other in answers.values()):
+                return answer  # it is not about that worker
             return Refusal(answer.for_client(), f"worker {worker}: {answer.message}", answer.trailing)
     return None
 

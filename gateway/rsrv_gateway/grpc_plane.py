@@ -1,6 +1,6 @@
 """The gRPC front: Triton's whole inference service, as bytes from clients to workers and back.
 
-What is on every request's way is `GrpcPlane._infer`. Streams are in `streaming`, all other calls in `inquiries`.
+What is on every request's way is `GrpcFront._infer`. Streams are in `streaming`, all other calls in `inquiries`.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ import grpc
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
-from rsrv_gateway.channels import SERVICE, Channels, CredentialsError, worker_credentials
-from rsrv_gateway.contract import Table, Worker
+from rsrv_gateway.channels import SERVICE, Channels
+from rsrv_gateway.contacts import Contacts
+from rsrv_gateway.contract import Worker
 from rsrv_gateway.inquiries import Inquiries
 from rsrv_gateway.listening import Token, bind, server_options
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
-from rsrv_gateway.plane import Counts, ListenError
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.streaming import Streaming
 from rsrv_gateway.traffic import CANCELLED, Traffic
@@ -29,25 +29,23 @@ _HEALTH = "/grpc.health.v1.Health/Check"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
-class GrpcPlane:
-    """A Plane for gRPC. Other fronts of the process share its `traffic`."""
+class GrpcFront:
+    """One of the fronts of a `PythonPlane`."""
 
-    def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
+    def __init__(self, settings: GatewaySection, contacts: Contacts, traffic: Traffic) -> None:
         """Raises ListenError."""
         self._settings = settings
         self._traffic = traffic
         self._token = Token(settings)
-        try:
-            self._credentials = worker_credentials(settings)
-        except CredentialsError as error:
-            raise ListenError(str(error)) from None
+        self._contacts = contacts
         self._channels: dict[str, Channels] = {}
         #: whether there are workers whose models heed a deadline
         self._steered = False
         self._hop = _HOP | {"authorization"} if self._token.needed else _HOP
         inquiries = Inquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
         streaming = Streaming(traffic, self._channels, self.forwarded)
-        handlers = {
+        #: handlers by method
+        self.methods = {
             **{
                 SERVICE + name: grpc.unary_unary_rpc_method_handler(call)
                 for name, call in inquiries.calls().items()
@@ -56,42 +54,41 @@ class GrpcPlane:
             SERVICE + "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
-        self._server = grpc.aio.server(
-            handlers=[_Handlers(handlers, self._token)], options=server_options(settings)
-        )
-        self._stopped = False
+        self._server: Any = None
         #: that it listens on; 0: not started, or no gRPC
         self.port = 0
 
     async def start(self) -> None:
+        """Raises ListenError."""
         if self._settings.grpc is not None:
+            handlers = [_Handlers(self.methods, self._token)]
+            self._server = grpc.aio.server(handlers=handlers, options=server_options(self._settings))
             self.port = bind(self._server, self._settings.grpc, self._settings)
             await self._server.start()
 
-    async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+    def apply(self, workers: Mapping[str, Worker]) -> None:
+        """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
         known = self._traffic.workers
         for name, worker in workers.items():
-            if name in self._channels and known[name].grpc == worker.grpc:
-                continue
             if name in self._channels:
+                if known[name].grpc == worker.grpc:
+                    continue
                 self._channels[name].retire()
-            self._channels[name] = Channels(worker.grpc, self._settings, self._credentials)
+            self._channels[name] = Channels(
+                worker.grpc, self._contacts, self._settings.channels, self._settings.request_timeout_s
+            )
         for name in [name for name in self._channels if name not in workers]:
             self._channels.pop(name).retire()
         self._steered = any(worker.control is not None for worker in workers.values())
-        self._traffic.apply(workers, table)
-
-    def counts(self) -> Counts:
-        return self._traffic.counts()
 
     async def drain(self, seconds: float) -> None:
-        await self._server.stop(seconds)
+        if self._server is not None:
+            await self._server.stop(seconds)
 
     async def stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
+        if self._server is not None:
             await self._server.stop(None)
-            await asyncio.gather(*[channels.close() for channels in self._channels.values()])
+        await asyncio.gather(*[channels.close() for channels in self._channels.values()])
 
     def forwarded(self, context: Any) -> tuple[tuple[str, str | bytes], ...] | None:
         """The client's metadata that is for workers."""
@@ -130,14 +127,13 @@ class GrpcPlane:
             answer = await self._ask(choice.worker, data, timeout, context)
             if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
                 answer = await self._ask_others(choice, answer, data, arrived + timeout, context)
-            if isinstance(answer, Refusal):
-                code = answer.for_client().name
-                await refuse(context, answer)
-            code = "OK"
-            return answer
+            code = answer.for_client().name if isinstance(answer, Refusal) else "OK"
         finally:
             router.release(choice)
             traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
+        if isinstance(answer, Refusal):
+            await refuse(context, answer)
+        return answer
 
     async def _ask_others(
         self, choice: Choice, refusal: Refusal, data: bytes, deadline: float, context: Any

@@ -111,20 +111,21 @@ class Inquiries:
         self, method: str, data: bytes, context: Any, workers: Iterable[str], *, wanted: bytes | None = None
     ) -> bytes:
         """The first answer, or the first that is `wanted`; else the last."""
-        answer: bytes | Refusal = no_worker()
+        answer: bytes | Refusal | None = None
         timeout = self._timeout(context)
         for worker in list(workers):
             last = await self._ask(worker, method, data, context, timeout)
             if isinstance(last, Refusal):
-                answer = last.or_rather(answer) if isinstance(answer, Refusal) else answer
+                if not isinstance(answer, bytes):
+                    answer = last.or_rather(answer)
                 if not last.elsewhere():
                     break
             else:
                 answer = last
                 if wanted is None or last == wanted:
                     break
-        if isinstance(answer, Refusal):
-            await refuse(context, answer)
+        if not isinstance(answer, bytes):
+            await refuse(context, answer or no_worker())
         return answer
 
     # --- of all workers --------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class Inquiries:
         async def call(data: bytes, context: Any) -> bytes:
             answers = await self._ask_all(method, data, context, context.time_remaining())
             # Who was told that the model is there, or not there, may rely on it.
-            await self._traffic.brain.refresh()
+            await self._traffic.brain.refresh(sure=True)
             return await _answered(method, fanout.all_succeeded, answers, context)
 
         return call

@@ -60,6 +60,8 @@ class Lines:
         try:
             while line := await self._reader.readline():
                 self._take(json.loads(line))
+        except ConnectionError:
+            pass  # as if it had closed
         except (OSError, ValueError) as error:
             log.warning("the other process cannot be understood any more: %s", error)
         finally:

@@ -3,12 +3,12 @@
 import hmac
 import stat
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.channels import CredentialsError, read_setting
 from rsrv_gateway.plane import ListenError
 
 
@@ -52,16 +52,13 @@ def server_credentials(settings: GatewaySection) -> Any:
     """grpc.ServerCredentials, or None without TLS. Raises ListenError."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
-    try:
-        pair = (
-            read_setting("tls_key", settings.tls_key),
-            read_setting("tls_certificate", settings.tls_certificate),
-        )
-        clients = (
-            None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
-        )
-    except CredentialsError as error:
-        raise ListenError(str(error)) from None
+    pair = (
+        read_setting("tls_key", settings.tls_key),
+        read_setting("tls_certificate", settings.tls_certificate),
+    )
+    clients = (
+        None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
+    )
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
 
 
@@ -74,10 +71,7 @@ class Token:
         path = settings.token_file
         if path is None:
             return
-        try:
-            token = read_setting("token_file", path).strip()
-        except CredentialsError as error:
-            raise ListenError(str(error)) from None
+        token = read_setting("token_file", path).strip()
         if stat.S_IMODE(path.expanduser().stat().st_mode) & 0o004:
             raise ListenError(
                 f"gateway.token_file: everybody can read {path}: chmod o-r it, and change the token"
@@ -101,3 +95,10 @@ class Token:
             return True
         sent = next((value for name, value in headers if name == "authorization"), "")
         return hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._wanted)
+
+
+def read_setting(key: str, path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ListenError(f"gateway.{key}: {error}") from None

@@ -158,15 +158,15 @@ def parse_workers(text: str) -> list[WorkerEntry]:
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         host, _, port = part.rpartition(":")
-        if not (host and port.isdigit() and 1 < int(port) < 65535):
+        if not (host and port.isdigit() and 0 < int(port) < 65536):
             raise MembersError(f"{part!r} is not HOST:PORT")
         grpc = int(port)
         entries.append(
             WorkerEntry(
                 host=host.removeprefix("[").removesuffix("]"),
                 grpc_port=grpc,
-                http_port=grpc - 1,
-                metrics_port=grpc + 1,
+                http_port=grpc - 1 or None,
+                metrics_port=None if grpc == 65535 else grpc + 1,
             )
         )
     return entries

@@ -47,11 +47,12 @@ class Brain(Protocol):
         Returns at once, and may be called for every request.
         """
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
         """A request names a model that is not in the table: all workers are looked at now.
 
         Returns when `apply` was called with what they said, or at once if that was less than a second ago. Whoever asks
-        meanwhile waits for the same look. Never raises.
+        meanwhile waits for the same look. `sure`: something has changed, and a look that began before does not do.
+        Never raises.
         """
 
 

@@ -29,7 +29,7 @@ _BACK_OFF = 0.1, 5.0
 _STABLE = 30.0
 
 #: started with the number of its end of a socket
-COMMAND = (sys.executable, "-m", "rsrv_gateway.cli", "--process")
+COMMAND = (sys.executable, "-m", "rsrv_gateway", "--process")
 
 
 class Processes:
@@ -256,4 +256,4 @@ class _Process:
             case "failed":
                 self._brain.failed(value)
             case "refresh":
-                await self._brain.refresh()
+                await self._brain.refresh(value)

@@ -128,8 +128,10 @@ class _Stream:
         self._metadata = house.forwarded(context)
         #: by model
         self._homes: dict[str, str] = {}
-        #: by worker
+        #: by worker, those that can be written to
         self._upstreams: dict[str, _Upstream] = {}
+        #: all that have not ended
+        self._ending: set[_Upstream] = set()
         #: workers whose stream has failed
         self._failed: set[str] = set()
         self._client_done = False
@@ -144,11 +146,11 @@ class _Stream:
             self._client_done = True
             for upstream in list(self._upstreams.values()):
                 async with upstream.writing:
-                    await upstream.close()
+                    await self._close(upstream)
 
     def end(self) -> None:
         """What has no answer yet gets none."""
-        for upstream in self._upstreams.values():
+        for upstream in self._ending:
             upstream.call.cancel()
             while upstream.waiting:
                 self._over(upstream.waiting.popleft(), CANCELLED)
@@ -171,7 +173,10 @@ class _Stream:
             self._traffic.refused(choice.code.name)
             await self._refuse_message(choice, name)
             return
-        home = self._homes.setdefault(model, choice.worker)
+        home = self._homes.get(model)
+        if home is None:
+            hopeful = (worker for worker in (choice.worker, *choice.others) if worker not in self._failed)
+            home = self._homes[model] = next(hopeful, choice.worker)
         if home != choice.worker:
             router.move(choice, home)
         message = _Message(model, items, choice)
@@ -197,6 +202,7 @@ class _Stream:
             raise _Refused(gone(worker))
         call = channels.link().stream(timeout=self._context.time_remaining(), metadata=self._metadata)
         upstream = self._upstreams[worker] = _Upstream(worker, call)
+        self._ending.add(upstream)
         self._tasks.create_task(self._answer(upstream))
         return upstream
 
@@ -216,7 +222,9 @@ class _Stream:
             if is_cancelled():
                 raise
             refusal = gone(upstream.worker)
-        del self._upstreams[upstream.worker]
+        self._ending.discard(upstream)
+        if self._upstreams.get(upstream.worker) is upstream:
+            del self._upstreams[upstream.worker]
         if refusal is not None and refusal.broken():
             self._traffic.brain.failed(upstream.worker)
         if refusal is not None and refusal.elsewhere() and upstream.kept and await self._move(upstream):
@@ -254,8 +262,13 @@ class _Stream:
             for data in datas:
                 await upstream.write(data)
             if self._client_done:
-                await upstream.close()
+                await self._close(upstream)
         return True
+
+    async def _close(self, upstream: _Upstream) -> None:
+        """The worker is told that no more comes."""
+        self._upstreams.pop(upstream.worker, None)
+        await upstream.close()
 
     def _over(self, message: _Message, code: str) -> None:
         self._traffic.router.release(message.choice)

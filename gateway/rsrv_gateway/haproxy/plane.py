@@ -11,7 +11,6 @@ from pathlib import Path
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import RuntimeDirectoryError, make_private
 from rsrv_gateway import telling
-from rsrv_gateway.channels import CredentialsError, read_setting
 from rsrv_gateway.contract import Table, Worker
 from rsrv_gateway.haproxy.admin import Admin, AdminError
 from rsrv_gateway.haproxy.config import Target, configuration
@@ -21,7 +20,7 @@ from rsrv_gateway.haproxy.process import Process, check_version
 from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.state import State, tell, write_maps
 from rsrv_gateway.haproxy.told import Told
-from rsrv_gateway.listening import Token
+from rsrv_gateway.listening import Token, read_setting
 from rsrv_gateway.plane import Brain, Counts, ListenError, Plane
 
 log = logging.getLogger("rsrv.gateway")
@@ -276,10 +275,7 @@ def _is_address(host: str) -> bool:
 def _read(section: GatewaySection, key: str) -> bytes | None:
     """The file that a setting names. Raises ListenError."""
     path = getattr(section, key)
-    try:
-        return None if path is None else read_setting(key, path)
-    except CredentialsError as error:
-        raise ListenError(str(error)) from None
+    return None if path is None else read_setting(key, path)
 
 
 def _write_pair(certificate: bytes | None, key: bytes | None, path: Path) -> None:

@@ -169,7 +169,7 @@ class FakeBrain:
         self.failures.append(worker)
         self.told.set()
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
         raise AssertionError("HAProxy has nothing to ask")
 
 

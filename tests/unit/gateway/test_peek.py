@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -12,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 
-Request = service_pb2.ModelInferRequest
+Request: Any = service_pb2.ModelInferRequest
 names = st.text(max_size=150)
 extents = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 300), max_size=4)
 #: fields that nobody knows: a number, 8 bytes, some bytes, 4 bytes
@@ -20,7 +21,7 @@ UNKNOWN = (b"\xf8\x06\x96\x01", b"\xf9\x0612345678", b"\xfa\x06\x03abc", b"\xfd\
 
 
 @st.composite
-def parameters(draw: st.DrawFn) -> service_pb2.InferParameter:
+def parameters(draw: st.DrawFn) -> Any:
     kind = draw(st.sampled_from(["bool", "int64", "string", "double", "uint64"]))
     value = {
         "bool": st.booleans(),
@@ -33,7 +34,7 @@ def parameters(draw: st.DrawFn) -> service_pb2.InferParameter:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> Any:
     request = Request(model_name=draw(names), model_version=draw(names), id=draw(names))
     for key in draw(st.lists(st.sampled_from(["sequence_id", "timeout", "other"]), max_size=3)):
         request.parameters[key].CopyFrom(draw(parameters()))
@@ -45,7 +46,7 @@ def requests(draw: st.DrawFn) -> Request:
     return request
 
 
-def top_level_fields(request: Request) -> list[bytes]:
+def top_level_fields(request: Any) -> list[bytes]:
     """The message in pieces, each with one field."""
     pieces = [Request(**{name: getattr(request, name)}) for name in ("model_name", "model_version", "id")]
     for key in request.parameters:
@@ -56,16 +57,16 @@ def top_level_fields(request: Request) -> list[bytes]:
     return [piece.SerializeToString() for piece in pieces]
 
 
-def parameter(request: Request, key: str) -> int | str | None:
+def parameter(request: Any, key: str) -> int | str | None:
     """As protobuf reads it."""
     if key not in request.parameters:
         return None
     kind = request.parameters[key].WhichOneof("parameter_choice")
     numbers = ("int64_param", "uint64_param", "string_param")
-    return getattr(request.parameters[key], kind) if kind in numbers else None  # type: ignore[no-any-return]
+    return getattr(request.parameters[key], kind) if kind in numbers else None
 
 
-def items(request: Request, name: str, axis: int) -> int:
+def items(request: Any, name: str, axis: int) -> int:
     """As protobuf reads it."""
     for tensor in request.inputs:
         if tensor.name == name:
@@ -73,7 +74,7 @@ def items(request: Request, name: str, axis: int) -> int:
     return 1
 
 
-def assert_reads_as(data: bytes, request: Request) -> None:
+def assert_reads_as(data: bytes, request: Any) -> None:
     peeked = Peeked(data)
     assert peeked.model == request.model_name
     assert peeked.id == request.id
@@ -85,7 +86,7 @@ def assert_reads_as(data: bytes, request: Request) -> None:
 
 
 @given(requests(), st.randoms(use_true_random=False))
-def test_fields_in_any_order(request: Request, random: Random) -> None:
+def test_fields_in_any_order(request: Any, random: Random) -> None:
     """A request reads as protobuf reads it, whatever the order of its fields, with unknown ones between them."""
     pieces = [*top_level_fields(request), *random.sample(UNKNOWN, random.randrange(len(UNKNOWN) + 1))]
     random.shuffle(pieces)
@@ -112,7 +113,10 @@ def test_numbers_that_take_more_bytes_than_they_need() -> None:
     assert [Peeked(data).items("X", axis) for axis in range(4)] == [7, 2, 3, 1]
 
 
-@given(st.binary(max_size=200) | st.builds(Request.SerializeToString, requests()), st.randoms(use_true_random=False))
+@given(
+    st.binary(max_size=200) | st.builds(Request.SerializeToString, requests()),
+    st.randoms(use_true_random=False),
+)
 def test_hostile_bytes(data: bytes, random: Random) -> None:
     """Bytes that were tampered with are refused, or read as protobuf reads them; nothing else happens."""
     tampered = bytearray(data)
@@ -176,7 +180,7 @@ def test_a_shape_without_end() -> None:
 
 
 @given(requests(), st.integers(0, 2**63 - 1))
-def test_a_parameter_is_appended(request: Request, value: int) -> None:
+def test_a_parameter_is_appended(request: Any, value: int) -> None:
     """Bytes at the end of a request give it a parameter, in place of one that it had."""
     data = request.SerializeToString() + int_parameter("timeout", value)
 

@@ -31,7 +31,7 @@ class FakeBrain:
     def failed(self, worker: str) -> None:
         self.failures.put_nowait(worker)
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
         assert self.plane is not None
         await self.plane.apply(WORKERS, {**TABLE, "new": Routes(("w",))})
 

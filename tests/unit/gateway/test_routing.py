@@ -144,6 +144,15 @@ def test_a_run_ends_when_nothing_is_under_way() -> None:
     assert had == ["w0", "w1", "w2"] * 2
 
 
+def test_a_run_ends_where_the_model_has_gone() -> None:
+    """When the table takes its replica away the next request goes to one of those that are left."""
+    router = packed("w0", "w1", quantum=8)
+    assert chosen(router).worker == "w0"
+    router.update({"a": Routes(ready=WORKERS, placed=("w1", "w2"), quantum=8)})
+
+    assert chosen(router).worker in ("w1", "w2")
+
+
 def test_a_replica_that_is_stuck_gets_one_quantum() -> None:
     """Where nothing ends, no second run is opened while others have fewer quanta under way."""
     router = packed("w0", "w1", quantum=4)

@@ -34,9 +34,18 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self.index_hangs = False
         #: as while a server starts or ends
         self.ready = True
+        #: requests that came, and what they wait for
+        self.requests = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ServerReadyResponse(ready=self.ready)
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        self.requests += 1
+        await self.gate.wait()
+        return service_pb2.ModelInferResponse(model_name=request.model_name, id=request.id)
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         if self.index_hangs:

@@ -91,7 +91,35 @@ def parser() -> argparse.ArgumentParser:
     profile = command("profile", "record what the runtime and its device do")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
+    _add_gateway(command("gateway", "several servers behind one endpoint"), common)
     return top
+
+
+def _add_gateway(gateway: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    gateway.epilog = "The gateway is the one of yours that runs here, or what --pid, --address or RSRV_GATEWAY_ADDRESS names."
+    commands = gateway.add_subparsers(dest="gateway_command", metavar="COMMAND", required=True)
+
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=help, description=help, parents=[common])
+
+    status = command("status", "workers, models, and where they are; or one model")
+    status.add_argument("model", nargs="?", default="", metavar="MODEL")
+    health = command("health", "whether the gateway serves, or a model is served")
+    health.add_argument("model", nargs="?", default="", metavar="MODEL")
+    policy = command("policy", "how models are packed and requests routed; without changes, how they are")
+    policy.add_argument(
+        "changes", nargs="*", metavar="KEY=VALUE", help="as in rsrv.yaml; `default`: as rsrv.yaml has it"
+    )
+    place = command("place", "what differs for one model; replaces what was set before")
+    place.add_argument("model", metavar="MODEL")
+    place.add_argument("--replicas", metavar="N", help="workers that share its requests, or `all`")
+    place.add_argument("--fill", choices=("least", "rr"), help="which replica is filled next")
+    place.add_argument("--fill-factor", type=float, metavar="F", help="the quantum, in largest executions")
+    place.add_argument("--unknown", action="store_true", help="also of a model that nobody serves yet")
+    repack = command("repack", "pack all models anew")
+    repack.add_argument("--no-wait", action="store_true", help="return before it is done")
+    locate = command("locate", "the workers that requests of a model can be sent to directly, the best first")
+    locate.add_argument("model", metavar="MODEL")
 
 
 def _target(of: argparse.ArgumentParser) -> None:

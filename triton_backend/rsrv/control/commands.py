@@ -28,11 +28,25 @@ class Wrong(Exception):
 
 def run(options: argparse.Namespace) -> int:
     """The exit status of the command; what goes wrong is one line on stderr."""
+    if options.command == "gateway":
+        from rsrv_gateway import commands
+
+        return carry_out(options, commands.COMMANDS[options.gateway_command], commands.stub, commands.address)
+    return carry_out(options, _COMMANDS[options.command], control_pb2_grpc.ControlStub, find.address)
+
+
+def carry_out(
+    options: argparse.Namespace,
+    command: "Callable[[Server], int]",
+    stub: Callable[[Any], Any],
+    find_address: Callable[[int | None], str],
+) -> int:
+    """Likewise; `stub` makes one of the service on a channel, and `find_address` finds the service of a pid."""
     address = ""
     try:
-        address = getattr(options, "address", None) or find.address(getattr(options, "pid", None))
-        with _connected(address, options) as server:
-            return _COMMANDS[options.command](server)
+        address = getattr(options, "address", None) or find_address(getattr(options, "pid", None))
+        with _connected(address, options, stub) as server:
+            return command(server)
     except Wrong as error:
         return _complain(str(error), 2)
     except (find.NotFound, OSError) as error:
@@ -62,10 +76,12 @@ def _explain(error: Any, address: str) -> str:
 class Server:
     """A connection to a control service, and what the command line says."""
 
-    def __init__(self, channel: Any, options: argparse.Namespace, token: str | None) -> None:
+    def __init__(
+        self, channel: Any, stub: Callable[[Any], Any], options: argparse.Namespace, token: str | None
+    ) -> None:
         self.options = options
         self.json: bool = getattr(options, "json", False)
-        self._control: Any = control_pb2_grpc.ControlStub(channel)
+        self._control = stub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
@@ -100,7 +116,7 @@ class Server:
 
 
 @contextmanager
-def _connected(address: str, options: argparse.Namespace) -> Iterator[Server]:
+def _connected(address: str, options: argparse.Namespace, stub: Callable[[Any], Any]) -> Iterator[Server]:
     ca, certificate, key = (getattr(options, f"tls_{name}", None) for name in ("ca", "cert", "key"))
     token_file = getattr(options, "token_file", None)
     token = None if token_file is None else token_file.read_text().strip()
@@ -113,7 +129,7 @@ def _connected(address: str, options: argparse.Namespace) -> Iterator[Server]:
     else:
         channel = grpc.insecure_channel(address, limits)
     with channel:
-        yield Server(channel, options, token)
+        yield Server(channel, stub, options, token)
 
 
 def _target(options: argparse.Namespace) -> pb.Target:

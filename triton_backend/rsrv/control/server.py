@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rsrv.control.health import Health
-from rsrv.control.service import ControlService
 from rsrv.control.v1 import control_pb2, control_pb2_grpc
 from rsrv.settings import ControlSection
 
@@ -42,30 +41,47 @@ class ListenError(Exception):
     """control.listen cannot be used; the message says which setting is wrong."""
 
 
-async def listen_locally(path: Path, service: ControlService, health: Health) -> Any:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Of a service: how it is added to a server, and where it is described; and what its settings are called."""
+
+    add: Callable[[Any, Any], None]
+    file: Any
+    section: str
+    listen: str
+
+
+CONTROL = Kind(
+    control_pb2_grpc.add_ControlServicer_to_server, control_pb2.DESCRIPTOR, "control", "control.listen"
+)
+
+
+async def listen_locally(path: Path, service: Any, health: Any, kind: Kind = CONTROL) -> Any:
     """A started server on a Unix socket in a private directory, which only this user can reach."""
     path.unlink(missing_ok=True)
-    server = _server(service, health, [])
+    server = _server(service, health, kind, [])
     server.add_insecure_port(f"unix:{path}")
     path.chmod(0o600)
     await server.start()
     return server
 
 
-async def listen(settings: ControlSection, service: ControlService, health: Health) -> tuple[Any, int]:
+async def listen(
+    settings: ControlSection, service: Any, health: Any, kind: Kind = CONTROL
+) -> tuple[Any, int]:
     """A started server on `settings.listen`, and its port. Raises ListenError."""
     address = settings.listen
     assert address is not None
     port = address.rpartition(":")[2]
     if not (port.isdigit() and int(port) < 65536):
-        raise ListenError(f"control.listen: {address!r} is not host:port")  # gRPC would take another port
-    credentials, token = _credentials(settings), _token(settings)
+        raise ListenError(f"{kind.listen}: {address!r} is not host:port")  # gRPC would take another port
+    credentials, token = _credentials(settings, kind), _token(settings, kind)
     if settings.tls_client_ca is None and token is None:
         raise ListenError(
-            "control.listen needs tls_client_ca (with tls_certificate and tls_key) or token_file: whoever reaches the "
+            f"{kind.listen} needs tls_client_ca (with tls_certificate and tls_key) or token_file: whoever reaches the "
             "port could steer the server"
         )
-    server = _server(service, health, [] if token is None else [_TokenCheck(token)])
+    server = _server(service, health, kind, [] if token is None else [_TokenCheck(token)])
     try:
         bound = (
             server.add_insecure_port(address)
@@ -75,57 +91,57 @@ async def listen(settings: ControlSection, service: ControlService, health: Heal
     except RuntimeError:
         # gRPC says why only in a log of its own.
         raise ListenError(
-            f"control.listen: cannot listen on {address}: it is taken, or not of this machine, or the certificate and "
+            f"{kind.listen}: cannot listen on {address}: it is taken, or not of this machine, or the certificate and "
             "key cannot be used"
         ) from None
     await server.start()
     secured = [*(["TLS"] if credentials else []), *(["a token"] if token else [])]
-    log.info("control listens on %s, with %s", address, " and ".join(secured))
+    log.info("%s: listens on %s, with %s", kind.listen, address, " and ".join(secured))
     return server, bound
 
 
-def _server(service: ControlService, health: Health, interceptors: list[Any]) -> Any:
+def _server(service: Any, health: Any, kind: Kind, interceptors: list[Any]) -> Any:
     server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_CALLS)
-    control_pb2_grpc.add_ControlServicer_to_server(service, server)
+    kind.add(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    described = (control_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
-    names = [service.full_name for file in described for service in file.services_by_name.values()]
+    described = (kind.file, health_pb2.DESCRIPTOR)
+    names = [one.full_name for file in described for one in file.services_by_name.values()]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     return server
 
 
-def _credentials(settings: ControlSection) -> Any:
+def _credentials(settings: ControlSection, kind: Kind) -> Any:
     """None without TLS. Raises ListenError."""
     certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
     if certificate is None and key is None and authorities is None:
         return None
     if certificate is None or key is None:
-        raise ListenError("control.listen with TLS needs both tls_certificate and tls_key")
-    pair = (_read("tls_key", key), _read("tls_certificate", certificate))
-    clients = None if authorities is None else _read("tls_client_ca", authorities)
+        raise ListenError(f"{kind.listen} with TLS needs both tls_certificate and tls_key")
+    pair = (_read(kind, "tls_key", key), _read(kind, "tls_certificate", certificate))
+    clients = None if authorities is None else _read(kind, "tls_client_ca", authorities)
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
 
 
-def _token(settings: ControlSection) -> bytes | None:
+def _token(settings: ControlSection, kind: Kind) -> bytes | None:
     """None without one. Raises ListenError."""
     path = settings.token_file
     if path is None:
         return None
-    token = _read("token_file", path).strip()
+    token = _read(kind, "token_file", path).strip()
     if stat.S_IMODE(os.stat(path.expanduser()).st_mode) & 0o004:
         raise ListenError(
-            f"control.token_file: everybody can read {path}: chmod o-r it, and change the token"
+            f"{kind.section}.token_file: everybody can read {path}: chmod o-r it, and change the token"
         )
     if not token:
-        raise ListenError(f"control.token_file: {path} is empty")
+        raise ListenError(f"{kind.section}.token_file: {path} is empty")
     return token
 
 
-def _read(key: str, path: Path) -> bytes:
+def _read(kind: Kind, key: str, path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:
-        raise ListenError(f"control.{key}: {error}") from None
+        raise ListenError(f"{kind.section}.{key}: {error}") from None
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -1,0 +1,39 @@
+"""The command `rsrv-gateway`. Light until it knows what it is to do."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_EPILOG = """Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
+Exit status: 0 after SIGTERM or SIGINT; 1 when it cannot listen or go on; 2 for wrong settings or a wrong command line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT. Requests under way then have gateway.drain_s; a second signal ends them."""
+    options = parser().parse_args(argv)
+    # gRPC's own complaints are about peers that leave.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from rsrv_gateway import main as gateway
+
+    if options.process is not None:
+        return gateway.process(options.process)
+    return gateway.run(options.config, options.workers)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="rsrv-gateway",
+        description="One endpoint in front of several tritonservers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--config", type=Path, metavar="FILE", help="rsrv.yaml; without it, the defaults hold")
+    top.add_argument(
+        "--workers",
+        metavar="HOST:PORT,...",
+        help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
+    )
+    # How the gateway starts its own processes: the number of its end of a socket.
+    top.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    return top

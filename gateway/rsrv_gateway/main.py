@@ -1,0 +1,152 @@
+"""The gateway's process: reads the settings, puts the parts together, and ends when it is told to."""
+
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from rsrv.control.server import ListenError as ControlError
+from rsrv.control.server import listen, listen_locally
+from rsrv.settings import ControlSection, SettingsError, load_settings
+from rsrv.settings_fleet import GatewaySection
+from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
+from rsrv_gateway import child
+from rsrv_gateway.admin import Admin
+from rsrv_gateway.brain import Gateway
+from rsrv_gateway.contacts import ContactError, Contacts
+from rsrv_gateway.contract import Worker
+from rsrv_gateway.directory import Directory
+from rsrv_gateway.health import Health
+from rsrv_gateway.members import Members, MembersError, parse_workers
+from rsrv_gateway.plane import Brain, ListenError, Plane
+from rsrv_gateway.planner import Planner
+from rsrv_gateway.prober import GrpcProber
+from rsrv_gateway.probes import Probes
+from rsrv_gateway.processes import Processes
+from rsrv_gateway.python_plane import PythonPlane
+from rsrv_gateway.service import GATEWAY, GatewayService
+
+log = logging.getLogger("rsrv.gateway")
+
+#: seconds that calls of the control service under way have at the end
+_GRACE = 0.2
+
+
+def run(config: Path | None, workers: str | None) -> int:
+    """The exit status of `rsrv-gateway`."""
+    _log_to_stderr()
+    try:
+        section = read(config, workers)
+    except (SettingsError, MembersError, OSError) as error:
+        print(f"rsrv-gateway: {error}", file=sys.stderr)
+        return 2
+    try:
+        asyncio.run(serve(section))
+    except (ListenError, ControlError, ContactError, MembersError, RuntimeDirectoryError) as error:
+        print(f"rsrv-gateway: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        log.warning("ended before all requests were")
+    return 0
+
+
+def process(fd: int) -> int:
+    """The exit status of one of several processes that carry requests."""
+    _log_to_stderr()
+    return child.main(fd, PythonPlane)
+
+
+def read(config: Path | None, workers: str | None) -> GatewaySection:
+    """The settings. Raises SettingsError, MembersError, OSError."""
+    text = "" if config is None else config.read_text("utf-8")
+    section = load_settings(text, str(config or "rsrv.yaml")).gateway
+    if workers is None:
+        return section
+    return section.model_copy(
+        update={"workers": parse_workers(workers), "workers_dns": None, "workers_file": None}
+    )
+
+
+def make_plane(section: GatewaySection, directory: Path, brain: Brain) -> Plane:
+    """`directory` is private, and of this gateway alone. Raises ListenError, ContactError."""
+    if section.data_plane == "haproxy":
+        # Most do without.
+        from rsrv_gateway.haproxy.plane import HAProxyPlane, behind
+
+        own = directory / "haproxy"
+        return HAProxyPlane(section, brain, PythonPlane(behind(section, own), brain), own)
+    return Processes(section, brain) if section.processes > 1 else PythonPlane(section, brain)
+
+
+async def serve(section: GatewaySection) -> None:
+    """Until SIGTERM or SIGINT. Raises ListenError and others that say which setting is wrong; CancelledError after a
+    second signal."""
+    stop = _until_signalled()
+    members, contacts = Members(section), Contacts(section)
+    async with AsyncExitStack() as stack:
+        directory = Directory()
+        stack.callback(directory.close)
+
+        def probe(worker: Worker) -> GrpcProber:
+            return GrpcProber(worker, contacts, section.probe_timeout_s)
+
+        gateway = Gateway(
+            members,
+            partial(Probes, probe, section.probe_s),
+            Planner(section),
+            partial(make_plane, section, directory.path),
+            pause=section.probe_s,
+            drain=section.drain_s,
+        )
+        await _open_doors(stack, section, gateway, directory.path)
+        await gateway.run(stop)
+
+
+async def _open_doors(
+    stack: AsyncExitStack, section: GatewaySection, gateway: Gateway, directory: Path
+) -> None:
+    """For operators; they close with `stack`."""
+    service, health = GatewayService(gateway, section), Health(gateway)
+    listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
+    stack.push_async_callback(listener.stop, _GRACE)
+    if section.control_listen is not None:
+        settings = ControlSection(
+            listen=section.control_listen,
+            tls_certificate=section.tls_certificate,
+            tls_key=section.tls_key,
+            tls_client_ca=section.tls_client_ca,
+            token_file=section.token_file,
+        )
+        listener, _ = await listen(settings, service, health, GATEWAY)
+        stack.push_async_callback(listener.stop, _GRACE)
+    if section.admin is not None:
+        admin = Admin(gateway)
+        await admin.start(section.admin)
+        stack.push_async_callback(admin.stop)
+
+
+def _until_signalled() -> asyncio.Event:
+    """Set by the first signal; the second one cancels the caller's task."""
+    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None
+
+    def end() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    return stop
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    # It counts the files of each change.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

@@ -1,0 +1,150 @@
+"""The gateway's own metrics, as Prometheus wants them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rsrv_gateway.contract import WorkerView
+from rsrv_gateway.plane import DURATION_BOUNDS, Counts
+from rsrv_gateway.status import Status
+
+V = TypeVar("V", int, float)
+
+
+def expose(
+    counts: Counts, views: Mapping[str, WorkerView], status: Status | None, scraped: Mapping[str, bool]
+) -> str:
+    """`scraped`: whether each worker's own metrics are there, by name."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([*_traffic(counts), *_workers(views, scraped), *_plan(status)]))
+    return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _traffic(counts: Counts) -> Iterator[Metric]:
+    yield _counter(
+        "rsrv_gateway_requests",
+        "Inference requests that are over; no model: the client named none that there is.",
+        ("model", "worker", "code"),
+        counts.requests,
+    )
+    yield _counter(
+        "rsrv_gateway_items", "Rows of requests that were sent on.", ("model",), _single(counts.items)
+    )
+    yield _counter(
+        "rsrv_gateway_failovers",
+        "Requests that went to another worker because this one had failed.",
+        ("worker",),
+        _single(counts.failovers),
+    )
+    yield _gauge(
+        "rsrv_gateway_worker_load",
+        "What is under way, as gateway.work_basis counts it.",
+        ("worker",),
+        _single(counts.load),
+    )
+    yield _gauge("rsrv_gateway_outstanding_requests", "Under way.", ("model", "worker"), counts.outstanding)
+    durations = HistogramMetricFamily(
+        "rsrv_gateway_request_duration_seconds",
+        "From a request's arrival to the end of its answer.",
+        labels=("model",),
+    )
+    bounds = [*map(str, DURATION_BOUNDS), "+Inf"]
+    for model, one in sorted(counts.durations.items()):
+        durations.add_metric((model,), list(zip(bounds, accumulate(one.counts), strict=True)), one.sum)
+    yield durations
+
+
+def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> Iterator[Metric]:
+    yield _gauge(
+        "rsrv_gateway_worker_up",
+        "Whether it answered its last probe.",
+        ("worker",),
+        {(name,): float(view.alive) for name, view in views.items()},
+    )
+    yield _gauge(
+        "rsrv_gateway_worker_backlog_seconds",
+        "Of the device, for all that is there.",
+        ("worker",),
+        {(name,): view.backlog_s for name, view in views.items() if view.instance is not None},
+    )
+    yield _gauge(
+        "rsrv_gateway_worker_metrics_up",
+        "Whether its own metrics are here.",
+        ("worker",),
+        {(name,): float(there) for name, there in scraped.items()},
+    )
+
+
+def _plan(status: Status | None) -> Iterator[Metric]:
+    if status is None or status.mode != "lpt_packing":
+        return
+    models, repacks = status.models, status.repacks
+    yield _gauge(
+        "rsrv_gateway_model_placed",
+        "1 where requests of the model go.",
+        ("model", "worker"),
+        {(model.name, worker): 1.0 for model in models for worker in model.placed},
+    )
+    yield _gauge(
+        "rsrv_gateway_model_utilisation",
+        "Seconds of device per second, all workers together.",
+        ("model",),
+        {(model.name,): model.utilisation for model in models},
+    )
+    yield _gauge(
+        "rsrv_gateway_worker_utilisation",
+        "Seconds of device per second that the models that are placed there ask of it.",
+        ("worker",),
+        {(worker.name,): worker.utilisation for worker in status.workers},
+    )
+    yield _gauge(
+        "rsrv_gateway_worker_oversubscribed",
+        "1 where the weights of the models that are placed there do not fit all at once.",
+        ("worker",),
+        {(worker.name,): float(worker.oversubscribed) for worker in status.workers},
+    )
+    yield _counter(
+        "rsrv_gateway_repacks",
+        "Times that models were packed, by what asked for it.",
+        ("trigger",),
+        {(trigger,): count for trigger, count in repacks.counts.items()},
+    )
+    yield _gauge(
+        "rsrv_gateway_repack_progress_ratio",
+        "Device seconds since the last repack, by those at which the next one is due.",
+        (),
+        {(): repacks.device_s / repacks.threshold_device_s},
+    )
+
+
+# Keys are tuples with a value for each label.
+
+
+def _counter(name: str, help: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help, labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
+    return family
+
+
+def _gauge(name: str, help: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help, labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(key, value)
+    return family
+
+
+def _single(values: Mapping[str, V]) -> dict[tuple[str, ...], V]:
+    return {(key,): value for key, value in values.items()}

@@ -1,0 +1,35 @@
+"""The data plane in Python: the fronts that clients speak to, in this process and on its event loop."""
+
+from collections.abc import Mapping
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.contacts import Contacts
+from rsrv_gateway.contract import Table, Worker
+from rsrv_gateway.grpc_plane import GrpcFront
+from rsrv_gateway.plane import Brain, Counts
+from rsrv_gateway.traffic import Traffic
+
+
+class PythonPlane:
+    """A Plane."""
+
+    def __init__(self, settings: GatewaySection, brain: Brain) -> None:
+        """Raises ListenError, ContactError."""
+        self._traffic = Traffic(settings.mode, brain)
+        self.grpc = GrpcFront(settings, Contacts(settings), self._traffic)
+
+    async def start(self) -> None:
+        await self.grpc.start()
+
+    async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+        self.grpc.apply(workers)
+        self._traffic.apply(workers, table)
+
+    def counts(self) -> Counts:
+        return self._traffic.counts()
+
+    async def drain(self, seconds: float) -> None:
+        await self.grpc.drain(seconds)
+
+    async def stop(self) -> None:
+        await self.grpc.stop()

@@ -1,0 +1,203 @@
+"""A gateway in front of two real servers: where requests go, where weights are, and what happens when one dies."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+from ruamel.yaml import YAML
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from tritonclient.utils import InferenceServerException
+
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.fleets import RunningGateway, entry, running_gateway
+from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+
+MODELS = ("first", "second", "third", "fourth")
+#: for two models of 1536 bytes
+SETTINGS = "runtime: {weight_budget_bytes: 4000}\n"
+KERNELS: Mapping[str, bundles.Array] = {
+    name: bundles.exact_kernel() + number for number, name in enumerate(MODELS)
+}
+X = np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`exact` under four names, with other weights under each."""
+    folder = tmp_path_factory.mktemp("gateway")
+    for name, kernel in KERNELS.items():
+        copy = folder / "bundles" / name
+        shutil.copytree(bundles.ensure() / "exact", copy)
+        file = copy / "weights.safetensors"
+        with safe_open(file, "numpy") as stored:
+            metadata, (key,) = stored.metadata(), stored.keys()
+        save_file({key: kernel}, file, metadata)
+    (folder / "settings.yaml").write_text(SETTINGS)
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    return folder / "gen"
+
+
+def infer(client: Any, model: str, **options: Any) -> None:
+    """Asks, and checks the answer. Raises InferenceServerException."""
+    tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
+    tensor.set_data_from_numpy(X)
+    answer = client.infer(model, [tensor], **options).as_numpy("y")
+    assert np.array_equal(answer, X @ KERNELS[model]), model
+
+
+def resident(server: RunningTriton) -> set[str]:
+    models: dict[str, Any] = read_status(server.pid)["models"]
+    return {name for name, model in models.items() if model["weights"] == "resident"}
+
+
+@dataclass
+class Load:
+    """Requests of all models, from some threads at once, until it is ended."""
+
+    gateway: RunningGateway
+    threads: int = 4
+    answered: int = 0
+    failed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __enter__(self) -> Self:
+        self._running = [threading.Thread(target=self._run, args=(n,)) for n in range(self.threads)]
+        for thread in self._running:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._running:
+            thread.join()
+
+    def more(self, count: int) -> None:
+        """Returns when that many more were answered."""
+        until = self.answered + count
+        wait_until(lambda: self.answered >= until, what=f"{count} answers; failed: {self.failed[:3]}")
+
+    def _run(self, number: int) -> None:
+        with self.gateway.client() as client:
+            while not self._over.is_set():
+                number += 1
+                model = MODELS[number % len(MODELS)]
+                try:
+                    infer(client, model, client_timeout=20)
+                except InferenceServerException as error:
+                    with self._lock:
+                        self.failed.append(str(error))
+                except AssertionError as error:
+                    self.wrong.append(str(error))
+                else:
+                    with self._lock:
+                        self.answered += 1
+
+
+def test_models_are_packed_and_their_weights_are_where_requests_go(
+    start_triton: StartTriton, repository: Path, tmp_path: Path
+) -> None:
+    """Two on each of two servers whose memory holds two. When one of them is killed under load, only what was under way
+    there may fail, all others are answered right, and its models go to the server that is left."""
+    servers = {name: start_triton(repository) for name in ("one", "two")}
+    workers = [entry(server, name) for name, server in servers.items()]
+    with running_gateway(tmp_path, workers, mode="lpt_packing") as gateway:
+
+        def settled() -> bool:
+            status = gateway.status()
+            placed = {name: {m.name for m in status.models if name in m.placed} for name in servers}
+            return all(len(m.placed) == 1 for m in status.models) and all(
+                len(placed[name]) == 2 and resident(server) == placed[name]
+                for name, server in servers.items()
+            )
+
+        wait_until(settled, what="weights where the models are placed")
+        with gateway.client() as client:
+            for model in MODELS * 3:
+                infer(client, model)
+        assert settled()
+        misses = {name: read_status(server.pid)["models"] for name, server in servers.items()}
+        with Load(gateway) as load:
+            load.more(200)
+            for name, server in servers.items():
+                now = read_status(server.pid)["models"]
+                assert {m: one["misses"] for m, one in now.items()} == {
+                    m: one["misses"] for m, one in misses[name].items()
+                }
+            outstanding = load.threads
+            servers["one"].server.kill()
+            load.more(200)
+            failed = list(load.failed)
+            load.more(200)
+        assert len(failed) <= outstanding, failed
+        assert load.failed == failed
+        assert load.wrong == []
+        alive = {worker.name: worker.alive for worker in gateway.status().workers}
+        assert alive == {"one": False, "two": True}
+        located = gateway.rsrv("locate", "first")
+        assert f"127.0.0.1:{servers['two'].grpc_port}" in located
+        assert str(servers["one"].grpc_port) not in located
+
+
+def test_servers_join_and_leave_by_a_file(
+    start_triton: StartTriton, repository: Path, tmp_path: Path
+) -> None:
+    """Under load, without a failed request; one scrape has the metrics of those that are there."""
+    servers = {name: start_triton(repository) for name in ("one", "two")}
+    file = tmp_path / "workers.yaml"
+
+    def write(*names: str) -> None:
+        aside = tmp_path / "workers.new"
+        with aside.open("w") as out:
+            YAML(typ="safe").dump([entry(servers[name], name) for name in names], out)
+        aside.rename(file)
+
+    def alive() -> set[str]:
+        return {worker.name for worker in gateway.status().workers if worker.alive}
+
+    write("one")
+    with running_gateway(tmp_path, workers_file=str(file)) as gateway, Load(gateway) as load:
+        load.more(50)
+        assert alive() == {"one"}
+        write("one", "two")
+        wait_until(lambda: alive() == {"one", "two"}, what="the second server")
+        load.more(50)
+        _, metrics = gateway.get("/metrics")
+        for name in servers:
+            assert f'nv_inference_request_success{{worker="{name}",model="first",version="1"}}' in metrics
+        write("two")
+        wait_until(lambda: alive() == {"two"}, what="the first server to leave")
+        load.more(2 * load.threads)  # what was under way there has ended
+        before = read_status(servers["one"].pid)["models"]["first"]["dispatches"]
+        load.more(50)
+        assert read_status(servers["one"].pid)["models"]["first"]["dispatches"] == before
+    assert (load.failed, load.wrong) == ([], [])
+
+
+def test_the_gateway_ends_without_losing_a_request(
+    start_triton: StartTriton, repository: Path, tmp_path: Path
+) -> None:
+    """SIGTERM while requests are under way: each is answered, or refused with UNAVAILABLE; the server lives on."""
+    server = start_triton(repository)
+    with running_gateway(tmp_path, [entry(server, "one")]) as gateway:
+        with Load(gateway) as load:
+            load.more(50)
+            gateway.process.send_signal(signal.SIGTERM)
+            assert gateway.process.wait(20) == 0, gateway.log_text()
+        assert load.wrong == []
+        assert {text.partition("]")[0] for text in load.failed} <= {"[StatusCode.UNAVAILABLE"}
+    assert server.grpc.is_server_ready()

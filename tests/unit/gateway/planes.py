@@ -1,0 +1,196 @@
+"""A PythonPlane in front of workers that do what the test says, all on the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.contract import Routes, Worker
+from rsrv_gateway.python_plane import PythonPlane
+
+SERVICE = "/inference.GRPCInferenceService/"
+Handler = Callable[[Any, Any], Awaitable[Any]]
+_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1))
+Infer: Any = service_pb2.ModelInferRequest
+
+
+class FakeWorker:
+    """Does with each call what `does` says for the method, and remembers it.
+
+    A handler gets the request and the context; that of ModelStreamInfer the requests as an asynchronous iterator.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.does: dict[str, Handler] = {"ModelInfer": self.echo, "ModelStreamInfer": self.echo_stream}
+        #: requests, by method
+        self.got: dict[str, list[Any]] = {}
+        #: metadata of the calls, likewise
+        self.metadata: dict[str, list[dict[str, Any]]] = {}
+        self.port = 0
+        #: connections on which calls came
+        self.peers: set[str] = set()
+        #: set whenever a call has come
+        self.called = asyncio.Event()
+        self._server: Any = None
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(handlers=[_Any(self)], options=_OPTIONS)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Whatever is under way breaks off."""
+        await self._server.stop(None)
+
+    @property
+    def worker(self) -> Worker:
+        return Worker(self.name, f"127.0.0.1:{self.port}")
+
+    async def echo(self, request: Any, context: Any) -> Any:
+        """Answers with its own name as the version, and the request's id."""
+        return service_pb2.ModelInferResponse(
+            model_name=request.model_name, model_version=self.name, id=request.id
+        )
+
+    async def echo_stream(self, requests: Any, context: Any) -> None:
+        async for request in requests:
+            answer = service_pb2.ModelStreamInferResponse(infer_response=await self.echo(request, context))
+            await context.write(answer)
+
+    def note(self, method: str, request: Any) -> None:
+        self.got.setdefault(method, []).append(request)
+        self.called.set()
+
+
+class _Any(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All methods of a worker."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    def service(self, details: Any) -> Any:
+        worker, method = self._worker, details.method.rpartition("/")[2]
+        if method not in worker.does:
+            return None
+        request, response = types(method)
+
+        def arrived(context: Any) -> None:
+            worker.peers.add(context.peer())
+            worker.metadata.setdefault(method, []).append(dict(context.invocation_metadata()))
+
+        async def unary(request: Any, context: Any) -> Any:
+            arrived(context)
+            worker.note(method, request)
+            return await worker.does[method](request, context)
+
+        async def stream(requests: Any, context: Any) -> None:
+            async def noted() -> AsyncIterator[Any]:
+                async for request in requests:
+                    worker.note(method, request)
+                    yield request
+
+            arrived(context)
+            await worker.does[method](noted(), context)
+
+        if method == "ModelStreamInfer":
+            return grpc.stream_stream_rpc_method_handler(
+                stream, request.FromString, response.SerializeToString
+            )
+        return grpc.unary_unary_rpc_method_handler(unary, request.FromString, response.SerializeToString)
+
+
+class FakeBrain:
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.refreshes = 0
+        #: called with each refresh
+        self.looks: Callable[[], Awaitable[None]] | None = None
+
+    def failed(self, worker: str) -> None:
+        self.failures.append(worker)
+
+    async def refresh(self, sure: bool = False) -> None:
+        self.refreshes += 1
+        if self.looks is not None:
+            await self.looks()
+
+
+class House:
+    """A plane, its workers `a`, `b` ..., and a client."""
+
+    def __init__(self, plane: PythonPlane, brain: FakeBrain, workers: list[FakeWorker], client: Any) -> None:
+        self.plane = plane
+        self.brain = brain
+        self.workers = workers
+        self.client = client
+
+    async def apply(self, table: Mapping[str, Routes], workers: list[FakeWorker] | None = None) -> None:
+        known = self.workers if workers is None else workers
+        await self.plane.apply({worker.name: worker.worker for worker in known}, table)
+
+    def call(self, method: str, request: Any = None, **options: Any) -> Any:
+        """An answer to be awaited; raises AioRpcError."""
+        asked, answered = types(method)
+        callee = self.client.unary_unary(SERVICE + method, asked.SerializeToString, answered.FromString)
+        return callee(asked() if request is None else request, **options)
+
+    def infer(self, model: str = "m", **fields: Any) -> Any:
+        return self.call("ModelInfer", Infer(model_name=model, **fields))
+
+    def stream(self, **options: Any) -> Any:
+        asked, answered = types("ModelStreamInfer")
+        return self.client.stream_stream(
+            SERVICE + "ModelStreamInfer", asked.SerializeToString, answered.FromString
+        )(**options)
+
+
+def types(method: str) -> tuple[Any, Any]:
+    """Of the request and the response."""
+    if method == "ModelStreamInfer":
+        return service_pb2.ModelInferRequest, service_pb2.ModelStreamInferResponse
+    return getattr(service_pb2, method + "Request"), getattr(service_pb2, method + "Response")
+
+
+@asynccontextmanager
+async def serving(
+    count: int = 2, table: Mapping[str, Routes] | None = None, **settings: Any
+) -> AsyncIterator[House]:
+    """By default, all workers serve model `m`, each in turn."""
+    section = GatewaySection(**{"grpc": "127.0.0.1:0", "mode": "round_robin", **settings})
+    brain = FakeBrain()
+    workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]
+    async with AsyncExitStack() as ends:
+        for worker in workers:
+            await worker.start()
+            ends.push_async_callback(worker.kill)
+        plane = PythonPlane(section, brain)
+        await plane.start()
+        ends.push_async_callback(plane.stop)
+        client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{plane.grpc.port}"))
+        house = House(plane, brain, workers, client)
+        every = Routes(ready=tuple(worker.name for worker in workers))
+        await house.apply({"m": every} if table is None else table)
+        yield house
+
+
+def refusing(code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str], ...] = ()) -> Handler:
+    async def refuse(_: Any, context: Any) -> None:
+        await context.abort(code, message, trailing)
+
+    return refuse
+
+
+async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
+    """Code and message; it must be refused."""
+    try:
+        answer = await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details() or ""
+    raise AssertionError(f"answered with {answer}")

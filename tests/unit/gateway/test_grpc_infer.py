@@ -1,0 +1,415 @@
+"""ModelInfer through the gateway: who is asked, and what the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from rsrv_gateway.contract import Routes
+from tests.unit.gateway.planes import SERVICE, House, Infer, refusal, refusing, serving
+from tests.unit.gateway.workers import Relay, looped
+
+Code = grpc.StatusCode
+
+
+@looped
+async def test_bytes_pass_through() -> None:
+    """A request and its answer arrive as they were sent, byte for byte, also where nobody knows their fields."""
+    sent = (
+        Infer(model_name="m", id="7", raw_input_contents=[b"\0" * 100_000]).SerializeToString()
+        + b"\xf8\x06\x01"
+    )
+
+    async with serving(1) as house:
+        (worker,) = house.workers
+        infer = house.client.unary_unary(SERVICE + "ModelInfer", None, None)
+        answer = await infer(sent)
+
+        assert worker.got["ModelInfer"][0].SerializeToString() == sent
+        assert service_pb2.ModelInferResponse.FromString(answer).id == "7"
+
+
+@looped
+async def test_each_in_turn() -> None:
+    """Requests go to the workers in turn, and are counted by model, worker and code."""
+    async with serving(2) as house:
+        answers = [await house.infer() for _ in range(4)]
+
+        assert [answer.model_version for answer in answers] == ["a", "b", "a", "b"]
+        counts = house.plane.counts()
+        assert counts.requests == {("m", "a", "OK"): 2, ("m", "b", "OK"): 2}
+        assert counts.items == {"m": 4}
+        assert sum(counts.durations["m"].counts) == 4
+        assert counts.outstanding == {}
+
+
+@looped
+async def test_items_are_read_where_they_count() -> None:
+    """The extent of a model's batch axis is what its requests count for."""
+    table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
+
+    async with serving(1, table) as house:
+        await house.infer(inputs=[Infer.InferInputTensor(name="X", shape=[5, 2])])
+        await house.infer(inputs=[Infer.InferInputTensor(name="Y", shape=[5, 2])])
+
+        assert house.plane.counts().items == {"m": 6}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(Code.UNAVAILABLE, "[rsrv:RUNTIME_DOWN] wait"), (Code.NOT_FOUND, "no such model")]
+)
+@looped
+async def test_another_worker_answers(code: grpc.StatusCode, message: str) -> None:
+    """When a worker has not the model, or is not available, the client gets another one's answer."""
+    async with serving(3) as house:
+        for worker in house.workers[:2]:
+            worker.does["ModelInfer"] = refusing(code, message)
+
+        assert (await house.infer()).model_version == "c"
+        counts = house.plane.counts()
+        assert counts.requests == {("m", "c", "OK"): 1}
+        assert counts.failovers == {"a": 1, "b": 1}
+        assert counts.load == {"a": 0, "b": 0, "c": 0}
+        assert house.brain.failures == []
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "got"),
+    [
+        (Code.INVALID_ARGUMENT, "wrong shape", "INVALID_ARGUMENT"),
+        (Code.INTERNAL, "a hook raised", "INTERNAL"),
+        (Code.UNIMPLEMENTED, "decoupled", "UNIMPLEMENTED"),
+        (Code.CANCELLED, "given up", "CANCELLED"),
+        (Code.UNAVAILABLE, "[rsrv:QUEUE_FULL] full, retry after 3 ms", "RESOURCE_EXHAUSTED"),
+        (Code.UNAVAILABLE, "in ensemble 'e', [rsrv:DEADLINE] too late", "DEADLINE_EXCEEDED"),
+    ],
+)
+@looped
+async def test_what_is_not_tried_again(said: grpc.StatusCode, message: str, got: str) -> None:
+    """A worker's answer that another one would give as well, or should not be bothered with, is the client's answer."""
+    async with serving(2) as house:
+        house.workers[0].does["ModelInfer"] = refusing(said, message)
+
+        assert await refusal(house.infer()) == (got, message)
+        assert "ModelInfer" not in house.workers[1].got
+        assert house.plane.counts().requests == {("m", "a", got): 1}
+
+
+@looped
+async def test_all_refuse() -> None:
+    """The last word is the client's, except that a model which is missing somewhere is the lesser reason."""
+    async with serving(3) as house:
+        for worker, (code, message) in zip(
+            house.workers,
+            [
+                (Code.NOT_FOUND, "missing"),
+                (Code.UNAVAILABLE, "[rsrv:NOT_RESIDENT] load it"),
+                (Code.NOT_FOUND, "missing"),
+            ],
+            strict=True,
+        ):
+            worker.does["ModelInfer"] = refusing(code, message)
+
+        assert await refusal(house.infer()) == ("FAILED_PRECONDITION", "[rsrv:NOT_RESIDENT] load it")
+
+
+@looped
+async def test_metadata() -> None:
+    """The client's metadata reaches the worker, and the worker's trailing metadata the client, with either ending."""
+
+    async def with_trailer(request: Any, context: Any) -> Any:
+        context.set_trailing_metadata((("took", "3"),))
+        return service_pb2.ModelInferResponse()
+
+    async with serving(1) as house:
+        (worker,) = house.workers
+        worker.does["ModelInfer"] = with_trailer
+        call = house.call("ModelInfer", Infer(model_name="m"), metadata=(("traceparent", "00-1"),))
+        await call
+        assert tuple(await call.trailing_metadata()) == (("took", "3"),)
+        assert worker.metadata["ModelInfer"][0]["traceparent"] == "00-1"
+
+        worker.does["ModelInfer"] = refusing(Code.INTERNAL, "oh", (("took", "4"),))
+        call = house.infer()
+        assert await refusal(call) == ("INTERNAL", "oh")
+        assert tuple(await call.trailing_metadata()) == (("took", "4"),)
+
+
+@looped
+async def test_a_model_that_nobody_knows() -> None:
+    """All workers are looked at before a model is not found; then its name is in no metric."""
+    async with serving(1) as house:
+        assert await refusal(house.infer("x")) == ("NOT_FOUND", "Request for unknown model: 'x' is not found")
+        assert house.brain.refreshes == 1
+        assert house.plane.counts().requests == {("", "", "NOT_FOUND"): 1}
+
+
+@looped
+async def test_a_model_that_has_just_come() -> None:
+    """A model that the look finds is served at once."""
+    async with serving(1) as house:
+
+        async def look() -> None:
+            await house.apply({"new": Routes(ready=("a",))})
+
+        house.brain.looks = look
+        assert (await house.infer("new")).model_name == "new"
+
+
+@looped
+async def test_a_model_that_nobody_serves_now() -> None:
+    """A known model without workers is unavailable, and so is every one when no worker answers."""
+    async with serving(1, {"m": Routes(ready=())}) as house:
+        code, message = await refusal(house.infer())
+        assert code == "UNAVAILABLE"
+        assert "'m'" in message
+        assert house.brain.refreshes == 0
+
+        await house.apply({}, [])
+        assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
+
+
+@looped
+async def test_what_is_no_request() -> None:
+    """Bytes that are no request are refused, and no worker sees them."""
+    async with serving(1) as house:
+        infer = house.client.unary_unary(SERVICE + "ModelInfer", None, None)
+
+        assert (await refusal(infer(b"\x0a\xff")))[0] == "INVALID_ARGUMENT"
+        assert house.workers[0].got == {}
+        assert house.plane.counts().requests == {("", "", "INVALID_ARGUMENT"): 1}
+
+
+@looped
+async def test_the_client_leaves() -> None:
+    """A client that gives up its call gives it up at the worker, and is counted."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        cancelled = hold(worker)
+        call = house.infer()
+        await worker.called.wait()
+        assert house.plane.counts().outstanding == {("m", "a"): 1}
+
+        call.cancel()
+        await cancelled.wait()
+
+        await (until_counted := asyncio.ensure_future(counted(house)))
+        assert until_counted.result() == {("m", "a", "CANCELLED"): 1}
+        assert house.plane.counts().outstanding == {}
+
+
+@looped
+async def test_deadlines() -> None:
+    """The worker has the time that is left of the client's deadline, else of the setting; when it is over, it is told."""
+    left: list[float] = []
+
+    async def note(request: Any, context: Any) -> Any:
+        left.append(context.time_remaining())
+        return service_pb2.ModelInferResponse()
+
+    async with serving(2, request_timeout_s=100) as house:
+        first, second = house.workers
+        first.does["ModelInfer"] = second.does["ModelInfer"] = note
+        await house.infer()
+        await house.call("ModelInfer", Infer(model_name="m"), timeout=20)
+        assert 50 < left[0] < 102
+        assert 0 < left[1] < 21  # gRPC rounds up
+
+        cancelled = hold(first)
+        assert (await refusal(house.call("ModelInfer", Infer(model_name="m"), timeout=0.2)))[
+            0
+        ] == "DEADLINE_EXCEEDED"
+        await cancelled.wait()
+        assert len(second.got["ModelInfer"]) == 1
+
+
+@looped
+async def test_the_gateways_own_deadline() -> None:
+    """Without a deadline of the client, the gateway's ends a request that hangs."""
+    async with serving(1, request_timeout_s=0.2) as house:
+        cancelled = hold(house.workers[0])
+
+        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"
+        await cancelled.wait()
+
+
+@looped
+async def test_a_deadline_is_told_to_models() -> None:
+    """Workers with a control service see the client's deadline as the request's timeout, unless the client set one."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        where = worker.worker
+        await house.plane.apply(
+            {"a": type(where)("a", where.grpc, control="unix:/control")}, {"m": Routes(ready=("a",))}
+        )
+        request = Infer(model_name="m")
+        await house.call("ModelInfer", request, timeout=20)
+        await house.call("ModelInfer", request)
+        request.parameters["timeout"].int64_param = 5
+        await house.call("ModelInfer", request, timeout=20)
+
+        told, untold, own = worker.got["ModelInfer"]
+        assert 10_000_000 < told.parameters["timeout"].int64_param < 21_000_000
+        assert "timeout" not in untold.parameters
+        assert own.parameters["timeout"].int64_param == 5
+
+
+@looped
+async def test_a_sequence_stays_where_it_is() -> None:
+    """Requests of one sequence go to one worker, whoever asks, and others' to others; it is not taken elsewhere."""
+    async with serving(4) as house:
+        homes = {}
+        for sequence in range(1, 30):
+            request = Infer(model_name="m")
+            request.parameters["sequence_id"].int64_param = sequence
+            answers = [(await house.call("ModelInfer", request)).model_version for _ in range(3)]
+            assert len(set(answers)) == 1
+            homes[sequence] = answers[0]
+        assert set(homes.values()) == {"a", "b", "c", "d"}
+
+        lost = next(worker for worker in house.workers if worker.name == homes[1])
+        lost.does["ModelInfer"] = refusing(Code.UNAVAILABLE, "down")
+        request.parameters["sequence_id"].int64_param = 1
+        assert await refusal(house.call("ModelInfer", request)) == ("UNAVAILABLE", "down")
+
+
+@looped
+async def test_a_worker_dies() -> None:
+    """What was under way on a worker that dies is answered by another one, and the gateway is told to look."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        hold(first)
+        calls = [house.infer() for _ in range(6)]
+        while len(first.got.get("ModelInfer", ())) < 3:
+            first.called.clear()
+            await first.called.wait()
+        await first.kill()
+
+        assert {(await call).model_version for call in calls} == {"b"}
+        assert set(house.brain.failures) == {"a"}
+        assert house.plane.counts().failovers == {"a": 3}
+        assert (await house.infer()).model_version == "b"
+
+
+@looped
+async def test_a_worker_comes_back() -> None:
+    """A worker that was away is used again as soon as it is in the table again."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        await worker.kill()
+        assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
+
+        await house.apply({"m": Routes(ready=())}, [])
+        await worker.start()
+        await house.apply({"m": Routes(ready=("a",))})
+        assert (await house.infer()).model_version == "a"
+
+
+@looped
+async def test_connections() -> None:
+    """There are as many connections to a worker as the settings say, and requests use all."""
+    async with serving(1, channels=3) as house:
+        for _ in range(6):
+            await house.infer()
+
+        assert len(house.workers[0].peers) == 3
+
+
+@looped
+async def test_a_connection_that_is_half_open() -> None:
+    """When nothing comes back on a connection, the calls after the first deadline get another one."""
+    async with serving(1, channels=1, request_timeout_s=0.3) as house:
+        (worker,) = house.workers
+        async with Relay(worker.port).running() as relay:
+            where = type(worker.worker)("a", f"127.0.0.1:{relay.port}")
+            await house.plane.apply({"a": where}, {"m": Routes(ready=("a",))})
+            await house.infer()
+            relay.stick()
+
+            assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"
+            assert house.brain.failures == ["a"]
+            assert (await house.infer()).model_version == "a"
+
+
+@looped
+async def test_a_worker_is_taken_out_of_the_table() -> None:
+    """What is under way on a worker that is not used any more still ends there."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        go = asyncio.Event()
+
+        async def late(request: Any, context: Any) -> Any:
+            await go.wait()
+            return await first.echo(request, context)
+
+        first.does["ModelInfer"] = late
+        call = house.infer()
+        await first.called.wait()
+        await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
+        assert (await house.infer()).model_version == "b"
+        go.set()
+
+        assert (await call).model_version == "a"
+
+
+@looped
+async def test_a_worker_whose_calls_are_given_up() -> None:
+    """When the connections of a worker that is not used any more are closed, its calls go to another one."""
+    async with serving(2, request_timeout_s=0.4) as house:
+        first, _ = house.workers
+        hold(first)
+        call = house.call("ModelInfer", Infer(model_name="m"), timeout=60)
+        await first.called.wait()
+        await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
+
+        assert (await call).model_version == "b"
+
+
+@looped
+async def test_the_end() -> None:
+    """Requests under way end in the time that they are given, and new ones are refused."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        go = asyncio.Event()
+
+        async def late(request: Any, context: Any) -> Any:
+            await go.wait()
+            return await worker.echo(request, context)
+
+        worker.does["ModelInfer"] = late
+        call = house.infer()
+        await worker.called.wait()
+        draining = asyncio.ensure_future(house.plane.drain(30))
+        while (await refusal(house.call("ServerLive", wait_for_ready=False)))[0] != "UNAVAILABLE":
+            pass
+        go.set()
+
+        assert (await call).model_version == "a"
+        await draining
+        await house.plane.stop()
+        await house.plane.stop()
+
+
+def hold(worker: Any) -> asyncio.Event:
+    """From now on the worker's answers never come; set when one was given up."""
+    cancelled = asyncio.Event()
+
+    async def wait(_: Any, __: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    worker.does["ModelInfer"] = wait
+    return cancelled
+
+
+async def counted(house: House) -> Any:
+    """What was counted, when there is something: the end of a call that nobody waits for is not heard of otherwise."""
+    while not house.plane.counts().requests:
+        await asyncio.sleep(0)
+    return house.plane.counts().requests

@@ -1,0 +1,313 @@
+"""All calls but inference through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from tritonclient.grpc import service_pb2 as pb
+
+from rsrv_gateway.contract import Routes
+from rsrv_gateway.plane import ListenError
+from tests.unit.gateway.planes import Handler, House, refusal, refusing, serving
+from tests.unit.gateway.workers import looped
+
+Code = grpc.StatusCode
+
+
+def saying(answer: Any) -> Handler:
+    async def say(_: Any, __: Any) -> Any:
+        return answer
+
+    return say
+
+
+def everywhere(house: House, method: str, *answers: Handler) -> None:
+    """Each worker's answer; one alone is that of all."""
+    for at, worker in enumerate(house.workers):
+        worker.does[method] = answers[at % len(answers)]
+
+
+def asked(house: House, method: str) -> list[str]:
+    """The workers that got the call."""
+    return [worker.name for worker in house.workers if method in worker.got]
+
+
+def test_the_whole_service() -> None:
+    """Every method that tritonserver has is carried."""
+    service = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+
+    async def methods() -> set[str]:
+        async with serving(0) as house:
+            return {name.rpartition("/")[2] for name in house.plane.grpc.methods}
+
+    assert {method.name for method in service.methods} <= asyncio.run(methods())
+
+
+@looped
+async def test_the_gateway_lives() -> None:
+    """A gateway lives without workers, and is ready with one that is; grpc.health.v1 says so, too."""
+    health: Any = "/grpc.health.v1.Health/Check"
+    async with serving(2, {}) as house:
+        check = house.client.unary_unary(health, None, None)
+        everywhere(house, "ServerReady", saying(pb.ServerReadyResponse(ready=False)))
+        assert (await house.call("ServerLive")).live
+        assert not (await house.call("ServerReady")).ready
+
+        house.workers[1].does["ServerReady"] = saying(pb.ServerReadyResponse(ready=True))
+        assert (await house.call("ServerReady")).ready
+        assert await check(b"") == b"\x08\x01"
+
+        await house.apply({}, [])
+        assert (await house.call("ServerLive")).live
+        assert not (await house.call("ServerReady")).ready
+        assert await check(b"") == b"\x08\x02"
+        assert (await refusal(house.call("ServerMetadata")))[0] == "UNAVAILABLE"
+
+
+@looped
+async def test_a_ready_model_is_a_ready_gateway() -> None:
+    """Nobody is asked whether the gateway is ready while a model is."""
+    async with serving(2) as house:
+        assert (await house.call("ServerReady")).ready
+        assert asked(house, "ServerReady") == []
+
+
+@looped
+async def test_a_worker_that_has_the_model() -> None:
+    """What is asked about a model is answered by a worker that serves it, or the next one if it does not know it."""
+    async with serving(3, {"m": Routes(ready=("b", "c"))}) as house:
+        for method, request, answer in [
+            ("ModelMetadata", pb.ModelMetadataRequest(name="m"), pb.ModelMetadataResponse(name="m")),
+            ("ModelConfig", pb.ModelConfigRequest(name="m"), pb.ModelConfigResponse()),
+            ("ModelReady", pb.ModelReadyRequest(name="m"), pb.ModelReadyResponse(ready=True)),
+        ]:
+            everywhere(house, method, saying(answer), refusing(Code.NOT_FOUND, "no"), saying(answer))
+            assert await house.call(method, request) == answer
+            assert asked(house, method) == ["b", "c"]
+
+
+@looped
+async def test_ready_on_any_worker() -> None:
+    """A version of a model is ready if it is on one of the workers."""
+    async with serving(2) as house:
+        everywhere(
+            house,
+            "ModelReady",
+            saying(pb.ModelReadyResponse(ready=False)),
+            saying(pb.ModelReadyResponse(ready=True)),
+        )
+        assert (await house.call("ModelReady", pb.ModelReadyRequest(name="m", version="2"))).ready
+
+        everywhere(
+            house, "ModelReady", saying(pb.ModelReadyResponse(ready=False)), refusing(Code.UNAVAILABLE, "x")
+        )
+        assert not (await house.call("ModelReady", pb.ModelReadyRequest(name="m"))).ready
+
+
+@looped
+async def test_a_model_that_nobody_has() -> None:
+    """After a look at all workers, one of them says what it says of unknown models."""
+    async with serving(2) as house:
+        everywhere(
+            house, "ModelMetadata", refusing(Code.NOT_FOUND, "Request for unknown model: 'x' is not found")
+        )
+
+        assert await refusal(house.call("ModelMetadata", pb.ModelMetadataRequest(name="x"))) == (
+            "NOT_FOUND",
+            "Request for unknown model: 'x' is not found",
+        )
+        assert house.brain.refreshes == 1
+
+
+@looped
+async def test_merged_answers() -> None:
+    """The repository's index is that of all workers together."""
+    async with serving(2) as house:
+        everywhere(
+            house,
+            "RepositoryIndex",
+            *[
+                saying(
+                    pb.RepositoryIndexResponse(
+                        models=[pb.RepositoryIndexResponse.ModelIndex(name=name, version="1", state="READY")]
+                    )
+                )
+                for name in ("m", "n")
+            ],
+        )
+
+        assert [each.name for each in (await house.call("RepositoryIndex")).models] == ["m", "n"]
+
+
+@looped
+async def test_all_load_a_model() -> None:
+    """A model is loaded on all workers, and can be used when the call returns; a worker that cannot is named."""
+    async with serving(2) as house:
+        everywhere(house, "RepositoryModelLoad", saying(pb.RepositoryModelLoadResponse()))
+        request = pb.RepositoryModelLoadRequest(model_name="m")
+        await house.call("RepositoryModelLoad", request)
+        assert asked(house, "RepositoryModelLoad") == ["a", "b"]
+        assert house.brain.refreshes == 1
+
+        house.workers[1].does["RepositoryModelLoad"] = refusing(Code.INTERNAL, "failed to load 'm'")
+        assert await refusal(house.call("RepositoryModelLoad", request)) == (
+            "INTERNAL",
+            "worker b: failed to load 'm'",
+        )
+
+
+@pytest.mark.parametrize("kind", ["System", "Cuda"])
+@looped
+async def test_a_region_is_registered_everywhere_or_nowhere(kind: str) -> None:
+    """A registration that one worker refuses is taken back from the others."""
+    register, unregister = f"{kind}SharedMemoryRegister", f"{kind}SharedMemoryUnregister"
+    answer = getattr(pb, f"{register}Response")()
+    request = getattr(pb, f"{register}Request")(name="r", byte_size=8)
+
+    async with serving(3) as house:
+        everywhere(house, unregister, saying(getattr(pb, f"{unregister}Response")()))
+        everywhere(house, register, saying(answer))
+        assert await house.call(register, request) == answer
+        assert asked(house, unregister) == []
+
+        house.workers[1].does[register] = refusing(Code.ALREADY_EXISTS, "known")
+        assert await refusal(house.call(register, request)) == ("ALREADY_EXISTS", "worker b: known")
+        assert asked(house, unregister) == ["a", "c"]
+        assert house.workers[0].got[unregister][0].name == "r"
+
+
+@looped
+async def test_the_client_leaves_while_a_region_is_registered() -> None:
+    """A registration that the client gave up is taken back from all workers that have done it."""
+    async with serving(2) as house:
+        go, undone = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def late(_: Any, __: Any) -> Any:
+            await go.wait()
+            return pb.SystemSharedMemoryRegisterResponse()
+
+        async def undo(_: Any, __: Any) -> Any:
+            undone.release()
+            return pb.SystemSharedMemoryUnregisterResponse()
+
+        everywhere(house, "SystemSharedMemoryRegister", late)
+        everywhere(house, "SystemSharedMemoryUnregister", undo)
+        call = house.call("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(name="r"))
+        for worker in house.workers:
+            await worker.called.wait()
+        call.cancel()
+        go.set()
+
+        for _ in house.workers:
+            await undone.acquire()
+
+
+@looped
+async def test_metadata_is_forwarded() -> None:
+    """What protects an API of the workers is passed on to all of them."""
+    async with serving(2) as house:
+        everywhere(house, "TraceSetting", saying(pb.TraceSettingResponse()))
+        await house.call("TraceSetting", metadata=(("triton-grpc-protocol-key", "secret"),))
+
+        for worker in house.workers:
+            assert worker.metadata["TraceSetting"][0]["triton-grpc-protocol-key"] == "secret"
+
+
+@looped
+async def test_a_worker_hangs() -> None:
+    """A call to all workers takes no longer than the settings say."""
+    async with serving(2, request_timeout_s=0.2) as house:
+
+        async def hang(_: Any, __: Any) -> None:
+            await asyncio.Event().wait()
+
+        everywhere(house, "LogSettings", saying(pb.LogSettingsResponse()), hang)
+
+        assert (await refusal(house.call("LogSettings")))[0] == "DEADLINE_EXCEEDED"
+
+
+@looped
+async def test_what_is_no_request() -> None:
+    """Bytes that are no request are refused, and no worker sees them."""
+    async with serving(1) as house:
+        config = house.client.unary_unary("/inference.GRPCInferenceService/ModelConfig", None, None)
+
+        assert (await refusal(config(b"\x0a\xff")))[0] == "INVALID_ARGUMENT"
+        unknown = house.client.unary_unary("/inference.GRPCInferenceService/Unknown", None, None)
+        assert (await refusal(unknown(b"")))[0] == "UNIMPLEMENTED"
+
+
+def test_the_token(tmp_path: Path) -> None:
+    """Who does not send the token is refused, whatever is called; workers do not see it."""
+    secret = tmp_path / "token"
+    secret.write_text("sesame\n")
+    secret.chmod(0o600)
+    infer = pb.ModelInferRequest(model_name="m")
+
+    async def run() -> None:
+        async with serving(1, token_file=secret) as house:
+            for metadata in ((), (("authorization", "Bearer pumpkin"),)):
+                for call in (
+                    house.call("ServerLive", metadata=metadata),
+                    house.call("ModelInfer", infer, metadata=metadata),
+                    house.stream(metadata=metadata).read(),
+                ):
+                    assert (await refusal(call))[0] == "UNAUTHENTICATED"
+            await house.call("ModelInfer", infer, metadata=(("authorization", "Bearer sesame"),))
+            assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_tls(tmp_path: Path) -> None:
+    """With client authorities in the settings, only clients with a certificate of theirs get in."""
+    ours, others = trustme.CA(), trustme.CA()
+    certificate = ours.issue_cert("localhost")
+    (tmp_path / "key.pem").write_bytes(certificate.private_key_pem.bytes())
+    (tmp_path / "chain.pem").write_bytes(b"".join(each.bytes() for each in certificate.cert_chain_pems))
+    (tmp_path / "ca.pem").write_bytes(ours.cert_pem.bytes())
+
+    def credentials(ca: trustme.CA) -> Any:
+        mine = ca.issue_cert("client@example.org")
+        chain = b"".join(each.bytes() for each in mine.cert_chain_pems)
+        return grpc.ssl_channel_credentials(ours.cert_pem.bytes(), mine.private_key_pem.bytes(), chain)
+
+    async def run() -> None:
+        files: dict[str, Any] = {
+            "tls_certificate": tmp_path / "chain.pem",
+            "tls_key": tmp_path / "key.pem",
+            "tls_client_ca": tmp_path / "ca.pem",
+        }
+        async with serving(1, grpc="localhost:0", **files) as house:
+            where = f"localhost:{house.plane.grpc.port}"
+            for ca, gets_in in ((ours, True), (others, False)):
+                async with grpc.aio.secure_channel(where, credentials(ca)) as channel:
+                    live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive", None, None)
+                    if gets_in:
+                        assert await live(b"") == b"\x08\x01"
+                    else:
+                        assert (await refusal(live(b"")))[0] == "UNAVAILABLE"
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"grpc": "127.0.0.1:99999"}, "gateway.grpc"),
+        ({"grpc": "192.0.2.1:8001"}, "gateway.grpc"),
+        ({"token_file": "/nowhere"}, "gateway.token_file"),
+        ({"tls_certificate": "/nowhere", "tls_key": "/nowhere"}, "gateway.tls_key"),
+    ],
+)
+@looped
+async def test_it_cannot_listen(settings: dict[str, Any], said: str) -> None:
+    """The message says which setting is wrong."""
+    with pytest.raises(ListenError, match=said):
+        async with serving(0, **settings):
+            pass

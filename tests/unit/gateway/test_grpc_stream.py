@@ -1,0 +1,300 @@
+"""ModelStreamInfer through the gateway: one stream of a client over several workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from rsrv_gateway.contract import Routes
+from tests.unit.gateway.planes import FakeWorker, House, Infer, refusing, serving
+from tests.unit.gateway.workers import looped
+
+Code = grpc.StatusCode
+TWO = {"m": Routes(ready=("a", "b")), "n": Routes(ready=("b",)), "away": Routes(ready=())}
+
+
+async def ask(call: Any, *models: str) -> None:
+    """Sends a request for each model; its id says which one it is."""
+    for number, model in enumerate(models):
+        await call.write(Infer(model_name=model, id=f"{model}{number}"))
+
+
+async def answers(call: Any) -> list[tuple[str, str, str]]:
+    """Id, worker and error message of all answers to the end of the stream; raises AioRpcError."""
+    return [
+        (each.infer_response.id, each.infer_response.model_version, each.error_message) async for each in call
+    ]
+
+
+async def ending(call: Any) -> tuple[str, str]:
+    """Code and message of a stream that breaks off."""
+    try:
+        await answers(call)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details() or ""
+    raise AssertionError("the stream has ended well")
+
+
+async def opened(house: House, *models: str, **options: Any) -> Any:
+    call = house.stream(**options)
+    await ask(call, *models)
+    return call
+
+
+async def counted(house: House, *expected: tuple[str, str, str]) -> None:
+    """Returns when all these were counted, and nothing is under way."""
+    while not set(expected) <= set(house.plane.counts().requests) or house.plane.counts().outstanding:
+        await asyncio.sleep(0)
+
+
+@looped
+async def test_a_model_stays_at_one_worker() -> None:
+    """All messages of a model go to one worker, in order, and each is answered and counted."""
+    async with serving(2, TWO) as house:
+        call = await opened(house, *["m"] * 5)
+        await call.done_writing()
+
+        assert await answers(call) == [(f"m{number}", "a", "") for number in range(5)]
+        assert house.plane.counts().requests == {("m", "a", "OK"): 5}
+        assert house.plane.counts().outstanding == {}
+
+
+@looped
+async def test_models_of_several_workers() -> None:
+    """Messages of one stream go to several workers, and the answers come back in one stream."""
+    async with serving(2, TWO) as house:
+        call = await opened(house, "m", "n", "m", "n")
+        await call.done_writing()
+
+        got = await answers(call)
+        assert [each for each in got if each[0].startswith("m")] == [("m0", "a", ""), ("m2", "a", "")]
+        assert [each for each in got if each[0].startswith("n")] == [("n1", "b", ""), ("n3", "b", "")]
+        assert [len(worker.got["ModelStreamInfer"]) for worker in house.workers] == [2, 2]
+
+
+@looped
+async def test_streams_share_the_workers() -> None:
+    """Two streams of one model are at two workers."""
+    async with serving(2, TWO) as house:
+        calls = [await opened(house, "m") for _ in range(2)]
+        for call in calls:
+            await call.done_writing()
+
+        assert {(await answers(call))[0][1] for call in calls} == {"a", "b"}
+
+
+@looped
+async def test_more_answers_than_requests() -> None:
+    """A decoupled model's answers all arrive, also those after the client has said all."""
+
+    async def three(requests: Any, context: Any) -> None:
+        async for request in requests:
+            for number in range(3):
+                await context.write(
+                    service_pb2.ModelStreamInferResponse(
+                        infer_response=service_pb2.ModelInferResponse(id=f"{request.id}.{number}")
+                    )
+                )
+
+    async with serving(1) as house:
+        house.workers[0].does["ModelStreamInfer"] = three
+        call = await opened(house, "m", "m")
+        await call.done_writing()
+
+        assert [name for name, _, _ in await answers(call)] == [
+            f"m{n}.{answer}" for n in (0, 1) for answer in range(3)
+        ]
+
+
+@looped
+async def test_errors_are_answers() -> None:
+    """A message that nobody can take is refused in the stream, which goes on; so is one that the worker refuses."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            await context.write(service_pb2.ModelStreamInferResponse(error_message="wrong shape"))
+
+    async with serving(2, TWO) as house:
+        house.workers[1].does["ModelStreamInfer"] = refuse
+        call = await opened(house, "unknown", "away", "n", "m")
+        await call.done_writing()
+
+        got = {name: message for name, _, message in await answers(call)}
+        assert got["unknown0"] == "Request for unknown model: 'unknown' is not found"
+        assert "'away'" in got["away1"]
+        assert got[""] == "wrong shape"
+        assert got["m3"] == ""
+        assert house.plane.counts().requests == {
+            ("", "", "NOT_FOUND"): 1,
+            ("", "", "UNAVAILABLE"): 1,
+            ("n", "b", "UNKNOWN"): 1,
+            ("m", "a", "OK"): 1,
+        }
+
+
+@looped
+async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
+    """With tritonserver's header for it, the first error is the stream's status; workers see the header, too."""
+    header = (("triton_grpc_error", "true"),)
+
+    async with serving(1) as house:
+        (worker,) = house.workers
+        assert await ending(await opened(house, "unknown", metadata=header)) == (
+            "NOT_FOUND",
+            "Request for unknown model: 'unknown' is not found",
+        )
+        worker.does["ModelStreamInfer"] = refusing(Code.INVALID_ARGUMENT, "wrong shape", (("took", "3"),))
+        call = await opened(house, "m", metadata=header)
+        assert await ending(call) == ("INVALID_ARGUMENT", "wrong shape")
+        assert tuple(await call.trailing_metadata()) == (("took", "3"),)
+        assert worker.metadata["ModelStreamInfer"][0]["triton_grpc_error"] == "true"
+
+
+@looped
+async def test_the_worker_cannot_be_reached() -> None:
+    """What was sent to a worker that has not answered goes to another one that serves the models."""
+    async with serving(2, {**TWO, "n": Routes(ready=("a", "b"))}) as house:
+        await house.workers[0].kill()
+        call = await opened(house, "m", "m", "n")
+        await call.done_writing()
+
+        assert sorted(await answers(call)) == [("m0", "b", ""), ("m1", "b", ""), ("n2", "b", "")]
+        assert "a" in house.brain.failures
+        assert house.plane.counts().failovers["a"] >= 1
+        assert house.plane.counts().outstanding == {}
+
+
+@looped
+async def test_later_messages_follow() -> None:
+    """What the client says after its messages went to another worker follows them, in order."""
+    async with serving(2, TWO) as house:
+        first, second = house.workers
+        first.does["ModelStreamInfer"] = refusing(Code.UNAVAILABLE, "starting")
+        call = await opened(house, "m")
+        await second.called.wait()
+        await ask(call, *["m"] * 4)
+        await call.done_writing()
+
+        assert [name for name, _, _ in await answers(call)] == ["m0", "m0", "m1", "m2", "m3"]
+
+
+@looped
+async def test_a_worker_dies_that_has_answered() -> None:
+    """A stream whose worker dies in the middle ends, for only the client knows what it still wants."""
+    async with serving(2, TWO) as house:
+        first, second = house.workers
+        call = await opened(house, "m")
+        assert (await call.read()).infer_response.model_version == "a"
+        await first.kill()
+
+        assert (await ending_by_reading(call)) == "UNAVAILABLE"
+        assert house.brain.failures == ["a"]
+        assert second.got == {}
+
+
+@looped
+async def test_nobody_can_take_over() -> None:
+    """A stream whose model is nowhere else ends with the worker's word."""
+    async with serving(2, TWO) as house:
+        house.workers[1].does["ModelStreamInfer"] = refusing(Code.UNAVAILABLE, "starting")
+        call = await opened(house, "n")
+
+        assert await ending(call) == ("UNAVAILABLE", "starting")
+        await counted(house, ("n", "b", "UNAVAILABLE"))
+
+
+@looped
+async def test_too_much_to_keep() -> None:
+    """Messages that are too large to be kept for another worker are lost with theirs."""
+    async with serving(2, TWO) as house:
+        first, _ = house.workers
+        go = asyncio.Event()
+
+        async def late(requests: Any, context: Any) -> None:
+            async for _ in requests:
+                await go.wait()
+                await context.abort(Code.UNAVAILABLE, "ending")
+
+        first.does["ModelStreamInfer"] = late
+        call = house.stream()
+        await call.write(Infer(model_name="m", raw_input_contents=[b"\0" * (4 << 20)]))
+        await first.called.wait()
+        go.set()
+
+        assert await ending(call) == ("UNAVAILABLE", "ending")
+
+
+@looped
+async def test_the_client_leaves() -> None:
+    """A client that gives up its stream gives it up at all workers."""
+    async with serving(2, TWO) as house:
+        gone = [hold(worker) for worker in house.workers]
+        call = await opened(house, "m", "n")
+        for worker in house.workers:
+            await worker.called.wait()
+        call.cancel()
+
+        for each in gone:
+            await each.wait()
+        await counted(house, ("m", "a", "CANCELLED"), ("n", "b", "CANCELLED"))
+
+
+@looped
+async def test_a_deadline() -> None:
+    """A stream's deadline is its workers', and the client learns of it."""
+    async with serving(1) as house:
+        gone = hold(house.workers[0])
+        call = await opened(house, "m", timeout=0.3)
+
+        assert (await ending(call))[0] == "DEADLINE_EXCEEDED"
+        await gone.wait()
+
+
+@looped
+async def test_what_is_no_request() -> None:
+    """Bytes that are no request end the stream."""
+    async with serving(1) as house:
+        call = house.client.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer", None, None)()
+        await call.write(b"\x0a\xff")
+
+        assert (await ending(call))[0] == "INVALID_ARGUMENT"
+
+
+@looped
+async def test_nothing_is_said() -> None:
+    """A stream without messages ends when its client does, and no worker hears of it."""
+    async with serving(1) as house:
+        call = house.stream()
+        await call.done_writing()
+
+        assert await answers(call) == []
+        assert house.workers[0].metadata == {}
+
+
+def hold(worker: FakeWorker) -> asyncio.Event:
+    """From now on the worker's streams have no answers; set when one was given up."""
+    gone = asyncio.Event()
+
+    async def wait(requests: Any, _: Any) -> None:
+        try:
+            async for _ in requests:
+                pass
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    worker.does["ModelStreamInfer"] = wait
+    return gone
+
+
+async def ending_by_reading(call: Any) -> str:
+    """The code of a stream that was read from before."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code().name  # type: ignore[no-any-return]
+    raise AssertionError("the stream has ended well")

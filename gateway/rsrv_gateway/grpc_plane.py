@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.asking import ask_others
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.contacts import Contacts
@@ -19,7 +20,6 @@ from rsrv_gateway.inquiries import Inquiries
 from rsrv_gateway.listening import Token, bind, server_options
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
-from rsrv_gateway.routing import Choice
 from rsrv_gateway.streaming import Streaming
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
@@ -126,7 +126,13 @@ class GrpcFront:
                 traffic.settle(choice, model, sequence)
             answer = await self._ask(choice.worker, data, timeout, context)
             if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
-                answer = await self._ask_others(choice, answer, data, arrived + timeout, context)
+                answer = await ask_others(
+                    traffic,
+                    choice,
+                    answer,
+                    lambda worker, left: self._ask(worker, data, left, context),
+                    arrived + timeout,
+                )
             code = answer.for_client().name if isinstance(answer, Refusal) else "OK"
         finally:
             router.release(choice)
@@ -134,24 +140,6 @@ class GrpcFront:
         if isinstance(answer, Refusal):
             await refuse(context, answer)
         return answer
-
-    async def _ask_others(
-        self, choice: Choice, refusal: Refusal, data: bytes, deadline: float, context: Any
-    ) -> bytes | Refusal:
-        """Of the workers that may answer instead, the first that does. `deadline` is by `monotonic`."""
-        for worker in choice.others:
-            left = deadline - monotonic()
-            if left <= 0:
-                break
-            self._traffic.moved(choice.worker)
-            self._traffic.router.move(choice, worker)
-            answer = await self._ask(worker, data, left, context)
-            if not isinstance(answer, Refusal):
-                return answer
-            refusal = answer.or_rather(refusal)
-            if not answer.elsewhere():
-                break
-        return refusal
 
     async def _ask(self, worker: str, data: bytes, timeout: float, context: Any) -> bytes | Refusal:
         channels = self._channels.get(worker)

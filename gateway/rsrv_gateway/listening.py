@@ -1,6 +1,7 @@
 """How clients get in: the address, TLS, and the token."""
 
 import hmac
+import ssl
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,6 +61,22 @@ def server_credentials(settings: GatewaySection) -> Any:
         None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
     )
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+
+
+def tls_context(settings: GatewaySection) -> ssl.SSLContext | None:
+    """For HTTP; None: without TLS. Raises ListenError."""
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.tls_certificate.expanduser(), settings.tls_key.expanduser())
+        if settings.tls_client_ca is not None:
+            context.load_verify_locations(settings.tls_client_ca.expanduser())
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ListenError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
+    return context
 
 
 class Token:

@@ -44,7 +44,7 @@ class Refusal:
 
     def broken(self) -> bool:
         """Whether the worker may be gone, and is worth a look: it is unavailable, and none of its models says why."""
-        return self.code is StatusCode.UNAVAILABLE and _TAG.search(self.message) is None
+        return self.code is StatusCode.UNAVAILABLE and not tagged(self.message)
 
     def or_rather(self, earlier: "Refusal | None") -> "Refusal":
         """Which of two is for the client, when the request was refused by one worker after the other.
@@ -59,6 +59,11 @@ def _meant(refusal: Refusal) -> StatusCode | None:
         return None
     tag = _TAG.search(refusal.message)
     return None if tag is None else _MEANT.get(tag[1])
+
+
+def tagged(message: str) -> bool:
+    """Whether a model says with it what it has no code for."""
+    return _TAG.search(message) is not None
 
 
 def not_found(model: str) -> Refusal:

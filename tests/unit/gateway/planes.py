@@ -163,7 +163,7 @@ async def serving(
     count: int = 2, table: Mapping[str, Routes] | None = None, **settings: Any
 ) -> AsyncIterator[House]:
     """By default, all workers serve model `m`, each in turn."""
-    section = GatewaySection(**{"grpc": "127.0.0.1:0", "mode": "round_robin", **settings})
+    section = GatewaySection(**{"grpc": "127.0.0.1:0", "http": None, "mode": "round_robin", **settings})
     brain = FakeBrain()
     workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]
     async with AsyncExitStack() as ends:

@@ -295,6 +295,22 @@ def test_what_cannot_stay_is_not_fetched() -> None:
     assert any("v cannot hold" in warning for warning in plan.status.warnings)
 
 
+def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
+    """There, weights that were fetched for a busy model give way before its first request."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+    scene.settle()
+    for n in range(8):
+        fleet.copy("v", "a").device_s = 0.1 * n
+        scene.look()
+    scene.script.placed.update(a=("w",))
+    scene.planner.repack()
+    plan = scene.look(do=False)
+
+    assert Step(Act.PREFETCH, "w", "a") in plan.steps
+    assert homes(plan.table) == {"a": ("w",), "b": ("w",)}
+
+
 def test_pinned_weights_take_their_part_of_the_budget() -> None:
     """Models that stay on every device need no room of the packing, and leave it less."""
     fleet = Fleet(["v", "w"], {"a": Model(bytes=7, pinned=True), "b": Model(bytes=5)}, budget=20)

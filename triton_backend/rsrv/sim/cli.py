@@ -10,8 +10,9 @@ from typing import Any
 
 from rsrv.sim.decisions import decision_lines
 from rsrv.sim.metrics import summarize
+from rsrv.sim.record import Record, SimulationError
 from rsrv.sim.scenario import ScenarioError, load_scenario
-from rsrv.sim.simulate import Record, SimulationError, simulate
+from rsrv.sim.simulate import simulate
 from rsrv.sim.table import table
 
 

@@ -14,7 +14,7 @@ from rsrv.runtime.scheduler.events import (
     Outcome,
     WarmUp,
 )
-from rsrv.sim.simulate import Record
+from rsrv.sim.record import Record
 
 _VERBS = {
     Outcome.SHED: "SHED",

@@ -12,6 +12,8 @@ class Model:
 
     #: where it is ready, by name
     ready: tuple[str, ...]
+    #: where its weights are on the device, by name
+    resident: tuple[str, ...] = ()
     #: device bytes that it takes where it is placed; 0: nobody says, or it is pinned wherever it is
     bytes: int = 0
     max_items: int = 0
@@ -77,25 +79,35 @@ def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fle
 
 
 def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
-    ready: dict[str, list[str]] = {}
+    # Workers that serve the same are looked at together: a thousand of them have ten thousand models each.
+    alike: dict[frozenset[str], list[str]] = {}
     shown: dict[str, list[ModelView]] = {}
+    resident: dict[str, list[str]] = {}
     calls: dict[str, frozenset[str]] = {}
     for worker, view in views.items():
-        for name in view.ready:
-            ready.setdefault(name, []).append(worker)
+        alike.setdefault(view.ready, []).append(worker)
         for name, seen in view.models.items():
-            ready.setdefault(name, [])
             shown.setdefault(name, []).append(seen)
+            if seen.weights is Weights.RESIDENT:
+                resident.setdefault(name, []).append(worker)
         for name, called in view.calls.items():
-            ready.setdefault(name, [])
             calls[name] = calls.get(name, frozenset()) | called
-    same: dict[tuple[str, ...], tuple[str, ...]] = {}
+    #: by model: which of these groups serve it
+    groups: dict[str, tuple[int, ...]] = {}
+    for number, ready in enumerate(alike):
+        for name in ready:
+            groups[name] = (*groups.get(name, ()), number)
+    members = list(alike.values())
+    same: dict[tuple[int, ...], tuple[str, ...]] = {}
     models = {}
-    for name, workers in ready.items():
-        where = tuple(workers)
+    for name in dict.fromkeys([*groups, *shown, *calls]):
+        serving = groups.get(name, ())
+        if serving not in same:
+            same[serving] = tuple(sorted(worker for number in serving for worker in members[number]))
         told = shown.get(name, [])
         models[name] = Model(
-            ready=same.setdefault(where, where),
+            ready=same[serving],
+            resident=tuple(resident.get(name, ())),
             bytes=0 if all(m.pinned for m in told) else max(m.bytes for m in told),
             max_items=max((m.max_items for m in told), default=0),
             batch_input=next((m.batch_input for m in told if m.batch_input is not None), None),
@@ -127,7 +139,9 @@ def _allowed(group: tuple[str, ...], models: Mapping[str, Model], told: set[str]
     places = [models[name].ready for name in group if models[name].ready]
     if not places:
         return ()
-    common = places[0] if len(set(places)) == 1 else tuple(sorted({*places[0]}.intersection(*places[1:])))
+    common = places[0] if len(places) == 1 else tuple(sorted({*places[0]}.intersection(*places[1:])))
+    if told.issuperset(common):
+        return common
     return tuple([worker for worker in common if worker in told]) or common
 
 

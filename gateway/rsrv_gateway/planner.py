@@ -249,8 +249,11 @@ class Planner:
         target = self._moves.targets.get(unit.name, ())
         kept = [worker for worker in target if worker in unit.allowed]
         if not kept:
-            warm = [worker for worker in unit.allowed if unit.bytes and fleet.warm(unit, worker)]
-            return tuple(warm) if len(warm) <= count else ()
+            warm = set(unit.allowed if unit.bytes else ())
+            for model in map(fleet.models.__getitem__, unit.models):
+                if model.bytes:
+                    warm.intersection_update(model.resident)
+            return tuple(sorted(warm)) if len(warm) <= count else ()
         used: dict[str, float] = {}
         if self._moves.settled(unit):
             for name in unit.models:

@@ -100,7 +100,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
     members = list(alike.values())
     same: dict[tuple[int, ...], tuple[str, ...]] = {}
     models = {}
-    for name in dict.fromkeys([*groups, *shown, *calls]):
+    for name in sorted({*groups, *shown, *calls}):
         serving = groups.get(name, ())
         if serving not in same:
             same[serving] = tuple(sorted(worker for number in serving for worker in members[number]))

@@ -14,7 +14,7 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint \
+.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page simulator-page eviction-page lint \
 	format clean proto bundles
 
 help: ## list the targets
@@ -71,6 +71,9 @@ bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside th
 
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py
+
+simulator-page: $(VENV) ## make the tables and the picture of docs/simulator.md anew
+	$(BIN)/python tools/simulator_page.py
 
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py

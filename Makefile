@@ -15,7 +15,7 @@ TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
-	soak-gateway scheduler-page eviction-page lint 	format clean proto bundles
+	soak-gateway scheduler-page eviction-page lint format clean proto bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)

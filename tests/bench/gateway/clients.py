@@ -34,7 +34,7 @@ OK, WRONG = "OK", "WRONG"
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
 #: of Zipf's law
 _EXPONENT = 1.1
-#: seconds that a request may take, and that a client waits after a failure
+#: seconds that a request may take, and that a client rests after a failure, at least
 _DEADLINE, _PAUSE = 20.0, 0.01
 
 
@@ -77,12 +77,14 @@ class Asking:
 
 
 @contextmanager
-def asking(url: str, questions: Path, *, clients: int, seconds: float, turn_s: float) -> Iterator[Asking]:
-    """Clients beside the block, for so many seconds. Other models are the most asked for every `turn_s`. Raises
-    BenchFailed."""
+def asking(
+    url: str, questions: Path, *, clients: int, seconds: float, turn_s: float, pause_s: float = 0.0
+) -> Iterator[Asking]:
+    """Clients beside the block, for so many seconds. Other models are the most asked for every `turn_s`; each client rests
+    for `pause_s` after an answer. Raises BenchFailed."""
     found = questions.with_name("asked.npz")
     found.unlink(missing_ok=True)
-    words = [url, str(questions), str(clients), str(seconds), str(turn_s), str(found)]
+    words = [url, str(questions), str(clients), *map(str, (seconds, turn_s, pause_s)), str(found)]
     command = [sys.executable, "-m", "tests.bench.gateway.clients", *words]
     process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -103,20 +105,21 @@ def asking(url: str, questions: Path, *, clients: int, seconds: float, turn_s: f
 
 def main(arguments: Sequence[str]) -> None:
     """The process of the clients."""
-    url, questions, clients, seconds, turn_s, found = arguments
-    crowd = _Crowd(url, Questions.load(Path(questions)), float(turn_s))
+    url, questions, clients, seconds, turn_s, pause_s, found = arguments
+    crowd = _Crowd(url, Questions.load(Path(questions)), float(turn_s), float(pause_s))
     asked = asyncio.run(crowd.run(int(clients), float(seconds)))
     began, ended, code = zip(*asked, strict=True)
     np.savez(found, began=np.array(began), ended=np.array(ended), code=np.array(code))
 
 
 class _Crowd:
-    def __init__(self, url: str, questions: Questions, turn_s: float) -> None:
+    def __init__(self, url: str, questions: Questions, turn_s: float, pause_s: float) -> None:
         self._url = url
         self._questions = questions
         self._models = list(questions.sent)
         self._shares = np.cumsum(popularity(len(self._models), _EXPONENT))
         self._turn_s = turn_s
+        self._pause_s = pause_s
         #: made once: what is measured is not the making of requests
         self._requests = {
             model: [_request(model, row) for row in rows] for model, rows in questions.sent.items()
@@ -149,8 +152,7 @@ class _Crowd:
             model = self._models[(rank + turn) % len(self._models)]
             code = await self._ask(call, model, int(rng.integers(len(self._requests[model]))))
             found.append((began, time.monotonic(), code))
-            if code != OK:
-                await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(self._pause_s if code == OK else max(self._pause_s, _PAUSE))
         return found
 
     async def _ask(self, call: Any, model: str, number: int) -> str:

@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from typing import Any
 
 from local_triton import ServerFailed
 from tests.bench.gateway import workers
-from tests.bench.gateway.clients import Requests, asking
+from tests.bench.gateway.clients import OK, WRONG, Requests, asking
 from tests.bench.gateway.stage import PLANES, PYTHON, Gateway, gateway, write_workers
 from tests.bench.gateway.workers import Worker
 from tests.bench.load import BenchFailed
@@ -50,6 +51,8 @@ class Plan:
     plane: str = PYTHON
     seconds: float = 600.0
     clients: int = 8
+    #: seconds between an answer and the same client's next request: workers that start need cores, too
+    rest_s: float = 0.01
     #: seconds between two events, and for which one model is the most asked for
     pause_s: float = 8.0
     turn_s: float = 20.0
@@ -103,15 +106,18 @@ def soak(plan: Plan) -> Soak:
     env = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(_FITTING * workers.MODEL_BYTES)}
     with ExitStack() as stack:
         everyone = [Worker(name, repository, env) for name in _NAMES]
-        for worker in everyone[:2]:
+        for worker in everyone:
             stack.enter_context(worker)
-        for worker in everyone[2:]:
-            stack.push(worker)
-        write_workers(file, [worker.entry() for worker in everyone[:2]])
+        write_workers(file, [worker.entry() for worker in everyone])
         running = stack.enter_context(gateway(plan.plane, file, **_PACKING))
-        running.wait_alive(set(_NAMES[:2]))
+        running.wait_alive(set(_NAMES))
         with asking(
-            running.url, questions, clients=plan.clients, seconds=plan.seconds, turn_s=plan.turn_s
+            running.url,
+            questions,
+            clients=plan.clients,
+            seconds=plan.seconds,
+            turn_s=plan.turn_s,
+            pause_s=plan.rest_s,
         ) as load:
             course = _Director(plan, running, everyone, file).run()
         assert load.requests is not None
@@ -218,6 +224,7 @@ def report(found: Soak) -> list[str]:
     return [
         f"{found.plan.plane}: {lasted:.0f} s, {len(requests.code)} requests, {len(requests.code) / lasted:.0f}/s",
         f"failed: {sum(failed.values())}{''.join(f', {code} {n}' for code, n in sorted(failed.items()))}",
+        *_blame(requests, course),
         f"wrong: {requests.wrong}",
         "events: " + ", ".join(f"{what} {events[what]}" for what in (JOIN, LEAVE, STOP, KILL)),
         f"moves: {course.moves}; packed: "
@@ -226,6 +233,17 @@ def report(found: Soak) -> list[str]:
         f"its open files, likewise: {', '.join(str(held.files) for held in thrice)}",
         _minutes(requests, course),
     ]
+
+
+def _blame(requests: Requests, course: Course) -> list[str]:
+    """A line for each kind of event that failures followed."""
+    starts = [course.begin + since for since, _, _ in course.events]
+    blamed: Counter[tuple[str, str]] = Counter()
+    for ended, code in zip(requests.ended, requests.code, strict=True):
+        if code not in (OK, WRONG):
+            last = bisect_right(starts, ended) - 1
+            blamed[course.events[last][1] if last >= 0 else "nothing", str(code)] += 1
+    return [f"  after {what}: {code} {count}" for (what, code), count in sorted(blamed.items())]
 
 
 def _settled(course: Course) -> Held:

@@ -127,14 +127,13 @@ class GrpcFront:
             answer = await self._ask(choice.worker, data, timeout, context)
             if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
                 answer = await self._ask_others(choice, answer, data, arrived + timeout, context)
-            if isinstance(answer, Refusal):
-                code = answer.for_client().name
-                await refuse(context, answer)
-            code = "OK"
-            return answer
+            code = answer.for_client().name if isinstance(answer, Refusal) else "OK"
         finally:
             router.release(choice)
             traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
+        if isinstance(answer, Refusal):
+            await refuse(context, answer)
+        return answer
 
     async def _ask_others(
         self, choice: Choice, refusal: Refusal, data: bytes, deadline: float, context: Any

@@ -52,8 +52,13 @@ def server_credentials(settings: GatewaySection) -> Any:
     """grpc.ServerCredentials, or None without TLS. Raises ListenError."""
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
-    pair = (_read("tls_key", settings.tls_key), _read("tls_certificate", settings.tls_certificate))
-    clients = None if settings.tls_client_ca is None else _read("tls_client_ca", settings.tls_client_ca)
+    pair = (
+        read_setting("tls_key", settings.tls_key),
+        read_setting("tls_certificate", settings.tls_certificate),
+    )
+    clients = (
+        None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
+    )
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
 
 
@@ -66,7 +71,7 @@ class Token:
         path = settings.token_file
         if path is None:
             return
-        token = _read("token_file", path).strip()
+        token = read_setting("token_file", path).strip()
         if stat.S_IMODE(path.expanduser().stat().st_mode) & 0o004:
             raise ListenError(
                 f"gateway.token_file: everybody can read {path}: chmod o-r it, and change the token"
@@ -92,7 +97,7 @@ class Token:
         return hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._wanted)
 
 
-def _read(key: str, path: Path) -> bytes:
+def read_setting(key: str, path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:

@@ -72,6 +72,12 @@ def read(config: Path | None, workers: str | None) -> GatewaySection:
 
 def make_plane(section: GatewaySection, directory: Path, brain: Brain) -> Plane:
     """`directory` is private, and of this gateway alone. Raises ListenError, ContactError."""
+    if section.data_plane == "haproxy":
+        # Most do without.
+        from rsrv_gateway.haproxy.plane import HAProxyPlane, behind
+
+        own = directory / "haproxy"
+        return HAProxyPlane(section, brain, PythonPlane(behind(section, own), brain), own)
     return Processes(section, brain) if section.processes > 1 else PythonPlane(section, brain)
 
 

@@ -93,6 +93,8 @@ class _Upstream:
         self.kept_bytes = 0
         #: messages go one by one, and in order
         self.writing = asyncio.Lock()
+        #: whether nothing more is written
+        self.closed = False
 
     def expect(self, message: _Message, data: bytes) -> None:
         """To be called for what is written next."""
@@ -116,6 +118,7 @@ class _Upstream:
             await self.call.write(data)
 
     async def close(self) -> None:
+        self.closed = True
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.done_writing()
 
@@ -180,7 +183,11 @@ class _Stream:
         if home != choice.worker:
             router.move(choice, home)
         message = _Message(model, items, choice)
-        upstream = self._upstreams.get(home) or self._open(home)
+        try:
+            upstream = self._upstreams.get(home) or self._open(home)
+        except _Refused as refused:
+            self._over(message, refused.refusal.code.name)
+            raise
         upstream.expect(message, data)
         async with upstream.writing:
             await upstream.write(data)
@@ -215,7 +222,8 @@ class _Stream:
                     self._over(upstream.waiting.popleft(), "UNKNOWN" if data[:1] == _ERROR else "OK")
                 async with self._answering:
                     await self._context.write(data)
-            refusal = None
+            # Only the client ends a stream in order.
+            refusal = gone(upstream.worker) if upstream.waiting and not upstream.closed else None
         except grpc.aio.AioRpcError as error:
             refusal = refusal_of(error)
         except asyncio.CancelledError:

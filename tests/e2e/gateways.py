@@ -1,118 +1,144 @@
-"""Gateways in front of real servers, each a process of its own."""
+"""A gateway as a process, in front of tritonservers with plain models that do what the tests need."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import tritonclient.grpc
-from ruamel.yaml import YAML
 
 from local_triton import free_ports
-from rsrv.control import cli
-from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
-from rsrv_gateway.v1 import gateway_pb2 as pb
-from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.e2e.harness import RunningTriton, wait_until
 
+_CONFIG = """
+name: "{name}"
+backend: "python"
+max_batch_size: 0
+input [{{ name: "X" data_type: TYPE_INT32 dims: [ -1 ] }}]
+output [{{ name: "Y" data_type: TYPE_INT32 dims: [ -1 ] }}]
+instance_group [{{ kind: KIND_CPU count: 1 }}]
+{more}
+"""
 
-def entry(server: RunningTriton, name: str) -> dict[str, Any]:
-    """A worker as gateway.workers has it, with its control service."""
-    return {
-        "name": name,
-        "host": "127.0.0.1",
-        "grpc_port": server.grpc_port,
-        "http_port": server.http_port,
-        "metrics_port": server.metrics_port,
-        "control": f"unix:{runtime_directory(server.pid, '0') / CONTROL_SOCKET}",
-    }
+_MODEL = """
+import os
+import threading
+import time
+
+import triton_python_backend_utils as pb_utils
+
+
+def answer(request):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(request, "X").as_numpy())])
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+{body}
+"""
+
+#: what `execute` does
+_BODIES = {
+    "echo": """
+        return [answer(request) for request in requests]
+""",
+    # The first number says how an answer is refused.
+    "refusing": """
+        error = pb_utils.TritonError
+        codes = [error.UNAVAILABLE] * 3 + [error.INVALID_ARG, error.INTERNAL]
+        texts = ["[rsrv:QUEUE_FULL] full", "[rsrv:DEADLINE] late", "[rsrv:NOT_RESIDENT] load it", "no", "oh"]
+        numbers = [pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0] for request in requests]
+        return [pb_utils.InferenceResponse(error=error(texts[n], codes[n])) for n in numbers]
+""",
+    # Until the client is gone, which a file then says.
+    "waiting": """
+        for request in requests:
+            threading.Thread(target=self.wait, args=(request, request.get_response_sender())).start()
+        return None
+
+    def wait(self, request, sender):
+        marks = os.environ["MARKS"]
+        name = request.request_id()
+        open(f"{marks}/{name}.started", "w").close()
+        while not request.is_cancelled():
+            time.sleep(0.01)
+        sender.send(
+            pb_utils.InferenceResponse(error=pb_utils.TritonError("cancelled", pb_utils.TritonError.CANCELLED)),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
+        open(f"{marks}/{name}.cancelled", "w").close()
+""",
+    # As many answers as the first number says.
+    "several": """
+        for request in requests:
+            sender = request.get_response_sender()
+            for _ in range(pb_utils.get_input_tensor_by_name(request, "X").as_numpy()[0]):
+                sender.send(answer(request))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        return None
+""",
+}
+_MORE = {"several": "model_transaction_policy { decoupled: true }"}
+
+
+def write_repository(folder: Path, models: Sequence[str] = tuple(_BODIES)) -> Path:
+    """A model repository with these of the plain models."""
+    for name in models:
+        (folder / name / "1").mkdir(parents=True)
+        (folder / name / "config.pbtxt").write_text(_CONFIG.format(name=name, more=_MORE.get(name, "")))
+        (folder / name / "1" / "model.py").write_text(_MODEL.format(body=_BODIES[name].strip("\n")))
+    return folder
 
 
 class RunningGateway:
-    def __init__(self, process: subprocess.Popen[bytes], ports: Mapping[str, int], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
         self.process = process
-        self.grpc_port, self.http_port, self.admin_port = ports["grpc"], ports["http"], ports["admin"]
-        self._log = log
+        self.url = f"127.0.0.1:{port}"
+        self.log_path = log_path
+        self.grpc = tritonclient.grpc.InferenceServerClient(self.url)
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def log_text(self) -> str:
-        return self._log.read_text()
-
-    def get(self, path: str) -> tuple[int, str]:
-        """Of its admin port; 0: nobody listens."""
+    def is_ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(
+                f"the gateway has left with {self.process.returncode}: {self.log_path.read_text()}"
+            )
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
-
-    @property
-    def control(self) -> str:
-        (socket,) = base_directory().glob(f"gateway-{self.pid}-*/{CONTROL_SOCKET}")
-        return f"unix:{socket}"
-
-    def status(self) -> pb.GetStatusResponse:
-        with grpc.insecure_channel(self.control) as channel:
-            stub: Any = gateway_pb2_grpc.GatewayStub(channel)
-            found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=20)
-        return found
-
-    def rsrv(self, *arguments: str) -> str:
-        """What `rsrv gateway` prints."""
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            assert cli.main(["gateway", *arguments, "--address", self.control]) == 0
-        return out.getvalue()
-
-    @contextmanager
-    def client(self) -> Iterator[Any]:
-        client = tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{self.grpc_port}")
-        try:
-            yield client
-        finally:
-            client.close()
+            return bool(self.grpc.is_server_ready())
+        except tritonclient.grpc.InferenceServerException:
+            return False
 
 
 @contextmanager
 def running_gateway(
-    folder: Path, workers: Sequence[Mapping[str, Any]] = (), **settings: Any
+    folder: Path, workers: Sequence[RunningTriton], **settings: Any
 ) -> Iterator[RunningGateway]:
-    """Ready in front of the workers, for the length of the block. `settings` are of the section gateway."""
-    ports = dict(zip(("grpc", "http", "admin"), free_ports(3), strict=True))
-    config, log = folder / "gateway.yaml", folder / "gateway.log"
-    section = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
-    with config.open("w") as file:
-        YAML(typ="safe").dump(
-            {"gateway": {**section, "workers": [dict(one) for one in workers], **settings}}, file
-        )
-    with log.open("wb") as output:
+    """Its workers are called a, b ..., and it is ready."""
+    (port,) = free_ports(1)
+    lines = ["gateway:", f"  grpc: 127.0.0.1:{port}", "  http: null", "  admin: null", "  workers:"]
+    for name, worker in zip("abcdefgh", workers, strict=False):
+        ports = f"grpc_port: {worker.grpc_port}, http_port: {worker.http_port}, metrics_port: {worker.metrics_port}"
+        lines.append(f"  - {{name: {name}, host: 127.0.0.1, {ports}}}")
+    lines += [f"  {key}: {value}" for key, value in settings.items()]
+    config, log_path = folder / "gateway.yaml", folder / "gateway.log"
+    config.write_text("\n".join(lines))
+    with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rsrv_gateway", "--config", str(config)], stderr=output, env=os.environ
+            [sys.executable, "-m", "rsrv_gateway", "--config", str(config)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
         )
-    running = RunningGateway(process, ports, log)
+    gateway = RunningGateway(process, port, log_path)
     try:
-        wait_until(
-            lambda: process.poll() is not None or running.get("/readyz")[0] == 200, 30, what="the gateway"
-        )
-        assert process.poll() is None, running.log_text()
-        yield running
+        wait_until(gateway.is_ready, what="the gateway is ready")
+        yield gateway
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+        gateway.grpc.close()
+        process.send_signal(signal.SIGKILL)
         process.wait()

@@ -56,7 +56,7 @@ class GatewaySection(Section):
         1,
         ge=1,
         le=64,
-        description="Processes that pass requests through, all on the same ports; python only.",
+        description="Processes that pass requests through, all on the same ports; haproxy: its threads.",
     )
     workers: list[WorkerEntry] = Field(
         default_factory=list, description="The tritonservers, by name or address."

@@ -82,6 +82,7 @@ def _global(section: GatewaySection, files: Files, token: bytes | None) -> str:
         "noreuseport",
         # After a soft stop, which also follows the gateway's death.
         f"hard-stop-after {_ms(section.drain_s)}",
+        f"nbthread {section.processes}",
         "tune.h2.max-concurrent-streams 1000",
     ]
     if token is not None:
@@ -114,6 +115,8 @@ def _defaults(section: GatewaySection) -> str:
         # Clients keep their connections, and streams may be silent.
         f"timeout http-keep-alive {_FOR_EVER}",
         f"timeout client {_FOR_EVER}",
+        # Of connections that are idle when it is told to end.
+        "timeout client-fin 1s",
         f"timeout server {_FOR_EVER}",
         "option clitcpka",
         "option srvtcpka",
@@ -192,9 +195,10 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "option httpchk",
         "http-check send meth POST uri /rsrv.Health/Check ver HTTP/2 hdr host worker hdr content-type application/grpc hdr te trailers",
         "http-check expect status 200",
-        # Traffic tells that a worker is gone, and the next check that it is back.
+        # Traffic tells at once that a worker is gone, and the next check that it is back. One that is slow stays until
+        # the gateway has seen that, too.
         f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files)}",
-        f"default-server check inter {_ms(section.probe_s)} fall 1 rise 1",
+        f"default-server check inter {_ms(section.probe_s)} fall 3 rise 1",
         "default-server observe layer4 error-limit 1 on-error mark-down",
     ]
     for slot, target in slots.items():

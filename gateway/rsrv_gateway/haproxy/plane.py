@@ -4,7 +4,6 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,22 +11,24 @@ from pathlib import Path
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import RuntimeDirectoryError, make_private
 from rsrv_gateway import telling
-from rsrv_gateway.channels import CredentialsError, read_setting
 from rsrv_gateway.contract import Table, Worker
-from rsrv_gateway.haproxy.admin import Admin, AdminError, ServerCounts
+from rsrv_gateway.haproxy.admin import Admin, AdminError
 from rsrv_gateway.haproxy.config import Target, configuration
 from rsrv_gateway.haproxy.files import Files
 from rsrv_gateway.haproxy.maps import Slots, maps_of
 from rsrv_gateway.haproxy.process import Process, check_version
+from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.state import State, tell, write_maps
 from rsrv_gateway.haproxy.told import Told
-from rsrv_gateway.listening import Token
+from rsrv_gateway.listening import Token, read_setting
 from rsrv_gateway.plane import Brain, Counts, ListenError, Plane
 
 log = logging.getLogger("rsrv.gateway")
 
 #: servers in the configuration, at least; workers beyond them are served by the plane behind
 _SLOTS = 64
+#: seconds between two readings of what HAProxy tells
+_PAUSE = 0.1
 #: seconds before HAProxy is started again: at first, and at most
 _AGAIN = (0.1, 5.0)
 
@@ -61,8 +62,10 @@ class HAProxyPlane:
         self._admin = Admin(self._files.admin)
         self._slots = Slots(max(_SLOTS, 2 * len(section.workers)))
         self._told = Told(self._slots.worker)
+        self._seen = Seen(self._slots.worker)
         self._process: Process | None = None
-        self._listener: asyncio.Server | None = None
+        #: where HAProxy tells what became of requests
+        self._ear: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
         # Of what is below, one holds the lock who changes it.
@@ -71,11 +74,10 @@ class HAProxyPlane:
         self._table: Table = {}
         #: what HAProxy knows; None: it does not run, or nobody knows
         self._known: State | None = None
+        #: workers that the plane behind serves
+        self._left: set[str] = set()
         #: addresses of names, as they were found last
         self._addresses: dict[str, str] = {}
-        #: HAProxy's counters as they were seen last, by backend and slot
-        self._seen: dict[tuple[str, str], ServerCounts] = {}
-        self._failovers: Counter[str] = Counter()
 
     @property
     def pid(self) -> int | None:
@@ -93,13 +95,17 @@ class HAProxyPlane:
             for name, path in (("tls", files.certificate), ("worker", files.worker_certificate)):
                 _write_pair(_read(section, f"{name}_certificate"), _read(section, f"{name}_key"), path)
             await self._rest.start()
-            self._listener = await asyncio.start_unix_server(self._listen, files.told)
+            self._ear = socket.socket(socket.AF_UNIX)
+            self._ear.setblocking(False)
+            self._ear.bind(str(files.told))
+            self._ear.listen()
+            self._tasks.append(asyncio.create_task(self._listen(self._ear)))
             async with self._lock:
                 await self._launch()
         except BaseException:
             await self.stop()
             raise
-        self._tasks = [asyncio.create_task(self._keep()), asyncio.create_task(self._watch())]
+        self._tasks += [asyncio.create_task(self._keep()), asyncio.create_task(self._watch())]
         log.info("HAProxy %s carries requests", version)
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -111,13 +117,10 @@ class HAProxyPlane:
 
     def counts(self) -> Counts:
         """Of the requests that HAProxy has, the load is their number, and it is only known by worker."""
-        load: Counter[str] = Counter()
-        for (_, slot), seen in self._seen.items():
-            load[self._slots.worker(slot)] += seen.current
         own = Counts(
             requests=self._told.requests(),
-            load=load,
-            failovers=self._failovers,
+            load=self._seen.load(),
+            failovers=self._seen.failovers,
             durations=self._told.durations(),
         )
         return telling.add([own, self._rest.counts()])
@@ -138,9 +141,8 @@ class HAProxyPlane:
         if self._process is not None:
             await self._process.stop()
             self._process = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._ear is not None:
+            self._ear.close()
         await self._rest.stop()
         self._files.remove()
 
@@ -153,7 +155,7 @@ class HAProxyPlane:
         self._files.configuration.write_text(
             configuration(self._section, self._files, self._slots.names, state.targets, self._secret)
         )
-        self._seen = {}
+        self._seen.restarted()
         self._process = await Process.start(self._section.haproxy, self._files)
         self._known = state
 
@@ -211,7 +213,7 @@ class HAProxyPlane:
             if self._addresses.get(host) not in addresses:
                 self._addresses[host] = addresses[0]
         except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
-            log.warning("worker %s: %s", host, error or "the DNS does not answer")
+            log.debug("worker %s: %s", host, error or "the DNS does not answer")
         known = self._addresses.get(host)
         return None if known is None else (known, int(port))
 
@@ -247,39 +249,36 @@ class HAProxyPlane:
         while True:
             await asyncio.sleep(self._section.probe_s)
             with suppress(AdminError):  # it has ended, and is started again
-                self._compare(await self._admin.counts())
+                for worker in self._seen.take(await self._admin.counts()):
+                    self._brain.failed(worker)
             if loop.time() - resolved > self._section.resolve_s:
                 resolved = loop.time()
                 async with self._lock:
                     await self._push()
 
-    def _compare(self, servers: list[ServerCounts]) -> None:
-        failed = set()
-        for server in servers:
-            key = (server.backend, server.slot)
-            worker = self._slots.worker(server.slot)
-            before = self._seen.get(key, ServerCounts(server.backend, server.slot, True, 0, 0, 0))
-            self._failovers[worker] += server.moved - before.moved
-            if server.refused > before.refused or (before.up and not server.up):
-                failed.add(worker)
-            self._seen[key] = server
-        for key in self._seen.keys() - {(server.backend, server.slot) for server in servers}:
-            del self._seen[key]
-        for worker in failed:
-            self._brain.failed(worker)
+    async def _listen(self, ear: socket.socket) -> None:
+        """To what HAProxy tells of requests: only now and then, as it would cost more to be woken by each."""
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(ear)
+            with connection:
+                rest = b""
+                while (piece := _received(connection)) is not None:
+                    *lines, rest = (rest + piece).split(b"\n")
+                    for line in lines:
+                        self._told.take(line.decode("utf-8", "replace"))
+                    if not piece:
+                        await asyncio.sleep(_PAUSE)
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """To what HAProxy tells of requests."""
-        try:
-            rest = b""
-            while piece := await reader.read(1 << 16):
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
-                    self._told.take(line.decode("utf-8", "replace"))
-        except OSError:
-            pass
-        finally:
-            writer.close()
+
+def _received(connection: socket.socket) -> bytes | None:
+    """What is there now; None: that was all."""
+    try:
+        return connection.recv(1 << 20) or None
+    except BlockingIOError:
+        return b""
+    except OSError:
+        return None
 
 
 def _is_address(host: str) -> bool:
@@ -293,10 +292,7 @@ def _is_address(host: str) -> bool:
 def _read(section: GatewaySection, key: str) -> bytes | None:
     """The file that a setting names. Raises ListenError."""
     path = getattr(section, key)
-    try:
-        return None if path is None else read_setting(key, path)
-    except CredentialsError as error:
-        raise ListenError(str(error)) from None
+    return None if path is None else read_setting(key, path)
 
 
 def _write_pair(certificate: bytes | None, key: bytes | None, path: Path) -> None:

@@ -169,7 +169,7 @@ class FakeBrain:
         self.failures.append(worker)
         self.told.set()
 
-    async def refresh(self) -> None:
+    async def refresh(self, sure: bool = False) -> None:
         raise AssertionError("HAProxy has nothing to ask")
 
 
@@ -288,6 +288,8 @@ async def fronted(
             "http": f"unix:{tmp_path}/http.sock",
             "haproxy": haproxy(),
             "probe_s": 0.1,
+            # A machine may have more to do than this test.
+            "probe_timeout_s": 10,
             **settings,
         }
     )

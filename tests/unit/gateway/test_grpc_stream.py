@@ -207,6 +207,23 @@ async def test_nobody_can_take_over() -> None:
 
 
 @looped
+async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
+    """A message that the worker leaves unanswered by ending its stream goes to another worker."""
+
+    async def leave(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            return
+
+    async with serving(2, TWO) as house:
+        house.workers[0].does["ModelStreamInfer"] = leave
+        call = await opened(house, "m")
+
+        assert (await call.read()).infer_response.model_version == "b"
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+
+
+@looped
 async def test_too_much_to_keep() -> None:
     """Messages that are too large to be kept for another worker are lost with theirs."""
     async with serving(2, TWO) as house:

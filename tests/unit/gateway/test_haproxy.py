@@ -397,18 +397,6 @@ async def test_requests_are_counted(tmp_path: Path) -> None:
         held.cancel()
 
 
-@looped
-async def test_failovers_are_counted(tmp_path: Path) -> None:
-    """By the worker that has failed; HAProxy's own checks would come too late here."""
-    closed = Worker("x", grpc="127.0.0.1:9", http=None)
-    async with crowd("y") as (_, workers):
-        workers["x"] = closed
-        async with fronted(tmp_path, workers, at("x", "a"), probe_s=2) as front:
-            assert await front.infer("a") == "y"
-            await until(lambda: front.plane.counts().failovers.get("x") == 1)
-            assert set(front.brain.failures) == {"x"}
-
-
 @pytest.fixture(scope="module")
 def authority() -> trustme.CA:
     return trustme.CA()

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
-from rsrv_gateway.haproxy.admin import AdminError, parse_counts, pieces
+from rsrv_gateway.haproxy.admin import AdminError, ServerCounts, parse_counts, pieces
 from rsrv_gateway.haproxy.config import Target, configuration
 from rsrv_gateway.haproxy.files import Files
 from rsrv_gateway.haproxy.maps import Maps, Slots, commands, maps_of, text
+from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.told import Told, code_of
 
 SLOTS = {"x": "w1", "y": "w2", "z": "w3"}
@@ -174,7 +175,7 @@ def test_a_configuration_says_what_the_settings_say(tmp_path: Path) -> None:
     assert "bind unix@/run/http.sock mode 600 ssl" in said
     assert f"ca-file '{tmp_path}/clients.pem' verify required" in said
     assert "timeout server 2500ms" in lines
-    assert "default-server check inter 250ms fall 1 rise 1" in lines
+    assert "default-server check inter 250ms fall 3 rise 1" in lines
     assert "acl fits req.body,bytes(1,4),hex,hex2i le 1000" in lines
     assert "s3cret" not in said
     assert f"set-var proc.token bin({b'Bearer s3cret'.hex()})" in lines
@@ -265,3 +266,21 @@ def test_counters_are_read() -> None:
     assert third.up
     with pytest.raises(AdminError, match="cannot be read"):
         parse_counts("Unknown command\nwhat\n")
+
+
+def test_counters_tell_of_workers_that_fail() -> None:
+    """Each failure is told once; counters that start anew are no failure."""
+    seen = Seen({"w1": "x", "w2": "y"}.__getitem__)
+
+    def look(*servers: tuple[str, bool, int, int, int]) -> set[str]:
+        return seen.take([ServerCounts("b", *server) for server in servers])
+
+    assert look(("w1", True, 2, 0, 0), ("w2", True, 1, 0, 0)) == set()
+    assert seen.load() == {"x": 2, "y": 1}
+    assert look(("w1", True, 0, 1, 1), ("w2", False, 0, 0, 0)) == {"x", "y"}
+    assert look(("w1", True, 0, 1, 1), ("w2", False, 0, 0, 0)) == set()
+    assert look(("w1", True, 0, 1, 3), ("w2", True, 0, 0, 0)) == set()
+    seen.restarted()
+    assert look(("w1", True, 0, 0, 1)) == set()
+    assert seen.failovers["x"] == 4
+    assert look(("w2", False, 0, 0, 0)) == {"y"}

@@ -1,0 +1,279 @@
+"""The gateway in front of two real tritonservers: to a client it is one of them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.gateways import RunningGateway, running_gateway, write_repository
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+
+
+@dataclass(frozen=True)
+class Fleet:
+    workers: list[RunningTriton]
+    gateway: RunningGateway
+    #: files that models write
+    marks: Path
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with ExitStack() as stack:
+        workers = []
+        for name in "ab":
+            repository = write_repository(folder / name)
+            options: dict[str, Any] = {
+                "extra_args": ["--model-control-mode=explicit", "--load-model=*"],
+                "env": {"MARKS": str(folder)},
+            }
+            workers.append(stack.enter_context(running_triton(repository, folder / f"{name}.log", **options)))
+        gateway = stack.enter_context(running_gateway(folder, workers))
+        wait_until(lambda: gateway.grpc.is_model_ready("echo"), what="echo is ready")
+        yield Fleet(workers, gateway, folder)
+
+
+def number(value: int, *, dtype: str = "INT32", name: str = "X") -> list[InferInput]:
+    tensor = InferInput(name, [1], dtype)
+    return [tensor.set_data_from_numpy(np.array([value], {"INT32": np.int32, "INT64": np.int64}[dtype]))]
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """The answer, or the status and message of the refusal."""
+    try:
+        return call()
+    except InferenceServerException as error:
+        return error.status(), error.message()
+
+
+#: what a tritonserver and the gateway must say alike
+ALIKE: dict[str, Callable[[InferenceServerClient], Any]] = {
+    "an unknown model": lambda client: client.infer("nothing", number(1)),
+    "no name": lambda client: client.infer("", number(1)),
+    "an unknown version": lambda client: client.infer("echo", number(1), model_version="7"),
+    "an unknown input": lambda client: client.infer("echo", number(1, name="Z")),
+    "a wrong type": lambda client: client.infer("echo", number(1, dtype="INT64")),
+    "no input": lambda client: client.infer("echo", []),
+    "a wrong argument": lambda client: client.infer("refusing", number(3)),
+    "an internal error": lambda client: client.infer("refusing", number(4)),
+    "one answer of several": lambda client: client.infer("several", number(1)),
+    "unknown shared memory": lambda client: client.infer(
+        "echo", [InferInput("X", [1], "INT32").set_shared_memory("nowhere", 4)]
+    ),
+    "live": lambda client: client.is_server_live(),
+    "ready": lambda client: client.is_server_ready(),
+    "a model is ready": lambda client: client.is_model_ready("echo"),
+    "an unknown model is ready": lambda client: client.is_model_ready("nothing"),
+    "an unknown version is ready": lambda client: client.is_model_ready("echo", "7"),
+    "metadata": lambda client: client.get_server_metadata(),
+    "a model's metadata": lambda client: client.get_model_metadata("echo"),
+    "metadata of an unknown model": lambda client: client.get_model_metadata("nothing"),
+    "a model's config": lambda client: client.get_model_config("echo"),
+    "config of an unknown model": lambda client: client.get_model_config("nothing"),
+    "config of an unknown version": lambda client: client.get_model_config("echo", "7"),
+    "the index": lambda client: sorted(
+        (each.name, each.version, each.state) for each in client.get_model_repository_index().models
+    ),
+    "statistics of an unknown model": lambda client: client.get_inference_statistics("nothing"),
+    "loading an unknown model": lambda client: client.load_model("nothing"),
+    "unloading an unknown model": lambda client: client.unload_model("nothing"),
+    "regions": lambda client: client.get_system_shared_memory_status(),
+    "an unknown region": lambda client: client.get_system_shared_memory_status("nowhere"),
+    "registering what is not there": lambda client: client.register_system_shared_memory("r", "/nowhere", 8),
+    "unregistering an unknown region": lambda client: client.unregister_system_shared_memory("nowhere"),
+    "regions of GPUs": lambda client: client.get_cuda_shared_memory_status(),
+    "log settings": lambda client: client.get_log_settings(),
+    "a wrong log setting": lambda client: client.update_log_settings({"nothing": 1}),
+    "trace settings": lambda client: client.get_trace_settings(),
+    "a wrong trace setting": lambda client: client.update_trace_settings(settings={"nothing": ["1"]}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
+    """The gateway answers and refuses with the words and the status of a tritonserver."""
+    direct = outcome(lambda: ALIKE[name](fleet.workers[0].grpc))
+
+    assert outcome(lambda: ALIKE[name](fleet.gateway.grpc)) == direct
+
+
+def test_requests_are_answered_by_both(fleet: Fleet) -> None:
+    """Answers are right, and each worker has given some; statistics count them all."""
+
+    def executed(client: InferenceServerClient) -> int:
+        (model,) = client.get_inference_statistics("echo").model_stats
+        return int(model.inference_count)
+
+    before = [executed(worker.grpc) for worker in fleet.workers]
+    for value in range(40):
+        assert fleet.gateway.grpc.infer("echo", number(value)).as_numpy("Y") == [value]
+
+    after = [executed(worker.grpc) for worker in fleet.workers]
+    assert sum(after) - sum(before) == 40
+    assert all(now > then for now, then in zip(after, before, strict=True))
+    assert executed(fleet.gateway.grpc) == sum(after)
+
+
+@pytest.mark.parametrize(
+    ("which", "code"), [(0, "RESOURCE_EXHAUSTED"), (1, "DEADLINE_EXCEEDED"), (2, "FAILED_PRECONDITION")]
+)
+def test_what_triton_has_no_code_for(fleet: Fleet, which: int, code: str) -> None:
+    """The gateway gives tagged refusals the code that they mean, and leaves the message."""
+    status, message = outcome(lambda: fleet.gateway.grpc.infer("refusing", number(which)))
+
+    assert status == f"StatusCode.{code}"
+    assert message.startswith("[rsrv:")
+
+
+def test_large_tensors(fleet: Fleet) -> None:
+    """16 MB come back as they were sent."""
+    sent = np.arange(4_000_000, dtype=np.int32)
+    tensor = InferInput("X", list(sent.shape), "INT32").set_data_from_numpy(sent)
+
+    assert np.array_equal(fleet.gateway.grpc.infer("echo", [tensor]).as_numpy("Y"), sent)
+
+
+def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
+    """All answers of a stream with these requests, as values or messages of errors."""
+    got: queue.Queue[Any] = queue.Queue()
+    client = InferenceServerClient(url)
+    client.start_stream(
+        lambda result, error: got.put(error.message() if error else result.as_numpy("Y").tolist())
+    )
+    for model, value in requests:
+        client.async_stream_infer(model, number(value))
+    client.stop_stream()  # when all is answered
+    client.close()
+    return list(got.queue)
+
+
+def test_a_stream(fleet: Fleet) -> None:
+    """Answers of several models, one of which gives many for one request, and errors, come in one stream."""
+    requests = [("echo", 1), ("several", 3), ("nothing", 5), ("refusing", 3), ("echo", 2)]
+
+    def in_any_order(url: str) -> list[Any]:
+        return sorted(streamed(url, requests), key=str)
+
+    got = in_any_order(fleet.gateway.url)
+    assert got == in_any_order(fleet.workers[0].server.grpc_url)
+    assert got.count([3]) == 3
+
+
+def test_a_cancelled_request(fleet: Fleet) -> None:
+    """When the client gives up, the model learns of it at once."""
+    call = fleet.gateway.grpc.async_infer("waiting", number(1), lambda result, error: None, request_id="gone")
+    wait_until((fleet.marks / "gone.started").exists)
+    call.cancel()
+
+    wait_until((fleet.marks / "gone.cancelled").exists, 5)
+
+
+def test_a_cancelled_stream(fleet: Fleet) -> None:
+    """The same of a stream."""
+    client = InferenceServerClient(fleet.gateway.url)
+    client.start_stream(lambda result, error: None)
+    client.async_stream_infer("waiting", number(1), request_id="stream")
+    wait_until((fleet.marks / "stream.started").exists)
+    client.stop_stream(cancel_requests=True)
+    client.close()
+
+    wait_until((fleet.marks / "stream.cancelled").exists, 5)
+
+
+def test_a_deadline(fleet: Fleet) -> None:
+    """When the client's deadline is over, it is told so, and the model is, too."""
+    status, _ = outcome(
+        lambda: fleet.gateway.grpc.infer("waiting", number(1), request_id="late", client_timeout=0.3)
+    )
+
+    assert status == "StatusCode.DEADLINE_EXCEEDED"
+    wait_until((fleet.marks / "late.cancelled").exists, 5)
+
+
+def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
+    """Both workers do it, and what the call says holds when it returns."""
+    gateway = fleet.gateway.grpc
+    gateway.unload_model("several")
+    wait_until(lambda: not any(worker.grpc.is_model_ready("several") for worker in fleet.workers))
+    gateway.load_model("several")
+
+    assert all(worker.grpc.is_model_ready("several") for worker in fleet.workers)
+    assert len(streamed(fleet.gateway.url, [("several", 2)])) == 2
+
+
+def test_log_settings_are_everywhere(fleet: Fleet) -> None:
+    """A setting is made on all workers, and settings that differ are said to."""
+    fleet.gateway.grpc.update_log_settings({"log_verbose_level": 1})
+    levels = [
+        worker.grpc.get_log_settings().settings["log_verbose_level"].uint32_param for worker in fleet.workers
+    ]
+    assert levels == [1, 1]
+
+    fleet.workers[1].grpc.update_log_settings({"log_verbose_level": 0})
+    status, message = outcome(fleet.gateway.grpc.get_log_settings)
+    assert status == "StatusCode.FAILED_PRECONDITION"
+    assert "workers a and b differ" in message
+    fleet.gateway.grpc.update_log_settings({"log_verbose_level": 0})
+
+
+def test_bytes_that_are_no_request(fleet: Fleet) -> None:
+    """They are refused by the gateway, and nothing else happens."""
+    with grpc.insecure_channel(fleet.gateway.url) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer", None, None)
+        with pytest.raises(grpc.RpcError) as refused:
+            infer(b"\x0a\xffabc")
+
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Of two workers under load one dies: at most what was under way on it fails, and nothing is answered wrongly."""
+    clients = 8
+    servers = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
+    with running_gateway(tmp_path, servers) as gateway:
+        wait_until(lambda: gateway.grpc.is_model_ready("echo"))
+        killed = threading.Event()
+        failed: list[Any] = []
+        answered = [0] * clients
+
+        def load(client: int) -> None:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            after = 0
+            while after < 200:
+                after += killed.is_set()
+                value = (client << 20) + answered[client]
+                raw = np.int32(value).tobytes()
+                request = service_pb2.ModelInferRequest(model_name="echo", raw_input_contents=[raw])
+                request.inputs.add(name="X", datatype="INT32", shape=[1])
+                try:
+                    answer = stub.ModelInfer(request, timeout=20)
+                except grpc.RpcError as error:
+                    failed.append(error)
+                    continue
+                assert answer.raw_output_contents[0] == raw
+                answered[client] += 1
+
+        with grpc.insecure_channel(gateway.url) as channel:
+            threads = [threading.Thread(target=load, args=(client,)) for client in range(clients)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda: min(answered) > 100)
+            servers[0].server.kill()
+            killed.set()
+            for thread in threads:
+                thread.join(60)
+
+    assert len(failed) <= clients, failed[:3]
+    assert min(answered) >= 300 - len(failed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.bench.gateway import soak
-from tests.bench.gateway.stage import PLANES
+from tests.bench.gateway.stage import PLANES, PYTHON
 from tests.bench.places import WORK
 
 
@@ -20,7 +20,10 @@ def test_workers_come_and_go_under_load(plane: str) -> None:
     told = "\n".join(soak.report(found))
     assert found.requests.wrong == 0, told
     assert {what for _, what, _ in found.course.events} >= {soak.JOIN, soak.LEAVE, soak.STOP}, told
-    # Of those that were on a worker that was killed, or on one that stopped while requests still went there.
-    endings = sum(what in (soak.KILL, soak.STOP) for _, what, _ in found.course.events)
-    assert sum(found.requests.failed().values()) <= endings * found.plan.clients, told
+    blamed = soak.blame(found.requests, found.course)
+    assert {what for what, _ in blamed} <= {soak.KILL, soak.STOP}, told
+    if plane == PYTHON:
+        # HAProxy cannot ask another worker once one has answered, be it that it has unloaded its models.
+        endings = sum(what in (soak.KILL, soak.STOP) for _, what, _ in found.course.events)
+        assert blamed.total() <= endings * found.plan.clients, told
     assert found.course.held[-1].files <= found.course.held[0].files + 20, told

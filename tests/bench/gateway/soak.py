@@ -224,7 +224,7 @@ def report(found: Soak) -> list[str]:
     return [
         f"{found.plan.plane}: {lasted:.0f} s, {len(requests.code)} requests, {len(requests.code) / lasted:.0f}/s",
         f"failed: {sum(failed.values())}{''.join(f', {code} {n}' for code, n in sorted(failed.items()))}",
-        *_blame(requests, course),
+        *(f"  after {what}: {code} {n}" for (what, code), n in sorted(blame(requests, course).items())),
         f"wrong: {requests.wrong}",
         "events: " + ", ".join(f"{what} {events[what]}" for what in (JOIN, LEAVE, STOP, KILL)),
         f"moves: {course.moves}; packed: "
@@ -235,15 +235,15 @@ def report(found: Soak) -> list[str]:
     ]
 
 
-def _blame(requests: Requests, course: Course) -> list[str]:
-    """A line for each kind of event that failures followed."""
+def blame(requests: Requests, course: Course) -> Counter[tuple[str, str]]:
+    """Failures by the kind of the last event before, and code."""
     starts = [course.begin + since for since, _, _ in course.events]
     blamed: Counter[tuple[str, str]] = Counter()
     for ended, code in zip(requests.ended, requests.code, strict=True):
         if code not in (OK, WRONG):
             last = bisect_right(starts, ended) - 1
-            blamed[course.events[last][1] if last >= 0 else "nothing", str(code)] += 1
-    return [f"  after {what}: {code} {count}" for (what, code), count in sorted(blamed.items())]
+            blamed[course.events[last][1] if last >= 0 else "the start", str(code)] += 1
+    return blamed
 
 
 def _settled(course: Course) -> Held:

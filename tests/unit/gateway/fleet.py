@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rsrv_gateway.packing import Load, Packing, Room
-
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Act, ModelView, Step, Table, Weights, WorkerView
+from rsrv_gateway.packing import Load, Packing, Room
 from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.routing import Router
 

@@ -14,8 +14,9 @@ VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page simulator-page eviction-page lint \
-	format clean proto bundles
+.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
+	soak-gateway scheduler-page simulator-page \
+	eviction-page lint format clean proto bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -68,6 +69,12 @@ bench-gpu: $(VENV) ## measure moving weights on a GPU (docs/weights.md; without 
 
 bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside the same that do (BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench.weights $(BENCH)
+
+bench-gateway: $(VENV) $(TRITON) ## measure what a gateway costs, and a worker's death (docs/gateway-benchmark.md; BENCH=--quick)
+	$(BIN)/python -m tests.bench.gateway $(BENCH)
+
+soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick, SOAK='--plane haproxy')
+	$(BIN)/python -m tests.bench.gateway.soak $(SOAK)
 
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py

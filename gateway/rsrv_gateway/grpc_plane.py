@@ -17,7 +17,7 @@ from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.contract import Worker
 from rsrv_gateway.inquiries import Inquiries
 from rsrv_gateway.listening import Token, bind, server_options
-from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.streaming import Streaming
@@ -139,9 +139,10 @@ class GrpcFront:
         self, choice: Choice, refusal: Refusal, data: bytes, deadline: float, context: Any
     ) -> bytes | Refusal:
         """Of the workers that may answer instead, the first that does. `deadline` is by `monotonic`."""
+        losses = int(refusal.lost)
         for worker in choice.others:
             left = deadline - monotonic()
-            if left <= 0:
+            if left <= 0 or losses == MOST_LOSSES:
                 break
             self._traffic.moved(choice.worker)
             self._traffic.router.move(choice, worker)
@@ -149,6 +150,7 @@ class GrpcFront:
             if not isinstance(answer, Refusal):
                 return answer
             refusal = answer.or_rather(refusal)
+            losses += answer.lost
             if not answer.elsewhere():
                 break
         return refusal

@@ -177,6 +177,20 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
         Contacts(GatewaySection.model_validate({key: tmp_path / "missing"}))
 
 
+@pytest.mark.parametrize("contents", ["", "not a PEM"])
+def test_authorities_that_are_none(tmp_path: Path, contents: str) -> None:
+    """Public authorities do not vouch for workers."""
+    (tmp_path / "ca").write_text(contents)
+    with pytest.raises(ContactError, match=r"gateway\.worker_ca"):
+        Contacts(GatewaySection(worker_ca=tmp_path / "ca"))
+
+
+def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
+    """Who names one wants TLS, which takes authorities."""
+    with pytest.raises(ValueError, match="worker_ca"):
+        GatewaySection(worker_certificate=tmp_path / "chain", worker_key=tmp_path / "key")
+
+
 def test_a_token_is_one_line(tmp_path: Path) -> None:
     """gRPC would refuse each call with it."""
     (tmp_path / "token").write_text("two\nlines")

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from time import monotonic
 from typing import TypeVar
 
-from rsrv_gateway.outcomes import Refusal, no_worker
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, no_worker
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.traffic import Traffic
 
@@ -26,9 +26,10 @@ async def ask_others(
 
     `ask` is told the seconds that are left; `deadline` is by `monotonic`.
     """
+    losses = int(refusal.lost)
     for worker in choice.others:
         left = deadline - monotonic()
-        if left <= 0:
+        if left <= 0 or losses == MOST_LOSSES:
             break
         traffic.moved(choice.worker)
         traffic.router.move(choice, worker)
@@ -36,6 +37,7 @@ async def ask_others(
         if not isinstance(answer, Refusal):
             return answer
         refusal = answer.or_rather(refusal)
+        losses += answer.lost
         if not answer.elsewhere():
             break
     return refusal

@@ -1,15 +1,24 @@
 """How calls to workers end, in the terms of `outcomes`."""
 
 import asyncio
+import re
 from typing import Any, NoReturn
 
 import grpc
 
 from rsrv_gateway.outcomes import Refusal
 
+#: What gRPC says of a connection that broke under a call, in this version and in earlier ones; one that could not be made
+#: is something else.
+_LOST = re.compile(
+    "Stream removed|Socket closed|Connection reset|Broken pipe|recvmsg:|sendmsg:|keepalive |ping "
+)
+
 
 def refusal_of(error: grpc.aio.AioRpcError) -> Refusal:
-    return Refusal(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+    code, message = error.code(), error.details() or ""
+    lost = code is grpc.StatusCode.UNAVAILABLE and _LOST.match(message) is not None
+    return Refusal(code, message, tuple(error.trailing_metadata() or ()), lost)
 
 
 def gone(worker: str) -> Refusal:

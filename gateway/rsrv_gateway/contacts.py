@@ -39,7 +39,9 @@ class Contacts:
                 ("worker_key", section.worker_key),
             )
         )
-        # gRPC wants the pair in this order.
+        # gRPC would say nothing of files that it cannot use, and take public authorities where there are none in one.
+        tls_context(section)
+        # It wants the pair in this order.
         self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca, key, certificate)
         token = section.worker_token_file
         #: of calls to control services

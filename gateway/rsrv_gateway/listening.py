@@ -43,8 +43,7 @@ def bind(server: Any, address: str, settings: GatewaySection) -> int:
     except RuntimeError:
         # gRPC says why only in a log of its own.
         raise ListenError(
-            f"gateway.grpc: cannot listen on {address}: it is taken, or not of this machine, or tls_certificate and "
-            "tls_key cannot be used"
+            f"gateway.grpc: cannot listen on {address}: it is taken, or not of this machine"
         ) from None
     return bound
 
@@ -60,6 +59,8 @@ def server_credentials(settings: GatewaySection) -> Any:
     clients = (
         None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
     )
+    # gRPC only says that it cannot listen, and not even that where a file has no authorities.
+    tls_context(settings)
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
 
 

@@ -23,6 +23,9 @@ _MEANT = {
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
+#: Connections that may break under one request. A request that ends whatever computes it must not go through all workers.
+MOST_LOSSES = 2
+
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
@@ -33,6 +36,8 @@ class Refusal:
     code: StatusCode
     message: str
     trailing: Metadata = ()
+    #: whether the connection broke while the request was there, which may be what ended the worker
+    lost: bool = False
 
     def for_client(self) -> StatusCode:
         """The code that the client gets; message and metadata stay as they are."""

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
 from rsrv_gateway.channels import Channels
-from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.traffic import CANCELLED, Traffic
@@ -69,7 +69,7 @@ class _Refused(Exception):
 class _Message:
     """A request that has no answer yet."""
 
-    __slots__ = ("arrived", "choice", "data", "items", "model")
+    __slots__ = ("arrived", "choice", "data", "items", "losses", "model")
 
     def __init__(self, model: str, items: int, choice: Choice) -> None:
         #: itself, while it is kept
@@ -77,6 +77,8 @@ class _Message:
         self.model = model
         self.items = items
         self.choice = choice
+        #: connections that broke while it was there
+        self.losses = 0
         self.arrived = monotonic()
 
 
@@ -235,6 +237,9 @@ class _Stream:
             del self._upstreams[upstream.worker]
         if refusal is not None and refusal.broken():
             self._traffic.brain.failed(upstream.worker)
+        if refusal is not None and refusal.lost:
+            for message in upstream.waiting:
+                message.losses += 1
         if refusal is not None and refusal.elsewhere() and upstream.kept and await self._move(upstream):
             return
         while upstream.waiting:  # the worker has nothing to say to these
@@ -243,9 +248,12 @@ class _Stream:
             raise _Refused(refusal)
 
     async def _move(self, failed: _Upstream) -> bool:
-        """Sends what one worker has not answered to another one that serves all these models; whether there is one."""
+        """Sends what one worker has not answered to another one that serves all these models; whether there is one, and
+        it may be tried."""
         self._failed.add(failed.worker)
         messages = list(failed.waiting)
+        if any(message.losses == MOST_LOSSES for message in messages):
+            return False
         datas = [message.data for message in messages]
         common = [
             worker

@@ -176,6 +176,10 @@ class GatewaySection(Section):
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if (self.worker_certificate is None) != (self.worker_key is None):
             raise ValueError("worker_certificate and worker_key: both or neither")
+        if self.worker_certificate is not None and self.worker_ca is None:
+            raise ValueError(
+                "worker_certificate and worker_key need worker_ca: without it, workers are spoken to without TLS"
+            )
         if self.control_listen is not None and self.tls_client_ca is None and self.token_file is None:
             raise ValueError("control_listen needs tls_client_ca or token_file: TLS alone lets everybody in")
         return self

@@ -121,8 +121,8 @@ def _defaults(section: GatewaySection) -> str:
         "option clitcpka",
         "option srvtcpka",
         "option abortonclose",
-        # Where nothing was answered, another worker is asked.
-        "retries 2",
+        # Where nothing was answered, another worker is asked; not a third, as a request may end whoever gets it.
+        "retries 1",
         "option redispatch 1",
         "retry-on conn-failure empty-response",
     ]

@@ -34,6 +34,8 @@ class FakeWorker:
         #: metadata of the calls, likewise
         self.metadata: dict[str, list[dict[str, Any]]] = {}
         self.port = 0
+        #: TLS
+        self.credentials: Any = None
         #: connections on which calls came
         self.peers: set[str] = set()
         #: set whenever a call has come
@@ -42,7 +44,11 @@ class FakeWorker:
 
     async def start(self) -> None:
         self._server = grpc.aio.server(handlers=[_Any(self)], options=_OPTIONS)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, self.credentials)
         await self._server.start()
 
     async def kill(self) -> None:

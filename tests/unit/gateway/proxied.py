@@ -41,6 +41,8 @@ class FakeServer(grpc.GenericRpcHandler):  # type: ignore[misc]
         #: requests for the model "held" wait for this
         self.release = asyncio.Event()
         self.held = asyncio.Event()
+        #: called with each of them
+        self.dies: Callable[[], None] = lambda: None
         self.cancelled = asyncio.Event()
         #: seconds that the last request had
         self.time_remaining: float | None = None
@@ -68,6 +70,7 @@ class FakeServer(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.metadata = dict(context.invocation_metadata())
         if request.model_name == "held":
             self.held.set()
+            self.dies()
             try:
                 await self.release.wait()
             except asyncio.CancelledError:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,22 @@ async def test_a_worker_dies_with_a_large_request(tmp_path: Path) -> None:
             wire.cut()
             assert (await call)[0] == "UNAVAILABLE"
             assert await front.infer("held", size=MB) == "y"
+
+
+@looped
+async def test_a_request_that_kills_whoever_gets_it(tmp_path: Path) -> None:
+    """It is tried once more after the first worker has died, and not on all."""
+    async with crowd("x", "y", "z") as (fakes, workers), AsyncExitStack() as wires:
+        behind_wires = {}
+        for name, worker in workers.items():
+            wire = Wire(worker)
+            behind_wires[name] = await wires.enter_async_context(wire.running())
+            fakes[name].dies = wire.cut
+        async with fronted(
+            tmp_path, behind_wires, {"held": Routes(ready=("x", "y", "z"), placed=("x",))}
+        ) as front:
+            assert (await front.refusal("held"))[0] == "UNAVAILABLE"
+        assert sum("held" in fake.asked for fake in fakes.values()) == 2
 
 
 @looped

@@ -83,11 +83,14 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
     # Workers that serve the same are looked at together: a thousand of them have ten thousand models each.
     alike: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     shown: defaultdict[str, list[ModelView]] = defaultdict(list)
+    resident: defaultdict[str, list[str]] = defaultdict(list)
     calls: dict[str, frozenset[str]] = {}
     for worker, view in views.items():
         alike[view.ready].append(worker)
         for name, seen in view.models.items():
             shown[name].append(seen)
+            if seen.weights is Weights.RESIDENT:
+                resident[name].append(worker)
         for name, called in view.calls.items():
             calls[name] = calls.get(name, frozenset()) | called
     #: by model: which of these groups serve it
@@ -111,6 +114,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
             batch_input = batch_input or seen.batch_input
         models[name] = Model(
             ready=same[serving],
+            resident=tuple(resident.get(name, ())),
             bytes=0 if pinned else size,
             max_items=most,
             batch_input=batch_input,

@@ -42,7 +42,7 @@ class HttpInquiries:
             case "load" | "unload":
                 answers = await everywhere(self._pools, lambda worker: self._ask_one(worker, query, None))
                 # Who was told that the model is there, or not there, may rely on it.
-                await self._traffic.brain.refresh()
+                await self._traffic.brain.refresh(sure=True)
                 return _chosen(fanout.all_succeeded(answers))
             case "register":
                 path = query.path.partition("?")[0].removesuffix("register") + "unregister"

@@ -67,7 +67,7 @@ class HttpFront:
         self._draining = False
         self._under_way = 0
         self._idle = asyncio.Event()
-        #: that it listens on; 0: not started, or no HTTP
+        #: that it listens on; 0: none, or not started
         self.port = 0
 
     async def start(self) -> None:
@@ -75,23 +75,32 @@ class HttpFront:
         address = self._settings.http
         if address is None:
             return
-        host, _, port = address.rpartition(":")
         self._server = web.Server(
             self._handle, handler_cancellation=True, auto_decompress=False, access_log=None
         )
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._server,
-                host.removeprefix("[").removesuffix("]") or None,
-                int(port),
-                ssl=self._server_tls,
-                backlog=_BACKLOG,
-                reuse_address=True,
-                reuse_port=self._settings.processes > 1,
-            )
+            self._listener = await self._listen(address, self._server)
         except (OSError, ValueError, OverflowError) as error:
             raise ListenError(f"gateway.http: cannot listen on {address}: {error}") from None
-        self.port = self._listener.sockets[0].getsockname()[1]
+        if not address.startswith("unix:"):
+            self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def _listen(self, address: str, server: web.Server) -> asyncio.Server:
+        """Raises OSError, ValueError, OverflowError."""
+        loop = asyncio.get_running_loop()
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            return await loop.create_unix_server(server, path, ssl=self._server_tls, backlog=_BACKLOG)
+        host, _, port = address.rpartition(":")
+        return await loop.create_server(
+            server,
+            host.removeprefix("[").removesuffix("]") or None,
+            int(port),
+            ssl=self._server_tls,
+            backlog=_BACKLOG,
+            reuse_address=True,
+            reuse_port=self._settings.processes > 1,
+        )
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
         """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""

@@ -41,8 +41,10 @@ class GrpcServer:
         """No new calls; those under way may take `seconds`. May be called again, to shorten that."""
         for task in self._tasks:
             task.cancel()
-        servers = [server for server in (self._server, *self._dead) if server is not None]
-        await asyncio.gather(*[server.stop(seconds) for server in servers])
+        dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
+        if self._server is not None:
+            await self._server.stop(seconds)
+        await asyncio.gather(*dead)
 
     async def _listen(self, address: str) -> int:
         server = grpc.aio.server(handlers=self._handlers, options=server_options(self._settings))

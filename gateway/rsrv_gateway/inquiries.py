@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway import fanout
 from rsrv_gateway.asking import everywhere, everywhere_or_nowhere, first
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.fanout import Answer, Merge
 from rsrv_gateway.outcomes import Refusal
@@ -125,7 +125,7 @@ class Inquiries:
 
     def _change(self, method: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
-            answers = await self._ask_all(method, data, context, context.time_remaining())
+            answers = await self._ask_all(method, data, context, time_left(context))
             # Who was told that the model is there, or not there, may rely on it.
             await self._traffic.brain.refresh(sure=True)
             return await _answered(method, fanout.all_succeeded, answers, context)
@@ -171,7 +171,7 @@ class Inquiries:
         return answer
 
     def _timeout(self, context: Any) -> float:
-        left: float | None = context.time_remaining()
+        left = time_left(context)
         return self._timeout_s if left is None else left
 
 

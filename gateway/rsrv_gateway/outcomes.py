@@ -26,6 +26,9 @@ _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 #: Connections that may break under one request. A request that ends whatever computes it must not go through all workers.
 MOST_LOSSES = 2
 
+#: characters of a client's invention that are repeated
+_LONGEST_NAME = 256
+
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
@@ -72,8 +75,9 @@ def tagged(message: str) -> bool:
 
 
 def not_found(model: str) -> Refusal:
-    """As Triton says it."""
-    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
+    """As Triton says it, but for a name so long that no client would take the message."""
+    shown = model if len(model) <= _LONGEST_NAME else f"{model[:_LONGEST_NAME]}..."
+    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{shown}' is not found")
 
 
 def not_served(model: str) -> Refusal:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import Channels
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
 from rsrv_gateway.peek import Malformed, Peeked
@@ -209,7 +209,7 @@ class _Stream:
         channels = self._channels.get(worker)
         if channels is None:
             raise _Refused(gone(worker))
-        call = channels.link().stream(timeout=self._context.time_remaining(), metadata=self._metadata)
+        call = channels.link().stream(timeout=time_left(self._context), metadata=self._metadata)
         upstream = self._upstreams[worker] = _Upstream(worker, call)
         self._ending.add(upstream)
         self._tasks.create_task(self._answer(upstream))

@@ -197,7 +197,7 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "http-check expect status 200",
         # Traffic tells at once that a worker is gone, and the next check that it is back. One that is slow stays until
         # the gateway has seen that, too.
-        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files)}",
+        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files, 'h2 check-alpn h2')}",
         f"default-server check inter {_ms(section.probe_s)} fall 3 rise 1",
         "default-server observe layer4 error-limit 1 on-error mark-down",
     ]
@@ -218,6 +218,8 @@ def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         _failure(502, _BROKEN),
         _failure(503, _UNREACHABLE),
         _failure(504, _late(section)),
+        # Triton itself has no HTTPS; then something in front of it has, or requests go nowhere.
+        *([f"default-server{_tls(section, files, 'http/1.1')}"] if section.worker_ca is not None else []),
     ]
     for slot, target in slots.items():
         lines.append(
@@ -256,13 +258,13 @@ def _choice(section: GatewaySection, files: Files) -> Iterable[str]:
     yield "balance leastconn"
 
 
-def _tls(section: GatewaySection, files: Files) -> str:
+def _tls(section: GatewaySection, files: Files, protocols: str) -> str:
     if section.worker_ca is None:
         return ""
     shown = "" if section.worker_certificate is None else f" crt {files.worker_certificate}"
     # A worker that is known by its address only has no name, and then only its certificate's issuer counts.
     return (
-        f" ssl verify required ca-file {_path(section.worker_ca)}{shown} alpn h2 check-alpn h2"
+        f" ssl verify required ca-file {_path(section.worker_ca)}{shown} alpn {protocols}"
         f" sni srv_name,map({files.names})"
     )
 

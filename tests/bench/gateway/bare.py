@@ -1,4 +1,5 @@
-"""The least that a gRPC gateway in Python can do: every unary call goes on as bytes, to each server in turn.
+"""The least that a gRPC gateway in Python can do: every unary call goes on as bytes, inference to each server in
+turn, and what else clients ask to the first.
 
     python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001 127.0.0.1:8011
 
@@ -31,7 +32,8 @@ class _PassThrough(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handler
 
     def _handler(self, method: str) -> Any:
-        calls = cycle([channel.unary_unary(method) for channel in self._channels])
+        servers = self._channels if method.endswith("/ModelInfer") else self._channels[:1]
+        calls = cycle([channel.unary_unary(method) for channel in servers])
 
         async def pass_on(data: bytes, _: Any) -> Any:
             return await next(calls)(data)

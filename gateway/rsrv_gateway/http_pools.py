@@ -5,6 +5,7 @@ import ssl
 from dataclasses import dataclass
 
 from aiohttp import (
+    ClientConnectorError,
     ClientError,
     ClientResponse,
     ClientSession,
@@ -113,12 +114,14 @@ class Pool:
             return await self._read(response, query)
         except ConnectionTimeoutError:
             return Refusal(StatusCode.UNAVAILABLE, "it cannot be reached in time")
+        except ClientConnectorError:
+            return Refusal(StatusCode.UNAVAILABLE, "it cannot be reached")
         except TimeoutError:
             raise
         except (ClientError, OSError):
             if upload is not None and upload.failed is not None:
                 return upload.failed.refusal
-            return Refusal(StatusCode.UNAVAILABLE, "the connection broke, or could not be made")
+            return Refusal(StatusCode.UNAVAILABLE, "the connection broke", lost=True)
 
     def unanswered(self, answers: int, now: float) -> bool:
         """A request has waited in vain; `answers` were there when it began, `now` is seconds of any one clock.

@@ -101,7 +101,8 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
     members = list(alike.values())
     same: dict[tuple[int, ...], tuple[str, ...]] = {}
     models = {}
-    for name in {**groups, **shown, **calls}:
+    # By name: sets have an order of their own in every process, and others decide by this one.
+    for name in sorted({**groups, **shown, **calls}):
         serving = groups.get(name, ())
         if serving not in same:
             same[serving] = tuple(sorted(worker for number in serving for worker in members[number]))

@@ -151,7 +151,7 @@ def _http_frontend(section: GatewaySection, address: str, files: Files) -> str:
     lines = [
         f"bind {_bind(section, files, address, 'http/1.1')}",
         "http-request set-log-level silent",
-        "acl infer path_reg ^/v2/models/[^/]+(/versions/[^/]+)?/(infer|generate|generate_stream)$",
+        "acl infer path_reg ^/v2/models/[^/]+(/versions/[0-9]+)?/(infer|generate|generate_stream)$",
         f"http-request wait-for-body time {_ms(section.request_timeout_s)} if infer",
         "http-request set-var(txn.model) path,field(4,/) if infer",
         "acl sequence req.body,bytes(0,1024) -m sub sequence_id",
@@ -197,7 +197,7 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "http-check expect status 200",
         # Traffic tells at once that a worker is gone, and the next check that it is back. One that is slow stays until
         # the gateway has seen that, too.
-        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files)}",
+        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files, 'h2')}",
         f"default-server check inter {_ms(section.probe_s)} fall 3 rise 1",
         "default-server observe layer4 error-limit 1 on-error mark-down",
     ]
@@ -209,20 +209,23 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
 def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Target | None]) -> str:
     lines = [
         *_choice(section, files),
-        "http-response wait-for-body time 1s if { status 503 }",
-        "acl unavailable status 503",
+        # generate says 400 to any error of a model.
+        "acl refused status 400 503",
+        "http-response wait-for-body time 1s if refused",
     ]
     for tag, (_, status) in _TAGS.items():
-        lines.append(f'http-response set-status {status} if unavailable {{ res.body -m sub "[rsrv:{tag}]" }}')
+        meant = f'if refused {{ res.body -m sub "[rsrv:{tag}]" }}'
+        lines.append(f"http-response set-status {status} {meant}")
+    lines.append("http-response set-header retry-after 1 if { status 429 }")
     lines += [
         _failure(502, _BROKEN),
         _failure(503, _UNREACHABLE),
         _failure(504, _late(section)),
     ]
+    tls = _tls(section, files, "http/1.1")
     for slot, target in slots.items():
-        lines.append(
-            f"server {slot} {_where(None if target is None else target.http)} track {GRPC_WORKERS}/{slot}"
-        )
+        where = _where(None if target is None else target.http)
+        lines.append(f"server {slot} {where} track {GRPC_WORKERS}/{slot}{tls}")
     return _part(f"backend {HTTP_WORKERS}", lines)
 
 
@@ -256,13 +259,13 @@ def _choice(section: GatewaySection, files: Files) -> Iterable[str]:
     yield "balance leastconn"
 
 
-def _tls(section: GatewaySection, files: Files) -> str:
+def _tls(section: GatewaySection, files: Files, protocol: str) -> str:
     if section.worker_ca is None:
         return ""
     shown = "" if section.worker_certificate is None else f" crt {files.worker_certificate}"
     # A worker that is known by its address only has no name, and then only its certificate's issuer counts.
     return (
-        f" ssl verify required ca-file {_path(section.worker_ca)}{shown} alpn h2 check-alpn h2"
+        f" ssl verify required ca-file {_path(section.worker_ca)}{shown} alpn {protocol} check-alpn {protocol}"
         f" sni srv_name,map({files.names})"
     )
 

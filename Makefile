@@ -7,12 +7,16 @@ PYTEST := $(BIN)/python -m pytest
 # Compiled models survive from run to run; the runtime reads this as its setting runtime.compilation_cache_dir.
 export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
+# Where there is no GPU; one with GPUs has its own idea.
+NODE ?= --cpu-workers 2
+
 VENV := .venv/.stamp
 TRITON := .triton/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-unit test-long chaos fuzz bench bench-weights bench-gpu scheduler-page eviction-page lint \
-	format clean proto bundles
+.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
+	soak-gateway scheduler-page simulator-page \
+	eviction-page lint format clean proto bundles
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -38,11 +42,15 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 	$(BIN)/rsrv-gen build/bundles -o gen
 	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
 
+node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
+	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
+
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long" --ignore=tests/unit
+	$(PYTEST) -m "not long" tests/unit -n auto
 
 test-unit: $(VENV) ## the tests that need no server
-	$(PYTEST) -m "not long" tests/unit
+	$(PYTEST) -m "not long" tests/unit -n auto
 
 test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
@@ -62,8 +70,17 @@ bench-gpu: $(VENV) ## measure moving weights on a GPU (docs/weights.md; without 
 bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside the same that do (BENCH=--quick for a trial)
 	$(BIN)/python -m tests.bench.weights $(BENCH)
 
+bench-gateway: $(VENV) $(TRITON) ## measure what a gateway costs, and a worker's death (docs/gateway-benchmark.md; BENCH=--quick)
+	$(BIN)/python -m tests.bench.gateway $(BENCH)
+
+soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick, SOAK='--plane haproxy')
+	$(BIN)/python -m tests.bench.gateway.soak $(SOAK)
+
 scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
 	$(BIN)/python tools/scheduler_page.py
+
+simulator-page: $(VENV) ## make the tables and the picture of docs/simulator.md anew
+	$(BIN)/python tools/simulator_page.py
 
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py

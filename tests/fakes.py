@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.runtime.device import (
+from rsrv.runtime.abstract_device import (
     Abandoned,
     Array,
     Buffer,

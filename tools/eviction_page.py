@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 
 from rsrv.sim.belady import most_hits
 from rsrv.sim.metrics import summarize
+from rsrv.sim.record import Record
 from rsrv.sim.scenario import Scenario, parse_scenario
 from rsrv.sim.schema import Request
-from rsrv.sim.simulate import Record, simulate
+from rsrv.sim.simulate import simulate
 from scheduler_page import DOCS, IMAGES, rewrite, save, table
 
 PAGE = DOCS / "eviction.md"

@@ -31,9 +31,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from triton_install import Installation, InstallError, say
+from triton_install import ROOT, Installation, InstallError, say
 
 LOOPBACK = "127.0.0.1"
+EXEC_BOUND = ROOT / "gateway" / "rsrv_node" / "exec_bound.py"
 
 
 class ServerFailed(Exception):
@@ -160,8 +161,7 @@ class TritonServer:
         if missing := self.installation.missing():
             names = ", ".join(step.name for step in missing)
             raise InstallError(f"not installed: {names}; run python tools/local_triton.py install")
-        exec_bound = Path(__file__).resolve().parent / "exec_bound.py"
-        bound = [sys.executable, "-I", "-S", str(exec_bound), str(os.getpid())]
+        bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
             # A session of its own, so that a Ctrl-C meant for us does not reach it behind our back.

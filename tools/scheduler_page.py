@@ -21,9 +21,11 @@ from pydantic import BaseModel
 from rsrv.runtime.scheduler.coalesce import plan_batch
 from rsrv.runtime.scheduler.events import Outcome
 from rsrv.settings import CHANGEABLE, ModelSection, RuntimeSection, SchedulerSection
-from rsrv.sim.metrics import percentile, summarize
+from rsrv.sim.metrics import summarize
+from rsrv.sim.record import Execution, Record, Sent
 from rsrv.sim.scenario import Scenario, load_scenario
-from rsrv.sim.simulate import Execution, Record, Sent, simulate
+from rsrv.sim.simulate import simulate
+from rsrv.sim.tally import percentile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "scheduler.md"

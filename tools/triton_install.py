@@ -78,6 +78,11 @@ class Installation:
         return self.folder / "stub" / "bin"
 
     @property
+    def launcher(self) -> Path:
+        """tritonserver with its libraries and its environment, as an installed one would be."""
+        return self.folder / "bin" / "tritonserver"
+
+    @property
     def perf_analyzer(self) -> Path:
         return self.folder / "perf" / "perf_analyzer"
 
@@ -99,6 +104,7 @@ class Installation:
             Step(
                 "backend", f"{PYTRITON}, {python}", f"Python backend for Python {PYTHON_TAG}", self._backend
             ),
+            Step("launcher", f"{python}, {ROOT}, {sys.prefix}", "command tritonserver", self._launcher),
             Step("perf", f"{PERF_CLIENT}, {PYTRITON}", "perf_analyzer", self._perf),
         ]
 
@@ -196,6 +202,16 @@ class Installation:
                 f"This Python was built without a shared library. Use one that has it "
                 f"(Debian and Ubuntu: apt-get install libpython{PYTHON_TAG})."
             )
+
+    def _launcher(self) -> None:
+        _emptied(self.launcher.parent)
+        self.launcher.write_text(
+            "#!/bin/sh\n"
+            f'export LD_LIBRARY_PATH="{self.library_path}" PATH="{self.stub_bin}:$PATH"\n'
+            f'export RSRV_RUNTIME_PYTHON="${{RSRV_RUNTIME_PYTHON:-{sys.prefix}/bin/python3}}"\n'
+            f'exec "{self.tritonserver}" --backend-directory="{self.backends}" "$@"\n'
+        )
+        self.launcher.chmod(0o755)
 
     def _perf(self) -> None:
         folder = _emptied(self.folder / "perf")

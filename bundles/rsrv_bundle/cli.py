@@ -10,14 +10,14 @@ from importlib.util import find_spec
 
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
-from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Look, check_signatures
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0 all good, 1 a bundle is broken, 2 wrong usage."""
+    """Run the command line. Returns the exit code: 0 all good, 1 a bundle is broken, 2 wrong usage, or no means to look."""
     parser = argparse.ArgumentParser(prog="rsrv-bundle", description="Work with bundles of compiled models.")
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="check every rule of the format, one line per broken one")
@@ -47,6 +47,10 @@ def _check(directories: Sequence[str], *, signatures: bool) -> int:
                 broken += 1
                 for problem in e.problems:
                     print(f"{directory}: {problem}")
+            except InspectorError as e:
+                # It may be good or not, and the next one will fare no better.
+                print(f"rsrv-bundle: {directory}: {e}", file=sys.stderr)
+                return 2
             except OSError as e:
                 broken += 1
                 print(f"{directory}: {e.filename or ''}: {e.strerror}")

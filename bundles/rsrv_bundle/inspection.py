@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from rsrv_bundle.errors import BundleError
@@ -25,6 +27,10 @@ from rsrv_bundle.modules import Signature, signature_of
 _MEMORY, _MEMORY_PER_BYTE = 3 << 30, 8
 #: seconds of CPU time, likewise; and how much longer that may take on a busy machine
 _SECONDS, _SECONDS_PER_BYTE, _PATIENCE = 5, 1e-6, 4
+#: share of its time that it must have had for a module to be blamed when its patience is over
+_FAIR = 0.5
+#: how a process ends that somebody else ends: the kernel when there is no memory, or an operator. No parser does that
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 #: seconds in which the process starts and loads jaxlib
 _START = 120.0
 #: bytes; no model has a signature as long as that
@@ -32,7 +38,11 @@ _MAX_ANSWER = 64 << 20
 
 
 class InspectorError(Exception):
-    """The process that looks into modules cannot be started: no module is to blame."""
+    """The process that looks into modules could not do it, for a reason of the machine: no module is to blame."""
+
+
+class _Lost(InspectorError):
+    """It did not start, or was killed; another one may fare better."""
 
 
 @dataclass(slots=True)
@@ -61,17 +71,37 @@ class Inspector:
 
     def __call__(self, blob: bytes, file: str) -> Signature:
         """The signature of a module, which is that of `file`. Raises BundleError, InspectorError."""
+        try:
+            return self._look(blob, file)
+        except _Lost:
+            return self._look(blob, file)
+
+    def _look(self, blob: bytes, file: str) -> Signature:
         child = self._started()
-        child.sock.settimeout(_seconds(len(blob)) * _PATIENCE)
+        pid, allowed = child.process.pid, _seconds(len(blob))
+        began = _cpu_seconds(pid)
+        child.sock.settimeout(allowed * _PATIENCE)
         try:
             child.sock.sendall(json.dumps({"file": file, "bytes": len(blob)}).encode() + b"\n" + blob)
             answer = json.loads(child.answers.readline(_MAX_ANSWER))
         except TimeoutError:
+            used = _cpu_seconds(pid) - began
             self.close()
+            if used < _FAIR * allowed:
+                raise InspectorError(
+                    f"{file}: parsing it got {used:.1f} s of the processor in {allowed * _PATIENCE:.0f} s: "
+                    "the machine is too busy; the module may be good"
+                ) from None
             raise BundleError(f"{file}: {_BLAME.format('takes for ever')}") from None
         except (OSError, ValueError):
             how = _end(child.process)
+            lost = child.process.returncode in _FROM_OUTSIDE
             self.close()
+            if lost:
+                raise _Lost(
+                    f"{file}: the process that looks into it {how}: perhaps the machine has too little memory; "
+                    "the module may be good"
+                ) from None
             raise BundleError(f"{file}: {_BLAME.format(how)}") from None
         if "problems" in answer:
             self.close()
@@ -100,7 +130,7 @@ class Inspector:
                 child.ready = child.answers.readline(16) == b"ready\n"
         if child is None or not child.ready:
             self.close()
-            raise InspectorError(
+            raise _Lost(
                 "the process that looks into modules does not start; this should say why: "
                 f"{sys.executable} -m {__name__}"
             )
@@ -135,6 +165,13 @@ def _end(process: subprocess.Popen[bytes]) -> str:
     if status == -signal.SIGXCPU:
         return "takes for ever"
     return f"ends in {signal.Signals(-status).name}" if status < 0 else "gives no answer"
+
+
+def _cpu_seconds(pid: int) -> float:
+    """What a process has had of the processor by now; it may have ended, but not been waited for."""
+    # After the name, which may hold anything, from the third on.
+    fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _seconds(nbytes: int) -> float:

@@ -1,5 +1,6 @@
 """Connections to workers: gRPC channels, with TLS and the token where the settings say so."""
 
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ class Contacts:
                 ("worker_key", section.worker_key),
             )
         )
-        # gRPC wants the pair in this order.
+        # gRPC would say nothing of files that it cannot use, and take public authorities where there are none in one.
+        tls_context(section)
+        # It wants the pair in this order.
         self._credentials = None if ca is None else grpc.ssl_channel_credentials(ca, key, certificate)
         token = section.worker_token_file
         #: of calls to control services
@@ -60,6 +63,19 @@ class Contacts:
         if self._credentials is None or address.startswith("unix:"):
             return grpc.aio.insecure_channel(address, all_options)
         return grpc.aio.secure_channel(address, self._credentials, all_options)
+
+
+def tls_context(section: GatewaySection) -> ssl.SSLContext | None:
+    """For HTTP; None: without TLS. Raises ContactError."""
+    if section.worker_ca is None:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=section.worker_ca.expanduser())
+        if section.worker_certificate is not None and section.worker_key is not None:
+            context.load_cert_chain(section.worker_certificate.expanduser(), section.worker_key.expanduser())
+    except OSError as error:
+        raise ContactError(f"gateway.worker_ca, worker_certificate, worker_key: {error}") from None
+    return context
 
 
 def _read(key: str, path: Path) -> bytes:

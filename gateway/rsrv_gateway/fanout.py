@@ -20,6 +20,9 @@ Merge = Callable[[Answers], Answer]
 #: of a model in a repository index: the first one that a worker reports is the gateway's
 _STATES = ("READY", "LOADING", "UNLOADING", "UNAVAILABLE", "UNKNOWN")
 
+#: by which tritonserver refuses statistics of a model that it has not
+_UNKNOWN = (StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT)
+
 
 def all_succeeded(answers: Answers) -> Answer:
     """The first answer, if no worker refused."""
@@ -49,8 +52,7 @@ def any_succeeded(answers: Answers) -> Answer:
 
 def merge_statistics(answers: Answers) -> Answer:
     """ModelStatistics: sums by model and version. A model may be on some of the workers only."""
-    answers = _without(answers, StatusCode.NOT_FOUND)
-    return _heard(answers, _sum_statistics)
+    return _heard(_without(answers, _UNKNOWN), _sum_statistics)
 
 
 def merge_index(answers: Answers) -> Answer:
@@ -76,12 +78,12 @@ def _heard(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answe
     return merge(heard) if heard else no_worker()
 
 
-def _without(answers: Answers, code: StatusCode) -> Answers:
-    """Without refusals by that code, unless there is nothing else."""
+def _without(answers: Answers, codes: Iterable[StatusCode]) -> Answers:
+    """Without refusals by these codes, unless there is nothing else."""
     rest = {
         worker: answer
         for worker, answer in answers.items()
-        if not (isinstance(answer, Refusal) and answer.code is code)
+        if not (isinstance(answer, Refusal) and answer.code in codes)
     }
     return rest or answers
 

@@ -13,6 +13,8 @@ class Model:
 
     #: where it is ready, by name
     ready: tuple[str, ...]
+    #: where its weights are on the device, by name
+    resident: tuple[str, ...] = ()
     #: device bytes that it takes where it is placed; 0: nobody says, or it is pinned wherever it is
     bytes: int = 0
     max_items: int = 0
@@ -78,20 +80,31 @@ def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fle
 
 
 def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
-    ready: defaultdict[str, list[str]] = defaultdict(list)
+    # Workers that serve the same are looked at together: a thousand of them have ten thousand models each.
+    alike: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     shown: defaultdict[str, list[ModelView]] = defaultdict(list)
+    resident: defaultdict[str, list[str]] = defaultdict(list)
     calls: dict[str, frozenset[str]] = {}
     for worker, view in views.items():
-        for name in view.ready:
-            ready[name].append(worker)
+        alike[view.ready].append(worker)
         for name, seen in view.models.items():
             shown[name].append(seen)
+            if seen.weights is Weights.RESIDENT:
+                resident[name].append(worker)
         for name, called in view.calls.items():
             calls[name] = calls.get(name, frozenset()) | called
-    same: dict[tuple[str, ...], tuple[str, ...]] = {}
+    #: by model: which of these groups serve it
+    groups: dict[str, tuple[int, ...]] = {}
+    for number, ready in enumerate(alike):
+        for name in ready:
+            groups[name] = (*groups.get(name, ()), number)
+    members = list(alike.values())
+    same: dict[tuple[int, ...], tuple[str, ...]] = {}
     models = {}
-    for name in {**ready, **shown, **calls}:
-        where = tuple(ready.get(name, ()))
+    for name in {**groups, **shown, **calls}:
+        serving = groups.get(name, ())
+        if serving not in same:
+            same[serving] = tuple(sorted(worker for number in serving for worker in members[number]))
         size = most = 0
         pinned = True
         batch_input = None
@@ -100,7 +113,8 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
             pinned = pinned and seen.pinned
             batch_input = batch_input or seen.batch_input
         models[name] = Model(
-            ready=same.setdefault(where, where),
+            ready=same[serving],
+            resident=tuple(resident.get(name, ())),
             bytes=0 if pinned else size,
             max_items=most,
             batch_input=batch_input,
@@ -132,7 +146,9 @@ def _allowed(group: tuple[str, ...], models: Mapping[str, Model], told: set[str]
     places = [models[name].ready for name in group if models[name].ready]
     if not places:
         return ()
-    common = places[0] if len(set(places)) == 1 else tuple(sorted({*places[0]}.intersection(*places[1:])))
+    common = places[0] if len(places) == 1 else tuple(sorted({*places[0]}.intersection(*places[1:])))
+    if told.issuperset(common):
+        return common
     return tuple([worker for worker in common if worker in told]) or common
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import grpc
 
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.asking import ask_others
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, sendable, time_left
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.contract import Worker
+from rsrv_gateway.grpc_server import GrpcServer
 from rsrv_gateway.inquiries import Inquiries
-from rsrv_gateway.listening import Token, bind, server_options
-from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.listening import Token
+from rsrv_gateway.outcomes import Metadata, Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
-from rsrv_gateway.routing import Choice
 from rsrv_gateway.streaming import Streaming
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
@@ -54,17 +55,14 @@ class GrpcFront:
             SERVICE + "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
-        self._server: Any = None
+        self._server = GrpcServer([_Handlers(self.methods, self._token)], settings)
         #: that it listens on; 0: not started, or no gRPC
         self.port = 0
 
     async def start(self) -> None:
         """Raises ListenError."""
         if self._settings.grpc is not None:
-            handlers = [_Handlers(self.methods, self._token)]
-            self._server = grpc.aio.server(handlers=handlers, options=server_options(self._settings))
-            self.port = bind(self._server, self._settings.grpc, self._settings)
-            await self._server.start()
+            self.port = await self._server.start(self._settings.grpc)
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
         """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
@@ -82,18 +80,16 @@ class GrpcFront:
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        if self._server is not None:
-            await self._server.stop(seconds)
+        await self._server.stop(seconds)
 
     async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
+        await self._server.stop(None)
         await asyncio.gather(*[channels.close() for channels in self._channels.values()])
 
-    def forwarded(self, context: Any) -> tuple[tuple[str, str | bytes], ...] | None:
+    def forwarded(self, context: Any) -> Metadata | None:
         """The client's metadata that is for workers."""
         hop = self._hop
-        return tuple([pair for pair in context.invocation_metadata() if pair[0] not in hop]) or None
+        return sendable([pair for pair in context.invocation_metadata() if pair[0] not in hop]) or None
 
     async def _infer(self, data: bytes, context: Any) -> bytes:
         arrived = monotonic()
@@ -105,10 +101,9 @@ class GrpcFront:
             measured = router.measured(model)
             items = 1 if measured is None else request.items(*measured)
             sequence = request.parameter("sequence_id")
-            timeout = context.time_remaining()
-            if timeout is None:
-                timeout = self._settings.request_timeout_s
-            elif self._steered and request.parameter("timeout") is None:
+            left = time_left(context)
+            timeout = self._settings.request_timeout_s if left is None else left
+            if left is not None and self._steered and request.parameter("timeout") is None:
                 data += int_parameter("timeout", int(timeout * 1e6) or 1)
         except Malformed as error:
             traffic.refused("INVALID_ARGUMENT")
@@ -126,7 +121,13 @@ class GrpcFront:
                 traffic.settle(choice, model, sequence)
             answer = await self._ask(choice.worker, data, timeout, context)
             if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
-                answer = await self._ask_others(choice, answer, data, arrived + timeout, context)
+                answer = await ask_others(
+                    traffic,
+                    choice,
+                    answer,
+                    lambda worker, left: self._ask(worker, data, left, context),
+                    arrived + timeout,
+                )
             code = answer.for_client().name if isinstance(answer, Refusal) else "OK"
         finally:
             router.release(choice)
@@ -134,24 +135,6 @@ class GrpcFront:
         if isinstance(answer, Refusal):
             await refuse(context, answer)
         return answer
-
-    async def _ask_others(
-        self, choice: Choice, refusal: Refusal, data: bytes, deadline: float, context: Any
-    ) -> bytes | Refusal:
-        """Of the workers that may answer instead, the first that does. `deadline` is by `monotonic`."""
-        for worker in choice.others:
-            left = deadline - monotonic()
-            if left <= 0:
-                break
-            self._traffic.moved(choice.worker)
-            self._traffic.router.move(choice, worker)
-            answer = await self._ask(worker, data, left, context)
-            if not isinstance(answer, Refusal):
-                return answer
-            refusal = answer.or_rather(refusal)
-            if not answer.elsewhere():
-                break
-        return refusal
 
     async def _ask(self, worker: str, data: bytes, timeout: float, context: Any) -> bytes | Refusal:
         channels = self._channels.get(worker)
@@ -178,7 +161,7 @@ class GrpcFront:
         link.answers += 1
         trailing = await call.trailing_metadata()
         if trailing:
-            context.set_trailing_metadata(tuple(trailing))
+            context.set_trailing_metadata(sendable(trailing))
         return response
 
     async def _check(self, _: bytes, __: Any) -> bytes:

@@ -9,16 +9,15 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway import fanout
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.asking import everywhere, everywhere_or_nowhere, first
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.fanout import Answer, Merge
-from rsrv_gateway.outcomes import Refusal, no_worker
+from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.traffic import Traffic
 
 Call = Callable[[bytes, Any], Awaitable[bytes]]
 _TRUE = b"\x08\x01"
-#: workers that are asked about a model that none serves, for what they say of it
-_ASKED = 3
 
 #: asked of all workers: how their answers become one
 _MERGED: Mapping[str, Merge] = {
@@ -79,7 +78,7 @@ class Inquiries:
 
     async def _ready(self, data: bytes, context: Any) -> bytes:
         """A worker is ready: certainly if a model is."""
-        if any(routes.ready for routes in self._traffic.table.values()):
+        if self._traffic.serves:
             return _TRUE
         answers = await self._ask_all("ServerReady", data, context, self._timeout(context))
         return next((answer for answer in answers.values() if answer == _TRUE), b"")
@@ -91,41 +90,28 @@ class Inquiries:
 
     async def _model_ready(self, data: bytes, context: Any) -> bytes:
         model = (await _request("ModelReady", data, context)).name
-        return await self._first("ModelReady", data, context, await self._who_knows(model), wanted=_TRUE)
+        return await self._first(
+            "ModelReady", data, context, await self._traffic.who_knows(model), wanted=_TRUE
+        )
 
     def _about_a_model(self, method: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
             model = (await _request(method, data, context)).name
-            return await self._first(method, data, context, await self._who_knows(model))
+            return await self._first(method, data, context, await self._traffic.who_knows(model))
 
         return call
-
-    async def _who_knows(self, model: str) -> Iterable[str]:
-        """Those that serve it; if none does, some that can say what is wrong."""
-        if model not in self._traffic.table:
-            await self._traffic.brain.refresh()
-        routes = self._traffic.table.get(model)
-        return routes.ready if routes is not None and routes.ready else list(self._channels)[:_ASKED]
 
     async def _first(
         self, method: str, data: bytes, context: Any, workers: Iterable[str], *, wanted: bytes | None = None
     ) -> bytes:
-        """The first answer, or the first that is `wanted`; else the last."""
-        answer: bytes | Refusal | None = None
         timeout = self._timeout(context)
-        for worker in list(workers):
-            last = await self._ask(worker, method, data, context, timeout)
-            if isinstance(last, Refusal):
-                if not isinstance(answer, bytes):
-                    answer = last.or_rather(answer)
-                if not last.elsewhere():
-                    break
-            else:
-                answer = last
-                if wanted is None or last == wanted:
-                    break
-        if not isinstance(answer, bytes):
-            await refuse(context, answer or no_worker())
+        answer = await first(
+            workers,
+            lambda worker: self._ask(worker, method, data, context, timeout),
+            None if wanted is None else wanted.__eq__,
+        )
+        if isinstance(answer, Refusal):
+            await refuse(context, answer)
         return answer
 
     # --- of all workers --------------------------------------------------------------------------------
@@ -139,7 +125,7 @@ class Inquiries:
 
     def _change(self, method: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
-            answers = await self._ask_all(method, data, context, context.time_remaining())
+            answers = await self._ask_all(method, data, context, time_left(context))
             # Who was told that the model is there, or not there, may rely on it.
             await self._traffic.brain.refresh(sure=True)
             return await _answered(method, fanout.all_succeeded, answers, context)
@@ -149,35 +135,23 @@ class Inquiries:
     def _registration(self, method: str, undo: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
             request = await _request(method, data, context)
-            asking = asyncio.ensure_future(self._ask_all(method, data, context, self._timeout(context)))
-            try:
-                # To the end also without the client: what is done can be undone only when that is known.
-                answers = await asyncio.shield(asking)
-            except asyncio.CancelledError:
-                await self._undo(undo, request.name, await asking, context)
-                raise
-            if any(isinstance(answer, Refusal) for answer in answers.values()):
-                await self._undo(undo, request.name, answers, context)
+            undone = _types(undo)[0](name=request.name).SerializeToString()
+            timeout = self._timeout(context)
+            answers = await everywhere_or_nowhere(
+                self._channels,
+                lambda worker: self._ask(worker, method, data, context, timeout),
+                lambda worker: self._ask(worker, undo, undone, context, self._timeout_s),
+            )
             return await _answered(method, fanout.all_succeeded, answers, context)
 
         return call
 
-    async def _undo(
-        self, method: str, region: str, answers: Mapping[str, bytes | Refusal], context: Any
-    ) -> None:
-        data = _types(method)[0](name=region).SerializeToString()
-        done = [worker for worker, answer in answers.items() if not isinstance(answer, Refusal)]
-        await asyncio.gather(*[self._ask(worker, method, data, context, self._timeout_s) for worker in done])
-
     async def _ask_all(
         self, method: str, data: bytes, context: Any, timeout: float | None
     ) -> dict[str, bytes | Refusal]:
-        """At the same time; by worker, in the order of their names."""
-        workers = sorted(self._channels)
-        answers = await asyncio.gather(
-            *[self._ask(worker, method, data, context, timeout) for worker in workers]
+        return await everywhere(
+            self._channels, lambda worker: self._ask(worker, method, data, context, timeout)
         )
-        return dict(zip(workers, answers, strict=True))
 
     async def _ask(
         self, worker: str, method: str, data: bytes, context: Any, timeout: float | None
@@ -197,7 +171,7 @@ class Inquiries:
         return answer
 
     def _timeout(self, context: Any) -> float:
-        left: float | None = context.time_remaining()
+        left = time_left(context)
         return self._timeout_s if left is None else left
 
 

@@ -1,6 +1,7 @@
 """How clients get in: the address, TLS, and the token."""
 
 import hmac
+import ssl
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -42,8 +43,7 @@ def bind(server: Any, address: str, settings: GatewaySection) -> int:
     except RuntimeError:
         # gRPC says why only in a log of its own.
         raise ListenError(
-            f"gateway.grpc: cannot listen on {address}: it is taken, or not of this machine, or tls_certificate and "
-            "tls_key cannot be used"
+            f"gateway.grpc: cannot listen on {address}: it is taken, or not of this machine"
         ) from None
     return bound
 
@@ -59,7 +59,25 @@ def server_credentials(settings: GatewaySection) -> Any:
     clients = (
         None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
     )
+    # gRPC only says that it cannot listen, and not even that where a file has no authorities.
+    tls_context(settings)
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
+
+
+def tls_context(settings: GatewaySection) -> ssl.SSLContext | None:
+    """For HTTP; None: without TLS. Raises ListenError."""
+    if settings.tls_certificate is None or settings.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.tls_certificate.expanduser(), settings.tls_key.expanduser())
+        if settings.tls_client_ca is not None:
+            context.load_verify_locations(settings.tls_client_ca.expanduser())
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ListenError(f"gateway.tls_certificate, tls_key, tls_client_ca: {error}") from None
+    return context
 
 
 class Token:

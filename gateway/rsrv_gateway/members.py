@@ -8,11 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 from watchfiles import awatch
 
-from rsrv.explain import explain
+from rsrv.explain import YamlError, explain, parse_yaml
 from rsrv.settings_fleet import GatewaySection, WorkerEntry
 from rsrv_gateway.contract import Worker
 
@@ -139,9 +137,9 @@ def worker_of(entry: WorkerEntry) -> Worker:
 def read_workers(text: str) -> Mapping[str, Worker]:
     """Of a YAML list as in gateway.workers, by name. Raises MembersError."""
     try:
-        raw = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise MembersError(f"not YAML: {' '.join(str(error).split())}") from None
+        raw = parse_yaml(text)
+    except YamlError as error:
+        raise MembersError(str(error)) from None
     if not isinstance(raw, list):
         # Nothing at all is a file that is being written.
         raise MembersError("must be a list of workers, as gateway.workers; write [] where there is none")

@@ -2,6 +2,7 @@
 
 The packing gives every unit a target. Until all weights of the unit are on the device of a new home, requests stay where
 they are; when they are, the table changes. The old home frees its weights when it has nothing of the model any more.
+Where more is placed than has room, weights that nobody asks for give way at once: there traffic does not wait.
 A limit ends each wait, for weights may never come, and another gateway may still send requests to the old home.
 """
 
@@ -61,11 +62,16 @@ class Moves:
         return changed
 
     def advance(
-        self, fleet: Fleet, crowded: Collection[tuple[str, str]], now: float
+        self,
+        fleet: Fleet,
+        crowded: Collection[tuple[str, str]],
+        swapping: Collection[str],
+        now: float,
     ) -> tuple[list[Step], list[str]]:
         """Take every unit as far as it can go now.
 
-        crowded: (unit, worker) whose weights would not stay there; they are not waited for.
+        crowded: (unit, worker) whose weights would not stay there; they are not asked for.
+        swapping: workers where no weights are waited for, because they do not stay without requests.
         Returns what to ask of the workers, and the models whose place has changed.
         """
         steps: list[Step] = []
@@ -77,7 +83,7 @@ class Moves:
             steps += self._fetch(unit, target, fleet, crowded, now)
             for name in unit.models:
                 old = self.placed.get(name, ())
-                new = self._place(unit, name, target, fleet, crowded, now)
+                new = self._place(unit, name, target, fleet, crowded, swapping, now)
                 if new != old:
                     self.placed[name] = new
                     self._left(name, old, new, fleet, now)
@@ -99,12 +105,14 @@ class Moves:
         target: tuple[str, ...],
         fleet: Fleet,
         crowded: Collection[tuple[str, str]],
+        swapping: Collection[str],
         now: float,
     ) -> tuple[str, ...]:
         """Where a model's requests go now."""
         here = [worker for worker in self.placed.get(name, ()) if worker in unit.allowed]
         gained = [worker for worker in target if worker not in here]
-        cold = self._cold(unit, gained, fleet, crowded)
+        waited_for = [worker for worker in gained if worker not in swapping]
+        cold = self._cold(unit, waited_for, fleet, crowded)
         if not cold or now - self._since[name] >= MOVE_LIMIT_S:
             return target
         if not here:

@@ -23,6 +23,12 @@ _MEANT = {
 _FINAL = (StatusCode.RESOURCE_EXHAUSTED, StatusCode.DEADLINE_EXCEEDED)
 _ELSEWHERE = (StatusCode.NOT_FOUND, StatusCode.UNAVAILABLE)
 
+#: Connections that may break under one request. A request that ends whatever computes it must not go through all workers.
+MOST_LOSSES = 2
+
+#: characters of a client's invention that are repeated
+_LONGEST_NAME = 256
+
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
@@ -33,6 +39,8 @@ class Refusal:
     code: StatusCode
     message: str
     trailing: Metadata = ()
+    #: whether the connection broke while the request was there, which may be what ended the worker
+    lost: bool = False
 
     def for_client(self) -> StatusCode:
         """The code that the client gets; message and metadata stay as they are."""
@@ -44,7 +52,7 @@ class Refusal:
 
     def broken(self) -> bool:
         """Whether the worker may be gone, and is worth a look: it is unavailable, and none of its models says why."""
-        return self.code is StatusCode.UNAVAILABLE and _TAG.search(self.message) is None
+        return self.code is StatusCode.UNAVAILABLE and not tagged(self.message)
 
     def or_rather(self, earlier: "Refusal | None") -> "Refusal":
         """Which of two is for the client, when the request was refused by one worker after the other.
@@ -61,9 +69,15 @@ def _meant(refusal: Refusal) -> StatusCode | None:
     return None if tag is None else _MEANT.get(tag[1])
 
 
+def tagged(message: str) -> bool:
+    """Whether a model says with it what it has no code for."""
+    return _TAG.search(message) is not None
+
+
 def not_found(model: str) -> Refusal:
-    """As Triton says it."""
-    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
+    """As Triton says it, but for a name so long that no client would take the message."""
+    shown = model if len(model) <= _LONGEST_NAME else f"{model[:_LONGEST_NAME]}..."
+    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{shown}' is not found")
 
 
 def not_served(model: str) -> Refusal:

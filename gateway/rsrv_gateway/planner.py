@@ -73,6 +73,8 @@ class Planner:
         self._changed_at: float | None = None
         #: (unit, worker) whose weights would not stay there
         self._crowded: frozenset[tuple[str, str]] = frozenset()
+        #: workers with more weights placed than they have room for
+        self._swapping: frozenset[str] = frozenset()
         self._device_s = 0.0
         self._asked = 0
         self._done = 0
@@ -128,7 +130,7 @@ class Planner:
             if trigger is not None:
                 self._repack(fleet, trigger, now)
             if self._started:
-                steps, changed = self._moves.advance(fleet, self._crowded, now)
+                steps, changed = self._moves.advance(fleet, self._crowded, self._swapping, now)
                 for name in changed:
                     self._costs.where.pop(name, None)
         table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
@@ -225,6 +227,7 @@ class Planner:
             changed = self._moves.aim(unit, tuple(sorted(result.placed[unit.name])), now)
             moved += changed and bool(home)
         self._crowded = _crowded(fleet, loads, result.placed)
+        self._swapping = frozenset(worker for _, worker in self._crowded)
         self._started = True
         self._counts[trigger] = self._counts.get(trigger, 0) + 1
         self._last = (trigger, now)
@@ -246,8 +249,11 @@ class Planner:
         target = self._moves.targets.get(unit.name, ())
         kept = [worker for worker in target if worker in unit.allowed]
         if not kept:
-            warm = [worker for worker in unit.allowed if unit.bytes and fleet.warm(unit, worker)]
-            return tuple(warm) if len(warm) <= count else ()
+            warm = set(unit.allowed if unit.bytes else ())
+            for model in map(fleet.models.__getitem__, unit.models):
+                if model.bytes:
+                    warm.intersection_update(model.resident)
+            return tuple(sorted(warm)) if len(warm) <= count else ()
         used: dict[str, float] = {}
         if self._moves.settled(unit):
             for name in unit.models:

@@ -2,6 +2,7 @@
 
 import asyncio
 from enum import Enum
+from math import isfinite
 from typing import Any, Final
 
 import grpc
@@ -53,11 +54,9 @@ class GrpcProber:
             return DEAD
         # Triton may be slow to list models while it loads some, and serves the others as before.
         self._ready = self._ready if isinstance(ready, _Late) else ready
-        return (
-            _view(self._ready, load)
-            if isinstance(load, pb.GetLoadResponse)
-            else WorkerView(True, self._ready)
-        )
+        if isinstance(load, pb.GetLoadResponse) and _is_sane(load):
+            return _view(self._ready, load)
+        return WorkerView(True, self._ready)
 
     async def act(self, act: Act, model: str) -> None:
         if self._control is None:
@@ -107,6 +106,8 @@ class GrpcProber:
             index = await call(service_pb2.RepositoryIndexRequest(ready=True), timeout=self._timeout)
         except grpc.RpcError as error:
             return _LATE if _is_late(error) else frozenset()
+        if index is None:  # no such message: gRPC has logged that
+            return frozenset()
         return frozenset(model.name for model in index.models if model.state == "READY")
 
     async def _load(self) -> pb.GetLoadResponse | _Late | None:
@@ -127,6 +128,14 @@ def _is_late(error: Any) -> bool:
 
 def _said(error: Any) -> str:
     return f"{error.code().name}: {error.details() or 'no reason given'}"
+
+
+def _is_sane(load: pb.GetLoadResponse) -> bool:
+    """One worker's figures that are none would spoil the sums over all workers."""
+    numbers = [load.backlog_s]
+    for model in load.models:
+        numbers += model.cost_s, model.device_seconds
+    return all(isfinite(number) and number >= 0 for number in numbers)
 
 
 def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:

@@ -49,7 +49,7 @@ class _Model:
 
     __slots__ = ("cursor", "name", "placed", "ready", "requests", "routes", "run", "shares", "spent", "units")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cursor: int) -> None:
         self.name = name
         self.routes: Routes | None = None
         self.ready: tuple[_Load, ...] = ()
@@ -58,7 +58,7 @@ class _Model:
         self.shares: dict[str, _Share] = {}
         self.requests = 0
         #: whose turn it is next: an index into `placed`, or else into `ready`; modulo their number
-        self.cursor = 0
+        self.cursor = cursor
         #: the replica that requests go to now, and the items that it has got
         self.run: _Share | None = None
         self.spent = 0
@@ -110,7 +110,8 @@ class Router:
         for name, routes in table.items():
             model = self._models.get(name)
             if model is None:
-                model = self._models[name] = _Model(name)
+                # Each begins with another worker, or the first few would get all that is rarely asked for.
+                model = self._models[name] = _Model(name, len(self._models))
             if routes.ready not in ready:
                 ready[routes.ready] = tuple([self._load(worker) for worker in routes.ready])
             model.ready = ready[routes.ready]

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse
+from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import Channels
-from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.traffic import CANCELLED, Traffic
@@ -69,7 +69,7 @@ class _Refused(Exception):
 class _Message:
     """A request that has no answer yet."""
 
-    __slots__ = ("arrived", "choice", "data", "items", "model")
+    __slots__ = ("arrived", "choice", "data", "items", "losses", "model")
 
     def __init__(self, model: str, items: int, choice: Choice) -> None:
         #: itself, while it is kept
@@ -77,6 +77,8 @@ class _Message:
         self.model = model
         self.items = items
         self.choice = choice
+        #: connections that broke while it was there
+        self.losses = 0
         self.arrived = monotonic()
 
 
@@ -93,6 +95,8 @@ class _Upstream:
         self.kept_bytes = 0
         #: messages go one by one, and in order
         self.writing = asyncio.Lock()
+        #: whether nothing more is written
+        self.closed = False
 
     def expect(self, message: _Message, data: bytes) -> None:
         """To be called for what is written next."""
@@ -116,6 +120,7 @@ class _Upstream:
             await self.call.write(data)
 
     async def close(self) -> None:
+        self.closed = True
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.done_writing()
 
@@ -180,7 +185,11 @@ class _Stream:
         if home != choice.worker:
             router.move(choice, home)
         message = _Message(model, items, choice)
-        upstream = self._upstreams.get(home) or self._open(home)
+        try:
+            upstream = self._upstreams.get(home) or self._open(home)
+        except _Refused as refused:
+            self._over(message, refused.refusal.code.name)
+            raise
         upstream.expect(message, data)
         async with upstream.writing:
             await upstream.write(data)
@@ -200,7 +209,7 @@ class _Stream:
         channels = self._channels.get(worker)
         if channels is None:
             raise _Refused(gone(worker))
-        call = channels.link().stream(timeout=self._context.time_remaining(), metadata=self._metadata)
+        call = channels.link().stream(timeout=time_left(self._context), metadata=self._metadata)
         upstream = self._upstreams[worker] = _Upstream(worker, call)
         self._ending.add(upstream)
         self._tasks.create_task(self._answer(upstream))
@@ -215,7 +224,8 @@ class _Stream:
                     self._over(upstream.waiting.popleft(), "UNKNOWN" if data[:1] == _ERROR else "OK")
                 async with self._answering:
                     await self._context.write(data)
-            refusal = None
+            # Only the client ends a stream in order.
+            refusal = gone(upstream.worker) if upstream.waiting and not upstream.closed else None
         except grpc.aio.AioRpcError as error:
             refusal = refusal_of(error)
         except asyncio.CancelledError:
@@ -227,6 +237,9 @@ class _Stream:
             del self._upstreams[upstream.worker]
         if refusal is not None and refusal.broken():
             self._traffic.brain.failed(upstream.worker)
+        if refusal is not None and refusal.lost:
+            for message in upstream.waiting:
+                message.losses += 1
         if refusal is not None and refusal.elsewhere() and upstream.kept and await self._move(upstream):
             return
         while upstream.waiting:  # the worker has nothing to say to these
@@ -235,9 +248,12 @@ class _Stream:
             raise _Refused(refusal)
 
     async def _move(self, failed: _Upstream) -> bool:
-        """Sends what one worker has not answered to another one that serves all these models; whether there is one."""
+        """Sends what one worker has not answered to another one that serves all these models; whether there is one, and
+        it may be tried."""
         self._failed.add(failed.worker)
         messages = list(failed.waiting)
+        if any(message.losses == MOST_LOSSES for message in messages):
+            return False
         datas = [message.data for message in messages]
         common = [
             worker

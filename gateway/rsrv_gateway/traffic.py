@@ -4,7 +4,7 @@ Counting is on every request's way, so it is plain numbers in dicts; whoever wan
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from rsrv_gateway.contract import Table, Worker
@@ -14,6 +14,8 @@ from rsrv_gateway.routing import Choice, Mode, Router
 
 #: the code of a request whose client did not wait for the answer
 CANCELLED = "CANCELLED"
+#: workers that are asked about a model that none serves, for what they say of it
+_ASKED = 3
 
 
 class Traffic:
@@ -33,6 +35,11 @@ class Traffic:
         self.workers, self.table = workers, table
         self.router.update(table)
 
+    @property
+    def serves(self) -> bool:
+        """Whether some worker serves some model."""
+        return any(routes.ready for routes in self.table.values())
+
     async def find(self, model: str, items: int) -> Choice | Refusal:
         """For a request whose model nobody seemed to serve: after a look at all workers, if that may help."""
         if model not in self.table:
@@ -45,6 +52,14 @@ class Traffic:
             return not_served(model)
         # Without workers, nothing is known of any model.
         return not_found(model) if self.workers else no_worker()
+
+    async def who_knows(self, model: str) -> Iterable[str]:
+        """The workers that serve it, after a look at all if that may help; if none does, some that can say what is
+        wrong."""
+        if model not in self.table:
+            await self.brain.refresh()
+        routes = self.table.get(model)
+        return routes.ready if routes is not None and routes.ready else list(self.workers)[:_ASKED]
 
     def settle(self, choice: Choice, model: str, sequence: int | str) -> None:
         """Sends a request of a sequence to the worker that has the others of the sequence.

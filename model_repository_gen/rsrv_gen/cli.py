@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _complain(f"{name} is skipped:", *problems)
         opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
         with opened as writer:
+            for name in writer.lost if writer else ():
+                _complain(
+                    f"{name}: a server ended while it loaded this version; the one before is not kept any more"
+                )
             run = _Run(options.output, options, writer)
             run.models(sources, settings)
             run.settings(settings)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.settings import Transport
+from rsrv_gen.aside import Replaced
 from rsrv_gen.plan import LinkMode, ModelPlan, Source, plan_repository
 from rsrv_gen.sources import Sources, read_sources
-from rsrv_gen.write import Replaced, carried, is_current, is_foreign, is_ours, open_repository, our_models
+from rsrv_gen.write import carried, is_current, is_foreign, is_ours, open_repository, our_models
 
 #: `foreign`: somebody else's directory has the name. `internal`: there is no directory, because metas carry the model.
 Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign"]
@@ -136,6 +137,7 @@ def update(
     transport: Transport,
     stays: Callable[[str], str] = lambda name: "",
     ready: Callable[[str], bool] = lambda name: True,
+    take: Callable[[str], bool] = lambda name: True,
     write: bool = True,
     later_than: Mapping[str, int] | None = None,
 ) -> Update:
@@ -143,12 +145,15 @@ def update(
 
     With a model, those are looked at that are made of its bundle or stand in for it: metas, and what they call.
     Nothing is removed: `remove` does that when the others have been loaded. `ready` says whether a bundle may be read
-    now; it is asked before and again after it has been read. With `write` False, what would be written is in
+    now; it is asked before and again after it has been read. `take` says whether a model may be written, which is asked
+    once, just before; either may put it off. With `write` False, what would be written is in
     `Update.failed`. `later_than` as in `RepositoryWriter.put`.
     """
     sources = read_sources(roots)
-    broken = {name: "; ".join(lines) for name, lines in sources.broken.items()}
+    # What is being copied is broken for the moment, and nobody's fault.
+    broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
     done = Update(broken=broken, unusable=sources.unusable)
+    done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
     only = None if names is None else _touched(names, sources, repository)
     planned = steps(repository, sources, link=link, transport=transport, stays=stays, only=only)
     for step in planned:
@@ -161,6 +166,8 @@ def update(
         match step.verb:
             case "unchanged" if not followed:
                 done.unchanged.add(step.name)
+            case "new" | "changed" | "unchanged" if write and not take(step.name):
+                done.later.add(step.name)
             case "new" | "changed" | "unchanged" if step.plan is not None and write:
                 _put(repository, link, step.name, step.plan, (later_than or {}).get(step.name, 0), done)
                 if step.name in done.put and not all(map(ready, made_of)):
@@ -172,7 +179,7 @@ def update(
                 done.broken[step.name] = (
                     f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
-            case "kept" if step.name not in done.broken:
+            case "kept" if step.name not in sources.broken:
                 done.kept.add(step.name)
             case "removed":
                 done.go[step.name] = step.carriers

@@ -1,24 +1,22 @@
 """Bringing a model repository to its planned state. All that rsrv-gen writes is written here.
 
 Triton may be running on the repository, so a model's directory changes in one step: the new one is built aside
-and then exchanged with the old one, which stays aside until nobody may want it back. Aside is beside the repository
-and not in it, because Triton takes every folder there for a model, hidden ones too.
+and then exchanged with the old one, which stays aside until nobody may want it back.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import filecmp
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
+from rsrv_gen.aside import Aside, Replaced, clear_away, leave_open, locked
 from rsrv_gen.config import MARK
 from rsrv_gen.plan import (
     CALLS_FOLDER,
@@ -33,9 +31,6 @@ from rsrv_gen.plan import (
 
 #: Smaller files are always copied: a manifest that is edited in place must not change the served model under it.
 LINK_BYTES = 2**20
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def is_ours(folder: Path) -> bool:
@@ -63,16 +58,6 @@ def carried(folder: Path) -> list[str]:
     """Names of the callees whose bundles a meta model's directory has."""
     calls = folder / CALLS_FOLDER
     return sorted(entry.name for entry in calls.iterdir()) if calls.is_dir() else []
-
-
-def version_of(folder: Path) -> tuple[int, int] | None:
-    """What tells a model's directory from every other that was or will be in its place; None when there is none."""
-    try:
-        status = (folder / VERSION).stat()
-    except OSError:
-        return None
-    # Neither `touch` nor an exchange with another directory changes these two.
-    return status.st_ino, status.st_ctime_ns
 
 
 def is_current(folder: Path, plan: ModelPlan, mode: LinkMode) -> bool:
@@ -123,53 +108,27 @@ def newest(folder: Path) -> int:
     """When the newest file or folder was modified, in nanoseconds; 0 if there is none."""
     times = [0]
     for parent, _, names in os.walk(folder, followlinks=True):
-        paths = [parent, *(os.path.join(parent, name) for name in names)]
-        times += (os.stat(path).st_mtime_ns for path in paths)
+        for path in (parent, *(os.path.join(parent, name) for name in names)):
+            # What a link leads to may be gone, or go just now.
+            with suppress(OSError):
+                times.append(os.stat(path).st_mtime_ns)
     return max(times)
-
-
-class Replaced:
-    """A model that was put, and what was in its place before: one of both has to go."""
-
-    def __init__(self, repository: Path, name: str, aside: _Aside, stamp: int) -> None:
-        self._target = repository / name
-        self._aside = aside
-        self._version = version_of(self._target)
-        #: time of its newest file, in nanoseconds
-        self.stamp = stamp
-
-    def forget(self) -> None:
-        """Removes what was there before."""
-        self._aside.remove()
-
-    def undo(self) -> bool:
-        """Puts back what was there before, if only nothing. False if somebody has changed the model since.
-
-        Raises OSError if that can't be done; what was there before stays aside then.
-        """
-        with _locked(self._target.parent):
-            ours = version_of(self._target) == self._version
-            old = self._aside.path / self._target.name
-            if ours and old.exists():
-                exchange(old, self._target)
-            elif ours:
-                self._target.rename(old)
-        self._aside.remove()
-        return ours
 
 
 class RepositoryWriter:
     """Changes one repository. Made by `open_repository`, which keeps all others out."""
 
-    def __init__(self, repository: Path, mode: LinkMode, aside: Path) -> None:
+    def __init__(self, repository: Path, mode: LinkMode, aside: Path, lost: Sequence[str]) -> None:
         self._repository = repository
         self._mode: LinkMode = mode
         self._aside = aside
+        #: Models that a server was to load when it ended, and whose version before that is not kept any more.
+        self.lost = lost
 
     def put(self, name: str, plan: ModelPlan, later_than: int = 0) -> Replaced:
         """Creates a model, or replaces one that rsrv-gen made. Its newest file is later than that, as in `touch`."""
         target = self._own(name)
-        kept = _Aside(self._repository)
+        kept = Aside.new(self._repository)
         try:
             new = kept.path / name
             for path, content in plan.items():
@@ -178,15 +137,11 @@ class RepositoryWriter:
             config = new / CONFIG_FILE
             written = max(config.stat().st_mtime_ns, newest(new))
             os.utime(config, ns=(written, written))
-            stamp = touch(new, max(later_than, newest(target)))
-            if target.exists():
-                exchange(new, target)
-            else:
-                new.rename(target)
+            touch(new, max(later_than, newest(target)))
+            return kept.install(name, self._repository)
         except BaseException:
             kept.remove()
             raise
-        return Replaced(self._repository, name, kept, stamp)
 
     def remove(self, name: str) -> None:
         """Removes a model that rsrv-gen made."""
@@ -227,21 +182,11 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
     """Creates the repository if need be and waits until no other rsrv-gen works on it."""
     repository = repository.absolute()
     repository.mkdir(parents=True, exist_ok=True)
-    with _locked(repository), ExitStack() as stack:
-        _clear_away(repository)
-        aside = _Aside(repository)
+    with locked(repository), ExitStack() as stack:
+        lost = leave_open(repository, clear_away(repository))
+        aside = Aside.new(repository)
         stack.callback(aside.remove)
-        yield RepositoryWriter(repository, mode, aside.path)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+        yield RepositoryWriter(repository, mode, aside.path, lost)
 
 
 def being_written(repository: Path) -> bool:
@@ -254,52 +199,6 @@ def being_written(repository: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-class _Aside:
-    """A directory on the repository's file system that is no model's. It is locked for as long as somebody uses it."""
-
-    def __init__(self, repository: Path) -> None:
-        place, prefix = _where_aside(repository)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _where_aside(repository: Path) -> tuple[Path, str]:
-    """A folder, and how names in it start that belong to this repository."""
-    # A mount point's parent is another file system, and a rename does not cross it. Then a hidden folder inside
-    # must do, though a polling Triton complains in its log for the moment that it is there.
-    # Nor can a folder be made in a parent that belongs to somebody else.
-    foreign = repository.parent.stat().st_dev != repository.stat().st_dev
-    inside = foreign or not os.access(repository.parent, os.W_OK)
-    return repository if inside else repository.parent, f".{repository.name}.rsrv-gen-"
-
-
-def _clear_away(repository: Path) -> None:
-    """Removes what a crash left aside; the repository is locked."""
-    place, prefix = _where_aside(repository)
-    for left in place.glob(f"{prefix}*"):
-        try:
-            handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass  # somebody may want it back
-        else:
-            for spare in left.glob(".*"):
-                target = repository / spare.name.removeprefix(".")
-                if not target.exists():
-                    spare.rename(target)
-            shutil.rmtree(left, ignore_errors=True)
-        finally:
-            os.close(handle)
 
 
 def _may_link(source: Path, mode: LinkMode) -> bool:
@@ -316,34 +215,3 @@ def _hard_link(source: Path, target: Path) -> bool:
             return False
         raise
     return True
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Exchanges two directories, in one step where the kernel and the file system can."""
-    if _rename_exchange(one, other):
-        return
-    # For a moment `other` does not exist; a Triton that polls just then unloads the model and loads it again. After a
-    # crash in this moment the next rsrv-gen puts it back, which knows it by the dot.
-    spare = one.with_name(f".{one.name}")
-    other.rename(spare)
-    try:
-        one.rename(other)
-    except OSError:
-        spare.rename(other)
-        raise
-    spare.rename(one)
-
-
-def _rename_exchange(one: Path, other: Path) -> bool:
-    """False when it can't be done here in one step."""
-    library = ctypes.CDLL(None, use_errno=True)
-    try:
-        renameat2 = library.renameat2
-    except AttributeError:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))

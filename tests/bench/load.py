@@ -21,7 +21,7 @@ from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, model_status
 
 #: Windows that perf_analyzer measures; ours lies within them.
-_WINDOWS = 3
+WINDOWS = 3
 
 
 class BenchFailed(Exception):
@@ -64,28 +64,32 @@ def measure(
     with load(side, model, clients, window_s, data) as running:
         everyone = {**processes, running.process.pid: CLIENT}
         first = _read(side, model, everyone)
-        time.sleep((_WINDOWS - 0.5) * window_s)
+        time.sleep((WINDOWS - 0.5) * window_s)
         second = _read(side, model, everyone)
     return _sample(side, model, clients, round_number, everyone, first, second, running.report)
 
 
 @contextlib.contextmanager
-def load(side: Side, model: str, clients: int, window_s: float, data: str = "random") -> Iterator[Load]:
-    """perf_analyzer beside the block, which starts with its first answers. Raises BenchFailed on any error it met."""
+def load(
+    side: Side, model: str, clients: int, window_s: float, data: str = "random", via: str | None = None
+) -> Iterator[Load]:
+    """perf_analyzer beside the block, which starts with its first answers. `via`: HOST:PORT of what passes requests on to
+    the server, and perhaps to others. Raises BenchFailed on any error it met."""
     failed_before = _statistics(side, model)["inference_stats"]["fail"]["count"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.csv")
-        command = [str(side.server.installation.perf_analyzer), "-m", model, "-u", side.server.grpc_url]
-        command += ["-i", "grpc", "--input-data", data, "--concurrency-range", str(clients)]
+        command = [str(side.server.installation.perf_analyzer), "-m", model]
+        command += ["-u", via or side.server.grpc_url, "-i", "grpc"]
+        command += ["--input-data", data, "--concurrency-range", str(clients)]
         # The windows are averaged, however much they differ: how steady it was shows over the rounds.
-        command += ["-p", str(round(window_s * 1e3)), "-r", str(_WINDOWS), "-s", "9999", "-f", str(report)]
+        command += ["-p", str(round(window_s * 1e3)), "-r", str(WINDOWS), "-s", "9999", "-f", str(report)]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             running = Load(process)
             _await_answers(side, model, process, clients)
             yield running
             # The windows, the statistics that it asks for, and the end of what is in flight.
-            said, _ = process.communicate(timeout=4 * _WINDOWS * window_s + 30)
+            said, _ = process.communicate(timeout=4 * WINDOWS * window_s + 30)
         finally:
             process.kill()
             process.wait()

@@ -106,6 +106,11 @@ def images_repository() -> Path:
     return generate("rsrv-images", [ensure_bundle(IMAGES, _export_images)])
 
 
+def gateway_repository() -> Path:
+    """A repository with a model of small requests and one of large ones."""
+    return generate("gateway", [ensure_bundle(MLP, _export_mlp), ensure_bundle(IMAGES, _export_images)])
+
+
 def plain_repository(count: int) -> Path:
     """A repository with `count` mlps as plain Triton models."""
     environment = plain_env.ensure()

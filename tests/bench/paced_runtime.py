@@ -13,7 +13,8 @@ from collections.abc import Collection, Sequence
 
 from rsrv.runtime import device
 from rsrv.runtime.__main__ import main
-from rsrv.runtime.device import Array, Buffer, Executable, JaxDevice, Launched
+from rsrv.runtime.abstract_device import Array, Buffer, Executable, Launched
+from rsrv.runtime.device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 

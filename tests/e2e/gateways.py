@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc
+import tritonclient.http
 
 from local_triton import free_ports
 from tests.e2e.harness import RunningTriton, wait_until
@@ -97,11 +98,13 @@ def write_repository(folder: Path, models: Sequence[str] = tuple(_BODIES)) -> Pa
 
 
 class RunningGateway:
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, http_port: int, log_path: Path) -> None:
         self.process = process
         self.url = f"127.0.0.1:{port}"
+        self.http_port = http_port
         self.log_path = log_path
         self.grpc = tritonclient.grpc.InferenceServerClient(self.url)
+        self.http = tritonclient.http.InferenceServerClient(f"127.0.0.1:{http_port}")
 
     def is_ready(self) -> bool:
         if self.process.poll() is not None:
@@ -119,8 +122,14 @@ def running_gateway(
     folder: Path, workers: Sequence[RunningTriton], **settings: Any
 ) -> Iterator[RunningGateway]:
     """Its workers are called a, b ..., and it is ready."""
-    (port,) = free_ports(1)
-    lines = ["gateway:", f"  grpc: 127.0.0.1:{port}", "  http: null", "  admin: null", "  workers:"]
+    port, http_port = free_ports(2)
+    lines = [
+        "gateway:",
+        f"  grpc: 127.0.0.1:{port}",
+        f"  http: 127.0.0.1:{http_port}",
+        "  admin: null",
+        "  workers:",
+    ]
     for name, worker in zip("abcdefgh", workers, strict=False):
         ports = f"grpc_port: {worker.grpc_port}, http_port: {worker.http_port}, metrics_port: {worker.metrics_port}"
         lines.append(f"  - {{name: {name}, host: 127.0.0.1, {ports}}}")
@@ -134,11 +143,12 @@ def running_gateway(
             stderr=subprocess.STDOUT,
             env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
         )
-    gateway = RunningGateway(process, port, log_path)
+    gateway = RunningGateway(process, port, http_port, log_path)
     try:
         wait_until(gateway.is_ready, what="the gateway is ready")
         yield gateway
     finally:
         gateway.grpc.close()
+        gateway.http.close()
         process.send_signal(signal.SIGKILL)
         process.wait()

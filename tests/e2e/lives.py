@@ -84,6 +84,11 @@ class Living:
         self._stub.ReloadWeights(pb.ReloadWeightsRequest(model=name), timeout=60)
 
     @property
+    def pid(self) -> int:
+        """Of the control process that answers now."""
+        return int(self._stub.GetStatus(pb.GetStatusRequest(), timeout=20).server.control_pid)
+
+    @property
     def failures(self) -> dict[str, str]:
         status = self._stub.GetStatus(pb.GetStatusRequest(), timeout=20)
         return {failure.name: failure.text for failure in status.failures}

@@ -212,7 +212,9 @@ def test_a_hook_that_hangs_on_another_thread_leaves_nobody_without_an_answer(ser
     assert "time.sleep(60)" in log
 
 
-@pytest.mark.parametrize(("model", "value"), [("meta", -1.0), ("async", -1.0)])
+@pytest.mark.parametrize(
+    ("model", "value"), [("meta", -1.0), pytest.param("async", -1.0, marks=pytest.mark.long)]
+)
 def test_a_run_that_hangs_ends_its_process(server: RunningTriton, model: str, value: float) -> None:
     """Its own time between two calls counts; a long run of many calls does not hang."""
     pid = stub(server, model)

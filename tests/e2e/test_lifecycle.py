@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -160,6 +161,44 @@ def test_what_does_not_load_leaves_the_old_version_serving(
     for name in ("fragile", "stillborn"):
         shutil.rmtree(bundles / name)
         assert_becomes(call, name, None)
+
+
+def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_back(
+    call: Caller, bundles: Path, folder: Path, versions: dict[str, Path], life: Living, tmp_path: Path
+) -> None:
+    """The model's code waits for the test, and then fails; by then the next control process is there."""
+    place(versions["one"], bundles / "orphan")
+    assert_becomes(call, "orphan", (1, 0))
+    begun, gate = tmp_path / "begun", tmp_path / "gate"
+    shutil.copytree(bundles / "orphan", bundles / ".orphan.new")
+    (bundles / ".orphan.new" / "model.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        f"Path({str(begun)!r}).touch()\n"
+        f"while not Path({str(gate)!r}).exists():\n    time.sleep(0.01)\n"
+        "raise RuntimeError('never')\ndef preprocess(inputs): return inputs\n"
+    )
+    place(bundles / ".orphan.new", bundles / "orphan")
+    shutil.rmtree(bundles / ".orphan.new")
+    wait_until(begun.exists, what="the new version to load")
+    first = life.pid
+    os.kill(first, signal.SIGKILL)
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(bundles), str(folder / "mount"), *options]) == 0
+    assert (folder / "gen/orphan/1/bundle/model.py").exists()
+    gate.touch()
+
+    def told() -> bool:
+        with suppress(grpc.RpcError):
+            return life.pid != first and "never" in life.failures.get("orphan", "")
+        return False
+
+    wait_until(told, what="the next control process to say why")
+    # Its first round may be trying it once more.
+    wait_until(lambda: not (folder / "gen/orphan/1/bundle/model.py").exists())
+    assert served(call, "orphan") == (1, 0)
+    shutil.rmtree(bundles / "orphan")
+    assert_becomes(call, "orphan", None)
+    wait_until(lambda: not list(folder.glob(".gen.*")))
 
 
 def test_a_chain_of_renames_compiles_nothing(

@@ -173,6 +173,7 @@ def test_a_server_killed_while_its_models_compile_leaves_nothing(
 # --- the runtime's end --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTriton]) -> None:
     """Each of 16 clients is answered within a second, right or with RUNTIME_DOWN; soon all succeed again."""
     server = start("mlp", "exact", "elastic", "digits")
@@ -242,6 +243,7 @@ def test_a_killed_runtime_comes_back_under_load(start: Callable[..., RunningTrit
     assert server.server.process.poll() is None
 
 
+@pytest.mark.long
 def test_a_runtime_killed_again_and_again_leaks_nothing(start: Callable[..., RunningTriton]) -> None:
     """After each death of the runtime a stub has as many open files and threads as before."""
     server = start("exact", "elastic")
@@ -404,6 +406,7 @@ def test_a_device_that_is_not_there_is_named(start: Callable[..., RunningTriton]
     assert "platform" in said, said
 
 
+@pytest.mark.long
 def test_models_are_unloaded_and_loaded_again_and_again(start: Callable[..., RunningTriton]) -> None:
     """The runtime lets go of an unloaded model each time, also under load, and answers rightly when it is back."""
     server = start("exact", "elastic", extra_args=["--model-control-mode=explicit", "--load-model=*"])

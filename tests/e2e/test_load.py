@@ -370,7 +370,7 @@ def grown(server: RunningTriton, before: Mapping[int, tuple[int, int]]) -> Itera
 @pytest.mark.parametrize(
     ("warm_up", "seconds"),
     [
-        pytest.param(3, 6, id="seconds"),
+        pytest.param(2, 4, id="seconds"),
         pytest.param(20, 240, id="minutes", marks=[pytest.mark.long, pytest.mark.timeout(600)]),
     ],
 )

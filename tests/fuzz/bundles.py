@@ -9,7 +9,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rsrv.control.watching import scan
-from rsrv.runtime.device import Device, JaxDevice
+from rsrv.runtime.abstract_device import Device
+from rsrv.runtime.device import JaxDevice
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
 from rsrv.runtime.models import Model, build, identify, warm_up

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import Abandoned, Executable, OutOfMemory
+from rsrv.runtime.abstract_device import Abandoned, Executable, OutOfMemory
 from tests.fakes import FakeDevice
 
 TENSORS = [np.full(4, i, np.float32) for i in range(3)]

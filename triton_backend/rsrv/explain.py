@@ -7,7 +7,6 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 
 class YamlError(Exception):
@@ -18,16 +17,23 @@ class YamlError(Exception):
 _LONGEST = 80
 
 
+def parse_yaml(text: str) -> object:
+    """What a YAML 1.2 text says. Raises YamlError: it is no YAML."""
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except RecursionError:
+        raise YamlError("not YAML: it is nested too deeply") from None
+    except Exception as error:  # noqa: BLE001  a date that is none is a ValueError, and there are more such
+        raise YamlError(f"not YAML: {' '.join(str(error).split())}") from None
+
+
 def read_yaml(text: str, of: str) -> dict[str, Any]:
     """The mapping in a YAML 1.2 text; {} if it is empty. `of` says of what, for the message.
 
     Raises:
         YamlError: it is no YAML, or no mapping.
     """
-    try:
-        raw = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise YamlError(f"not YAML: {' '.join(str(error).split())}") from None
+    raw = parse_yaml(text)
     if raw is None:
         return {}
     if not isinstance(raw, Mapping):

@@ -176,6 +176,10 @@ class GatewaySection(Section):
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if (self.worker_certificate is None) != (self.worker_key is None):
             raise ValueError("worker_certificate and worker_key: both or neither")
+        if self.worker_certificate is not None and self.worker_ca is None:
+            raise ValueError(
+                "worker_certificate and worker_key need worker_ca: without it, workers are spoken to without TLS"
+            )
         if self.control_listen is not None and self.tls_client_ca is None and self.token_file is None:
             raise ValueError("control_listen needs tls_client_ca or token_file: TLS alone lets everybody in")
         return self
@@ -193,13 +197,18 @@ class NodeSection(Section):
         0, ge=0, le=64, description="Tritonservers on the CPU, where there is no GPU or none is wanted."
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="Cores of each worker; null: an equal share of the machine's."
+        None,
+        ge=1,
+        le=1024,
+        description="Cores of each worker; null: an equal share of those that are close to its device.",
     )
     directory: Path = Field(
-        Path("node"), description="Where the workers' model repositories and logs are kept."
+        Path("node"),
+        description="Where the workers' model repositories are kept, and the list of workers; on the file system of the "
+        "bundles, so that these are shared and not copied.",
     )
     tritonserver: str = Field("tritonserver", description="The server to start.")
-    arguments: list[str] = Field(default_factory=list, description="More arguments for it.")
+    arguments: list[str] = Field(default_factory=list, description="More arguments for it; they win.")
     first_port: int = Field(
         18000,
         ge=1,

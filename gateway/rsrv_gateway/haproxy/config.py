@@ -121,8 +121,8 @@ def _defaults(section: GatewaySection) -> str:
         "option clitcpka",
         "option srvtcpka",
         "option abortonclose",
-        # Where nothing was answered, another worker is asked.
-        "retries 2",
+        # Where nothing was answered, another worker is asked; not a third, as a request may end whoever gets it.
+        "retries 1",
         "option redispatch 1",
         "retry-on conn-failure empty-response",
     ]
@@ -197,7 +197,7 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "http-check expect status 200",
         # Traffic tells at once that a worker is gone, and the next check that it is back. One that is slow stays until
         # the gateway has seen that, too.
-        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files, 'h2')}",
+        f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files, 'h2 check-alpn h2')}",
         f"default-server check inter {_ms(section.probe_s)} fall 3 rise 1",
         "default-server observe layer4 error-limit 1 on-error mark-down",
     ]
@@ -221,11 +221,12 @@ def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         _failure(502, _BROKEN),
         _failure(503, _UNREACHABLE),
         _failure(504, _late(section)),
+        # Triton itself has no HTTPS; then something in front of it has, or requests go nowhere.
+        *([f"default-server{_tls(section, files, 'http/1.1')}"] if section.worker_ca is not None else []),
     ]
-    tls = _tls(section, files, "http/1.1")
     for slot, target in slots.items():
         where = _where(None if target is None else target.http)
-        lines.append(f"server {slot} {where} track {GRPC_WORKERS}/{slot}{tls}")
+        lines.append(f"server {slot} {where} track {GRPC_WORKERS}/{slot}")
     return _part(f"backend {HTTP_WORKERS}", lines)
 
 
@@ -259,13 +260,13 @@ def _choice(section: GatewaySection, files: Files) -> Iterable[str]:
     yield "balance leastconn"
 
 
-def _tls(section: GatewaySection, files: Files, protocol: str) -> str:
+def _tls(section: GatewaySection, files: Files, protocols: str) -> str:
     if section.worker_ca is None:
         return ""
     shown = "" if section.worker_certificate is None else f" crt {files.worker_certificate}"
     # A worker that is known by its address only has no name, and then only its certificate's issuer counts.
     return (
-        f" ssl verify required ca-file {_path(section.worker_ca)}{shown} alpn {protocol} check-alpn {protocol}"
+        f" ssl verify required ca-file {_path(section.worker_ca)}{shown} alpn {protocols}"
         f" sni srv_name,map({files.names})"
     )
 

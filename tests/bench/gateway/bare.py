@@ -1,6 +1,7 @@
-"""The least that a gRPC gateway in Python can do: every unary call goes on as bytes, over one channel, to one server.
+"""The least that a gRPC gateway in Python can do: every unary call goes on as bytes, inference to each server in
+turn, and what else clients ask to the first.
 
-    python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001
+    python -m tests.bench.gateway.bare 127.0.0.1:9001 127.0.0.1:8001 127.0.0.1:8011
 
 What a gateway costs beyond this is its own doing; what this costs is grpc.aio's.
 """
@@ -9,6 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from itertools import cycle
 from typing import Any
 
 import grpc
@@ -17,8 +21,8 @@ _LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 
 class _PassThrough(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
+    def __init__(self, channels: Sequence[Any]) -> None:
+        self._channels = channels
         self._handlers: dict[str, Any] = {}
 
     def service(self, details: Any) -> Any:
@@ -28,22 +32,27 @@ class _PassThrough(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handler
 
     def _handler(self, method: str) -> Any:
-        call = self._channel.unary_unary(method)
+        servers = self._channels if method.endswith("/ModelInfer") else self._channels[:1]
+        calls = cycle([channel.unary_unary(method) for channel in servers])
 
         async def pass_on(data: bytes, _: Any) -> Any:
-            return await call(data)
+            return await next(calls)(data)
 
         return grpc.unary_unary_rpc_method_handler(pass_on)
 
 
-async def serve(listen: str, server: str) -> None:
-    """Until it is cancelled; both are HOST:PORT."""
-    async with grpc.aio.insecure_channel(server, options=_LIMITS) as channel:
-        front = grpc.aio.server(handlers=[_PassThrough(channel)], options=_LIMITS)
+async def serve(listen: str, servers: Sequence[str]) -> None:
+    """Until it is cancelled; all are HOST:PORT."""
+    async with AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(server, options=_LIMITS))
+            for server in servers
+        ]
+        front = grpc.aio.server(handlers=[_PassThrough(channels)], options=_LIMITS)
         front.add_insecure_port(listen)
         await front.start()
         await front.wait_for_termination()
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], sys.argv[2]))
+    asyncio.run(serve(sys.argv[1], sys.argv[2:]))

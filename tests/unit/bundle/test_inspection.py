@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -81,24 +82,55 @@ def test_a_module_that_crashes_the_parser_costs_that_model_only(look: Inspector)
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
-def test_a_module_that_takes_for_ever_is_given_up(look: Inspector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the process is stopped, which is as good as a parser that never returns."""
-    look(GOOD_MODULE, "model.mlir")
-    monkeypatch.setattr(inspection, "_SECONDS", 0.01)
-    os.kill(pid(look), signal.SIGSTOP)
+def test_a_module_that_takes_for_ever_is_given_up(
+    look: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Here another program is in the parser's place, and uses the processor for nothing."""
+    busy = tmp_path / "busy"
+    busy.write_text(f"#!{sys.executable}\nimport os\nos.write(0, b'ready\\n')\nwhile True: pass\n")
+    busy.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(busy))
+    monkeypatch.setattr(inspection, "_SECONDS", 0.2)
     with pytest.raises(BundleError, match=r"model\.mlir: parsing it takes for ever"):
         look(GOOD_MODULE, "model.mlir")
     monkeypatch.undo()
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
 
 
+def test_a_process_that_got_none_of_the_processor_is_no_modules_fault(
+    look: Inspector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it is stopped, which is as good as a machine that has better things to do."""
+    look(GOOD_MODULE, "model.mlir")
+    monkeypatch.setattr(inspection, "_SECONDS", 0.1)
+    os.kill(pid(look), signal.SIGSTOP)
+    with pytest.raises(
+        InspectorError, match=r"model\.mlir: parsing it got 0\.0 s .* the machine is too busy"
+    ):
+        look(GOOD_MODULE, "model.mlir")
+    monkeypatch.undo()
+    assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+
+
 def test_a_process_that_was_killed_is_replaced(look: Inspector) -> None:
-    """The module that met the dead one is blamed, once."""
+    """Nobody notices."""
     look(GOOD_MODULE, "model.mlir")
     os.kill(pid(look), signal.SIGKILL)
-    with pytest.raises(BundleError, match="ends in SIGKILL"):
-        look(GOOD_MODULE, "model.mlir")
     assert look(GOOD_MODULE, "model.mlir").outputs == (Y4,)
+
+
+def test_a_process_that_is_killed_again_is_no_modules_fault(
+    look: Inspector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The machine has no memory for it, and is said to be the reason."""
+    killed = tmp_path / "killed"
+    killed.write_text(
+        f"#!{sys.executable}\nimport os\nos.write(0, b'ready\\n')\nos.read(0, 1)\nos.kill(os.getpid(), 9)\n"
+    )
+    killed.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(killed))
+    with pytest.raises(InspectorError, match=r"model\.mlir: .* ends in SIGKILL: .* too little memory"):
+        look(GOOD_MODULE, "model.mlir")
 
 
 def test_a_process_that_cannot_start_is_no_modules_fault(

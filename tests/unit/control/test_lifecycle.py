@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
+from rsrv_gen.aside import version_of
 from rsrv_gen.cli import main as rsrv_gen
-from rsrv_gen.write import open_repository, version_of
+from rsrv_gen.write import open_repository, our_models
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -114,6 +115,7 @@ def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with living(world):
+            await asyncio.sleep(0.1)  # whoever comes waits until nobody writes
             with open_repository(world.repository, "hard") as writer:
                 shutil.copytree(world.repository / "a", world.repository / "b")
                 await asyncio.sleep(60)
@@ -188,6 +190,95 @@ def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: 
 
     assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "v2"}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen")]
+
+
+def forsake(lifecycle: Lifecycle) -> None:
+    """The process of this one is no more, and its locks are gone."""
+    for put in lifecycle._loads._put.values():
+        put.leave()
+
+
+async def killed_while_loading(world: World, texts: Mapping[str, str]) -> None:
+    """A control process takes these bundles, and is killed before Triton has answered."""
+    async with living(world) as lifecycle:
+        await asyncio.sleep(20)
+        for name, text in texts.items():
+            place(world.roots["r"] / name, text)
+        world.triton.log.clear()
+        world.triton.seconds = 1e6
+        reloads = [
+            asyncio.create_task(lifecycle.reload(name)) for name in texts if name in world.triton.served
+        ]
+        while len(world.triton.log) < len(reloads):
+            await asyncio.sleep(0.1)
+    for task in reloads:
+        task.cancel()
+    forsake(lifecycle)
+    world.triton.seconds = 1
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["", "rsrv-gen"])
+def test_what_a_killed_process_left_undecided_is_decided_by_the_next(
+    tmp_path: Path, mode: str, by_hand: bool
+) -> None:
+    """What loads stays, and what does not is taken back, also if somebody has run rsrv-gen in between."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}}, lifecycle=f"mode: {mode}")
+
+    async def main() -> None:
+        await killed_while_loading(world, {"a": BAD, "b": "v2"})
+        if by_hand:
+            rsrv_gen(
+                [
+                    str(tmp_path / "r"),
+                    "-o",
+                    str(world.repository),
+                    "--config",
+                    str(tmp_path / "settings.yaml"),
+                ]
+            )
+        assert whole(world.repository / "a" / "1" / "bundle") == BAD
+        async with living(world) as lifecycle:
+            await asyncio.sleep(8)
+            assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+            assert lifecycle.failures["a"].text == "could not be loaded: no module"
+            assert set(lifecycle.failures) == {"a"}
+            assert world.triton.texts() == {"a": "v1", "b": "v2"}
+            assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen")]
+
+    run(main())
+
+
+def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_back(tmp_path: Path) -> None:
+    """It was started on the new one, which fails."""
+    world = World(tmp_path, {"r": {"a": "v1", "b": "v1"}})
+
+    async def main() -> None:
+        await killed_while_loading(world, {"a": BAD})
+        del world.triton.served["a"]
+        world.triton.failed.add("a")
+        async with living(world) as lifecycle:
+            while "a" not in world.triton.served:
+                await asyncio.sleep(0.1)
+            assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+            await asyncio.sleep(60)
+            assert world.triton.texts() == {"a": "v1", "b": "v1"}
+            assert set(lifecycle.failures) == {"a"}
+
+    run(main())
+
+
+def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp_path: Path) -> None:
+    """There was nothing in its place."""
+    world = World(tmp_path, {"r": {"a": "v1"}})
+
+    async def main() -> None:
+        await killed_while_loading(world, {"new": BAD})
+        async with living(world):
+            await asyncio.sleep(8)
+            assert not (world.repository / "new").exists()
+
+    run(main())
 
 
 def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
@@ -291,6 +382,54 @@ def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
     assert story(tmp_path, {"r": {"a": "v1"}}, tell).triton.texts() == {"a": "half"}
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
+    tmp_path: Path, mode: str
+) -> None:
+    """Its manifest is half there: whoever asks is told to wait, not that the old version is the new one."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        async def copy(name: str) -> None:
+            folder = write_bundle(world.roots["r"] / name, "v2")
+            manifest = (folder / "manifest.yaml").read_text()
+            for length in range(1, 20):
+                (folder / "manifest.yaml").write_text(manifest[:length])
+                await asyncio.sleep(0.4)
+            (folder / "manifest.yaml").write_text(manifest)
+
+        for name in ("a", "new") if mode == "dynamic" else ("a",):
+            copying = asyncio.create_task(copy(name))
+            # Whatever nobody has seen is not there.
+            await asyncio.sleep(5.5 if name == "new" else 1.3)
+            with pytest.raises(LifecycleError, match="is being written") as caught:
+                await lifecycle.reload(name)
+            assert caught.value.code == "UNAVAILABLE"
+            await copying
+            await asyncio.sleep(10)
+        await lifecycle.reload("a")
+        assert world.triton.texts()["a"] == "v2"
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
+
+
+def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_path: Path) -> None:
+    """Also where nobody looks before somebody asks, and though what is there could be loaded."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        async def copy() -> None:
+            for size in (1, 8):
+                (world.roots["r"] / "a" / f"model.b{size}.mlir").write_text(f"v2 {size}")
+                await asyncio.sleep(0.9)
+
+        copying = asyncio.create_task(copy())
+        await asyncio.sleep(0.5)
+        await lifecycle.reload("a")
+        await copying
+        assert world.triton.texts() == {"a": "v2"}
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle="mode: static")
+
+
 def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
     """Removed and copied anew, its weights first: many looks find no manifest."""
 
@@ -356,6 +495,41 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
 
         world = story(folder, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle=f"mode: {mode}")
         assert world.triton.log == ["load a", "loaded a"]
+
+
+def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:
+    """However long that takes; only the model that is written to waits for its end."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        async with lifecycle._writing:
+            assert lifecycle._loads.take("a")
+            for name in ("a", "b"):
+                world.triton.kill(name)
+            await asyncio.sleep(5)
+            assert world.triton.dead == {"a"}
+            lifecycle._loads.release()
+        await asyncio.sleep(10)
+        assert not world.triton.dead
+
+    story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell)
+
+
+def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
+    """Its stub was found dead while the repository is brought up to date."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        world.triton.seconds = 20
+        world.triton.kill("a")
+        while not world.triton.log:
+            await asyncio.sleep(0.1)
+        assert not lifecycle._loads.take("a")
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(15)
+        assert whole(world.repository / "a" / "1" / "bundle") == "v1"
+        await asyncio.sleep(40)
+        assert world.triton.texts() == {"a": "v2"}
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell)
 
 
 def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
@@ -471,7 +645,10 @@ def deeds(draw: st.DrawFn) -> tuple[str, str, str, str, str]:
     names = st.sampled_from(NAMES[root])
     deed = draw(
         st.sampled_from(
-            ["place", "slowly", "remove", "rename", "swap", "break", "touch", "unmount", "mount", "kill"]
+            [
+                *("place", "slowly", "remove", "rename", "swap", "break", "touch"),
+                *("unmount", "mount", "kill", "crash"),
+            ]
         )
     )
     return deed, root, draw(names), draw(names), draw(TEXTS)
@@ -562,8 +739,14 @@ def test_the_models_become_those_on_disk(
         world.triton.unload = checked  # type: ignore[method-assign]
 
         async def main() -> None:
-            async with living(world):
+            async with AsyncExitStack() as stack:
+                lifecycle = await stack.enter_async_context(living(world))
+                await asyncio.sleep(2.5)
                 for deed, pause in done:
+                    if deed[0] == "crash":
+                        await stack.aclose()
+                        forsake(lifecycle)
+                        lifecycle = await stack.enter_async_context(living(world))
                     await disk.do(*deed)
                     await asyncio.sleep(pause)
                 for root in NAMES:
@@ -572,12 +755,18 @@ def test_the_models_become_those_on_disk(
 
         run(main())
         served = world.triton.texts()
+        deeds_done = {deed for (deed, *_), _ in done}
         assert BAD not in served.values()
         for root, names in NAMES.items():
             for name in names:
                 bundle = world.roots[root] / name
-                if not bundle.exists() and disk.held(root):
+                # Of what went while nobody looked, nobody can tell whether it is out of sight.
+                if not bundle.exists() and disk.held(root) and "crash" not in deeds_done:
                     assert name not in served, f"{name} is gone"
                 elif bundle.exists() and good(bundle):
                     assert served.get(name) == whole(bundle)
         assert not world.triton.dead & served.keys()
+        for name in our_models(world.repository):
+            assert whole(world.repository / name / "1" / "bundle") == served.get(name), (
+                f"{name} has no way back"
+            )

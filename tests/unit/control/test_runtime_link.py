@@ -1,5 +1,6 @@
 """The link to the runtime: what it shows, when the runtime dies, stops, or is another one."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,34 @@ async def test_the_next_control_process_knows_what_operators_set(tmp_path: Path)
     async with linked(tmp_path):
         await second.came(lambda: second.commands == [pin])
     second.die()
+
+
+@looped
+async def test_what_was_set_counts_though_whoever_asked_has_gone(tmp_path: Path) -> None:
+    """The runtime does what it was told, and refuses some of it, after its clients have hung up."""
+    pin = {"command": "residency", "model": "a", "residency": "device"}
+    refused = {"command": "residency", "model": "x", "residency": "device"}
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    runtime.answers = lambda command: {"error": "no such model"} if command == refused else {}
+    async with linked(tmp_path) as link:
+        await until(link, lambda: link.up)
+        runtime.stop()
+        asking = [
+            asyncio.create_task(asked)
+            for asked in (link.command(pin), link.command(refused), link.configure({"depth": 3}))
+        ]
+        await asyncio.sleep(0)
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+        assert not link.overrides.models
+        runtime.go_on()
+        await until(link, lambda: link.up)
+        await link.status()  # answered after the others
+
+        assert (link.overrides.models, link.overrides.scheduler) == ({"a"}, {"depth": 3})
+        assert all(task.cancelled() for task in asking)
+    runtime.die()
 
 
 @looped

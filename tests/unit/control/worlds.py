@@ -31,6 +31,8 @@ class FakeTriton:
         self.served: dict[str, tuple[str, int]] = {}
         #: Models that somebody unloaded by hand.
         self.dismissed: set[str] = set()
+        #: Models that could not be loaded when the server started.
+        self.failed: set[str] = set()
         #: Models whose stub is dead.
         self.dead: set[str] = set()
         self.view = FakeView(self)
@@ -39,6 +41,7 @@ class FakeTriton:
 
     async def states(self) -> Mapping[str, State]:
         states: dict[str, State] = dict.fromkeys(self.dismissed, "dismissed")
+        states |= dict.fromkeys(self.failed, "other")
         return {**states, **dict.fromkeys(self.served, "ready")}
 
     async def load(self, name: str) -> None:

@@ -34,6 +34,8 @@ class FakeWorker:
         #: metadata of the calls, likewise
         self.metadata: dict[str, list[dict[str, Any]]] = {}
         self.port = 0
+        #: TLS
+        self.credentials: Any = None
         #: connections on which calls came
         self.peers: set[str] = set()
         #: set whenever a call has come
@@ -42,7 +44,11 @@ class FakeWorker:
 
     async def start(self) -> None:
         self._server = grpc.aio.server(handlers=[_Any(self)], options=_OPTIONS)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, self.credentials)
         await self._server.start()
 
     async def kill(self) -> None:
@@ -163,7 +169,7 @@ async def serving(
     count: int = 2, table: Mapping[str, Routes] | None = None, **settings: Any
 ) -> AsyncIterator[House]:
     """By default, all workers serve model `m`, each in turn."""
-    section = GatewaySection(**{"grpc": "127.0.0.1:0", "mode": "round_robin", **settings})
+    section = GatewaySection(**{"grpc": "127.0.0.1:0", "http": None, "mode": "round_robin", **settings})
     brain = FakeBrain()
     workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]
     async with AsyncExitStack() as ends:

@@ -41,6 +41,8 @@ class FakeServer(grpc.GenericRpcHandler):  # type: ignore[misc]
         #: requests for the model "held" wait for this
         self.release = asyncio.Event()
         self.held = asyncio.Event()
+        #: called with each of them
+        self.dies: Callable[[], None] = lambda: None
         self.cancelled = asyncio.Event()
         #: seconds that the last request had
         self.time_remaining: float | None = None
@@ -68,6 +70,7 @@ class FakeServer(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.metadata = dict(context.invocation_metadata())
         if request.model_name == "held":
             self.held.set()
+            self.dies()
             try:
                 await self.release.wait()
             except asyncio.CancelledError:
@@ -95,16 +98,16 @@ class FakeServer(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 @asynccontextmanager
 async def serving(
-    name: str, *, port: int = 0, credentials: Any = None, host: str = "127.0.0.1"
+    name: str, *, port: int = 0, credentials: Any = None, https: Any = None, host: str = "127.0.0.1"
 ) -> AsyncIterator[tuple[FakeServer, Worker]]:
-    """A worker that answers, and how it is reached."""
+    """A worker that answers, and how it is reached; `credentials` are for gRPC."""
     fake = FakeServer(name)
     server = grpc.aio.server(handlers=[fake], options=OPTIONS)
     if credentials is None:
         bound = server.add_insecure_port(f"{host}:{port}")
     else:
         bound = server.add_secure_port(f"{host}:{port}", credentials)
-    async with http_server(fake.http, host="127.0.0.1", port=0) as http_port:
+    async with http_server(fake.http, host="127.0.0.1", port=0, ssl_context=https) as http_port:
         await server.start()
         try:
             yield fake, Worker(name, grpc=f"{host}:{bound}", http=f"127.0.0.1:{http_port}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.contract import Routes
-from tests.unit.gateway.planes import SERVICE, House, Infer, refusal, refusing, serving
+from rsrv_gateway.contract import Routes, Worker
+from tests.unit.gateway.planes import SERVICE, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode
@@ -296,6 +297,25 @@ async def test_a_worker_dies() -> None:
 
 
 @looped
+async def test_a_request_that_kills_whoever_gets_it() -> None:
+    """A request during which one worker's connection broke is tried once more, whoever else refuses it cleanly."""
+    async with serving(5) as house, AsyncExitStack() as relays:
+        where = {}
+        for worker in house.workers:
+            relay = await relays.enter_async_context(Relay(worker.port).running())
+            where[worker.name] = Worker(worker.name, f"127.0.0.1:{relay.port}")
+            worker.does["ModelInfer"] = killed_by_it(relay)
+        house.workers[1].does["ModelInfer"] = refusing(Code.UNAVAILABLE, "not ready")
+        await house.plane.apply(where, {"m": Routes(ready=tuple(where))})
+
+        assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
+
+        assert [worker.name for worker in house.workers if worker.got] == ["a", "b", "c"]
+        assert house.plane.counts().requests == {("m", "c", "UNAVAILABLE"): 1}
+        assert house.plane.counts().outstanding == {}
+
+
+@looped
 async def test_a_worker_comes_back() -> None:
     """A worker that was away is used again as soon as it is in the table again."""
     async with serving(1) as house:
@@ -392,6 +412,14 @@ async def test_the_end() -> None:
         await draining
         await house.plane.stop()
         await house.plane.stop()
+
+
+def killed_by_it(relay: Relay) -> Handler:
+    async def die(_: Any, __: Any) -> None:
+        relay.cut()
+        await asyncio.Event().wait()
+
+    return die
 
 
 def hold(worker: Any) -> asyncio.Event:

@@ -11,9 +11,11 @@ import pytest
 import trustme
 from tritonclient.grpc import service_pb2 as pb
 
+from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
+from rsrv_gateway.listening import server_credentials
 from rsrv_gateway.plane import ListenError
-from tests.unit.gateway.planes import Handler, House, refusal, refusing, serving
+from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving
 from tests.unit.gateway.workers import looped
 
 Code = grpc.StatusCode
@@ -294,6 +296,61 @@ def test_tls(tmp_path: Path) -> None:
                         assert (await refusal(live(b"")))[0] == "UNAVAILABLE"
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_workers_use_tls(tmp_path: Path) -> None:
+    """Requests go to a worker that has a certificate of the right authorities, and is shown one; to no other."""
+    ours, others = trustme.CA(), trustme.CA()
+    mine = ours.issue_cert("gateway")
+    (tmp_path / "ca.pem").write_bytes(ours.cert_pem.bytes())
+    (tmp_path / "key.pem").write_bytes(mine.private_key_pem.bytes())
+    (tmp_path / "chain.pem").write_bytes(b"".join(each.bytes() for each in mine.cert_chain_pems))
+
+    def credentials(ca: trustme.CA) -> Any:
+        theirs = ca.issue_cert("127.0.0.1")
+        pair = (theirs.private_key_pem.bytes(), theirs.cert_chain_pems[0].bytes())
+        return grpc.ssl_server_credentials([pair], ours.cert_pem.bytes(), require_client_auth=True)
+
+    async def run() -> None:
+        files: dict[str, Any] = {
+            "worker_ca": tmp_path / "ca.pem",
+            "worker_certificate": tmp_path / "chain.pem",
+            "worker_key": tmp_path / "key.pem",
+        }
+        async with serving(0, **files) as house:
+            for name, worker_credentials in (
+                ("a", credentials(ours)),
+                ("b", credentials(others)),
+                ("c", None),
+            ):
+                worker = FakeWorker(name)
+                worker.credentials = worker_credentials
+                await worker.start()
+                await house.apply({"m": Routes(ready=(name,))}, [worker])
+                if name == "a":
+                    assert (await house.infer()).model_version == "a"
+                else:
+                    assert (await refusal(house.infer()))[0] == "UNAVAILABLE"
+                await worker.kill()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("wrong", ["tls_certificate", "tls_key", "tls_client_ca"])
+@pytest.mark.parametrize("contents", ["", "not a PEM"])
+def test_files_for_tls_that_cannot_be_used(tmp_path: Path, wrong: str, contents: str) -> None:
+    """The gateway does not start, and says which settings are wrong; an empty file is no authority either."""
+    authority = trustme.CA()
+    pair = authority.issue_cert("localhost")
+    files = {key: tmp_path / key for key in ("tls_certificate", "tls_key", "tls_client_ca")}
+    for path, blob in zip(
+        files.values(), (pair.cert_chain_pems[0], pair.private_key_pem, authority.cert_pem), strict=True
+    ):
+        blob.write_to_path(str(path))
+    files[wrong].write_text(contents)
+
+    with pytest.raises(ListenError, match=wrong):
+        server_credentials(GatewaySection.model_validate(files))
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.contract import Routes
-from tests.unit.gateway.planes import FakeWorker, House, Infer, refusing, serving
-from tests.unit.gateway.workers import looped
+from rsrv_gateway.contract import Routes, Worker
+from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusing, serving
+from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode
 TWO = {"m": Routes(ready=("a", "b")), "n": Routes(ready=("b",)), "away": Routes(ready=())}
@@ -196,6 +197,23 @@ async def test_a_worker_dies_that_has_answered() -> None:
 
 
 @looped
+async def test_a_message_that_kills_whoever_gets_it() -> None:
+    """It is sent to one more worker after the first has died, and not through all of them."""
+    async with serving(4) as house, AsyncExitStack() as relays:
+        where = {}
+        for worker in house.workers:
+            relay = await relays.enter_async_context(Relay(worker.port).running())
+            where[worker.name] = Worker(worker.name, f"127.0.0.1:{relay.port}")
+            worker.does["ModelStreamInfer"] = killed_by_it(relay)
+        await house.plane.apply(where, {"m": Routes(ready=tuple(where))})
+
+        assert (await ending(await opened(house, "m")))[0] == "UNAVAILABLE"
+
+        assert [worker.name for worker in house.workers if worker.got] == ["a", "b"]
+        await counted(house, ("m", "b", "UNAVAILABLE"))
+
+
+@looped
 async def test_nobody_can_take_over() -> None:
     """A stream whose model is nowhere else ends with the worker's word."""
     async with serving(2, TWO) as house:
@@ -204,6 +222,23 @@ async def test_nobody_can_take_over() -> None:
 
         assert await ending(call) == ("UNAVAILABLE", "starting")
         await counted(house, ("n", "b", "UNAVAILABLE"))
+
+
+@looped
+async def test_a_worker_ends_a_stream_with_nothing_said() -> None:
+    """A message that the worker leaves unanswered by ending its stream goes to another worker."""
+
+    async def leave(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            return
+
+    async with serving(2, TWO) as house:
+        house.workers[0].does["ModelStreamInfer"] = leave
+        call = await opened(house, "m")
+
+        assert (await call.read()).infer_response.model_version == "b"
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
 
 
 @looped
@@ -272,6 +307,14 @@ async def test_nothing_is_said() -> None:
 
         assert await answers(call) == []
         assert house.workers[0].metadata == {}
+
+
+def killed_by_it(relay: Relay) -> Handler:
+    async def die(requests: Any, _: Any) -> None:
+        async for _ in requests:
+            relay.cut()
+
+    return die
 
 
 def hold(worker: FakeWorker) -> asyncio.Event:

@@ -7,7 +7,9 @@ import itertools
 import os
 import signal
 import socket
+import ssl
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,22 @@ async def test_a_worker_dies_with_a_large_request(tmp_path: Path) -> None:
             wire.cut()
             assert (await call)[0] == "UNAVAILABLE"
             assert await front.infer("held", size=MB) == "y"
+
+
+@looped
+async def test_a_request_that_kills_whoever_gets_it(tmp_path: Path) -> None:
+    """It is tried once more after the first worker has died, and not on all."""
+    async with crowd("x", "y", "z") as (fakes, workers), AsyncExitStack() as wires:
+        behind_wires = {}
+        for name, worker in workers.items():
+            wire = Wire(worker)
+            behind_wires[name] = await wires.enter_async_context(wire.running())
+            fakes[name].dies = wire.cut
+        async with fronted(
+            tmp_path, behind_wires, {"held": Routes(ready=("x", "y", "z"), placed=("x",))}
+        ) as front:
+            assert (await front.refusal("held"))[0] == "UNAVAILABLE"
+        assert sum("held" in fake.asked for fake in fakes.values()) == 2
 
 
 @looped
@@ -479,6 +497,27 @@ async def test_workers_use_tls(tmp_path: Path, authority: trustme.CA) -> None:
         # Known by its address only.
         await front.plane.apply({"z": z}, {"a": Routes(ready=("z",))})
         assert await front.infer("a") == "z"
+
+
+@looped
+async def test_workers_use_https(tmp_path: Path, authority: trustme.CA) -> None:
+    """Where workers have TLS, requests over HTTP go to those that have it there, too, and to no other."""
+    ca = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    certificate, key = pems(tmp_path, authority, "localhost")
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+    https = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    https.load_cert_chain(certificate, key)
+
+    async with (
+        serving("x", credentials=credentials, https=https) as (_, x),
+        serving("y", credentials=credentials) as (plain, y),
+        fronted(tmp_path, {"x": x, "y": y}, at("x", "a"), worker_ca=ca) as front,
+    ):
+        assert (await front.http("/v2/models/a/infer", b"{}"))[1]["who"] == "x"
+        await front.plane.apply({"y": y}, {"a": Routes(ready=("y",))})
+        assert (await front.http("/v2/models/a/infer", b"{}"))[0] == 503
+        assert plain.asked == []
 
 
 @looped

@@ -131,6 +131,9 @@ def test_one_address_is_one_worker_whoever_names_it() -> None:
         ("host: a", "must be a list"),
         ("", "must be a list"),
         ("- [", "not YAML"),
+        ("- {host: 2026-99-99}", "not YAML"),
+        ("- !!int ''", "not YAML"),
+        ("[" * 2000, "nested too deeply"),
         ("[{host: a}, {host: a}]", "two workers are called 'a:8001'"),
     ],
 )

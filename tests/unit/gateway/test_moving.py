@@ -172,3 +172,19 @@ def test_what_gives_way_at_its_home_is_not_asked_for_again() -> None:
 
     assert scene.settle(20.0).steps == ()
     assert scene.fleet.resident("v") == set()
+
+
+def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
+    """There, weights that were fetched for a busy model give way before its first request."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+    scene.settle()
+    for n in range(8):
+        fleet.copy("v", "a").device_s = 0.1 * n
+        scene.look()
+    scene.script.placed.update(a=("w",))
+    scene.planner.repack()
+    plan = scene.look(do=False)
+
+    assert Step(Act.PREFETCH, "w", "a") in plan.steps
+    assert homes(plan.table) == {"a": ("w",), "b": ("w",)}

@@ -1,7 +1,10 @@
 """What is asked of a worker over gRPC, and what becomes of its answers."""
 
+import math
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
@@ -174,8 +177,68 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
         Contacts(GatewaySection.model_validate({key: tmp_path / "missing"}))
 
 
+@pytest.mark.parametrize("contents", ["", "not a PEM"])
+def test_authorities_that_are_none(tmp_path: Path, contents: str) -> None:
+    """Public authorities do not vouch for workers."""
+    (tmp_path / "ca").write_text(contents)
+    with pytest.raises(ContactError, match=r"gateway\.worker_ca"):
+        Contacts(GatewaySection(worker_ca=tmp_path / "ca"))
+
+
+def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
+    """Who names one wants TLS, which takes authorities."""
+    with pytest.raises(ValueError, match="worker_ca"):
+        GatewaySection(worker_certificate=tmp_path / "chain", worker_key=tmp_path / "key")
+
+
 def test_a_token_is_one_line(tmp_path: Path) -> None:
     """gRPC would refuse each call with it."""
     (tmp_path / "token").write_text("two\nlines")
     with pytest.raises(ContactError, match="no token"):
         Contacts(GatewaySection(worker_token_file=tmp_path / "token"))
+
+
+@looped
+async def test_a_worker_that_answers_nonsense() -> None:
+    """What cannot be read is as if it was not said, and the next look is as good as any."""
+
+    async def nonsense(_: bytes, __: Any) -> bytes:
+        return b"\xff" * 40
+
+    server = grpc.aio.server(handlers=[_Everything(nonsense)], options=[("grpc.so_reuseport", 0)])
+    one = prober(server.add_insecure_port("127.0.0.1:0"), control=True)
+    await server.start()
+    assert await one.look() == WorkerView(alive=True)
+    assert await one.look() == WorkerView(alive=True)
+    await one.close()
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"cost_s": math.nan},
+        {"cost_s": math.inf},
+        {"device_seconds": math.nan},
+        {"device_seconds": -1.0},
+    ],
+)
+@looped
+async def test_figures_that_are_none_are_not_believed(figures: dict[str, Any]) -> None:
+    """The worker serves as one that has no control service: its figures would spoil those of all."""
+    control = FakeControl()
+    control.load = pb.GetLoadResponse(instance="1", models=[pb.ModelLoad(name="m", **figures)])
+    async with serving(FakeTriton(), control) as port:
+        one = prober(port, control=True)
+        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
+        await one.close()
+
+
+class _Everything(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers all methods alike."""
+
+    def __init__(self, answer: Any) -> None:
+        self._handler = grpc.unary_unary_rpc_method_handler(answer)
+
+    def service(self, _: Any) -> Any:
+        return self._handler

@@ -55,7 +55,15 @@ def test_round_robin_has_a_cursor_for_each_model() -> None:
         "w3",
         "w0",
     ]
-    assert [w for w, model in zip(got, "aababaabb", strict=True) if model == "b"] == ["w0", "w1", "w0", "w1"]
+    assert [w for w, model in zip(got, "aababaabb", strict=True) if model == "b"] == ["w1", "w0", "w1", "w0"]
+
+
+def test_the_first_requests_of_many_models_go_to_all_workers() -> None:
+    """Not to the first worker, because each model begins with it."""
+    router = Router("round_robin")
+    router.update({f"m{n}": Routes(ready=WORKERS) for n in range(8)})
+
+    assert sorted(chosen(router, f"m{n}").worker for n in range(8)) == sorted(2 * WORKERS)
 
 
 @given(st.integers(1, 7), st.lists(st.sampled_from(MODELS), max_size=200))

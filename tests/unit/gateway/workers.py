@@ -103,7 +103,7 @@ async def serving(
 
 
 class Relay:
-    """Passes bytes on to a port, until `stick`: from then on nothing passes on connections that are there by then."""
+    """Passes bytes on to a port. After `stick` nothing passes on connections that are there by then; `cut` breaks them."""
 
     def __init__(self, to: int) -> None:
         self._to = to
@@ -127,6 +127,11 @@ class Relay:
 
     def stick(self) -> None:
         self._stuck |= self._open
+
+    def cut(self) -> None:
+        """As a process does that is killed."""
+        for writer in self._open:
+            writer.transport.abort()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", self._to)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv_gen import write
+from rsrv_gen import aside, write
+from rsrv_gen.aside import Replaced, unfinished, version_of
 from rsrv_gen.cli import main
 from rsrv_gen.sources import read_sources
 from rsrv_gen.update import Update, remove, update
-from rsrv_gen.write import is_ours, newest, open_repository, our_models, touch, version_of
+from rsrv_gen.write import is_ours, newest, open_repository, our_models, touch
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
@@ -104,6 +105,18 @@ def test_a_bundle_that_is_being_written_is_left_for_later(gen: Path, bundles: Pa
     assert (done.later, done.put) == ({"two"}, {})
     assert text(gen, "two") == "v1 1"
     assert not left_aside(gen)
+    (bundles / "two" / "manifest.yaml").write_text("half")
+    done = bring(gen, bundles, "two", ready=lambda name: False)
+    assert (done.later, done.broken) == ({"two"}, {})
+
+
+def test_a_model_that_somebody_has_in_hand_is_left_for_later(gen: Path, bundles: Path) -> None:
+    """Nobody is asked for one that is up to date."""
+    write_bundle(bundles / "one", "v2")
+    asked: list[str] = []
+    done = bring(gen, bundles, take=asked.append)
+    assert (asked, done.later, done.unchanged, done.put) == (["one"], {"one"}, {"two"}, {})
+    assert text(gen, "one") == "v1 1"
 
 
 def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Path, tmp_path: Path) -> None:
@@ -115,6 +128,17 @@ def test_a_link_to_a_bundle_is_written_again_when_its_bundle_changed(bundles: Pa
     assert set(done.put) == {"one"}
     assert version_of(gen / "one") != before
     assert update(gen, [bundles], None, link="symlink", transport="direct").unchanged == {"one", "two"}
+
+
+def test_a_link_to_a_bundle_that_is_gone_hinders_nothing(bundles: Path, tmp_path: Path) -> None:
+    """The model can be loaded anew all the same, and be written when its bundle is found elsewhere."""
+    gen = tmp_path / "gen"
+    assert run(bundles, "-o", gen, "--link", "symlink") == 0
+    (tmp_path / "more").mkdir()
+    (bundles / "one").rename(tmp_path / "more" / "one")
+    assert touch(gen / "one") == newest(gen / "one")
+    done = update(gen, [bundles, tmp_path / "more"], None, link="symlink", transport="direct")
+    assert (set(done.put), done.failed) == ({"one"}, {})
 
 
 def test_what_cannot_be_written_is_said(gen: Path, bundles: Path) -> None:
@@ -212,7 +236,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
         raise OSError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "exchange", refuse)
+        patch.setattr(aside, "exchange", refuse)
         with pytest.raises(OSError, match="no"):
             put.undo()
     assert put.undo()
@@ -242,12 +266,106 @@ def test_another_run_leaves_alone_what_may_be_wanted_back(gen: Path, bundles: Pa
     assert text(gen, "one") == "v1 1"
 
 
+def crash(*puts: Replaced) -> None:
+    """Whoever put these is no more, and its locks are gone."""
+    for put in puts:
+        put.leave()
+
+
+def test_what_a_crash_left_undecided_is_found_and_can_be_ended(gen: Path, bundles: Path) -> None:
+    """Neither an rsrv-gen run by hand nor a later update of other models loses the way back."""
+    for name in ("one", "two", "three"):
+        write_bundle(bundles / name, "v2")
+    crash(*bring(gen, bundles).put.values())
+    write_bundle(bundles / "four")
+    assert run(bundles, "-o", gen) == 0
+    found = unfinished(gen)
+    assert set(found) == {"one", "two", "three"}
+    assert not unfinished(gen), "they are somebody's now"
+    assert found["one"].undo()
+    found["two"].forget()
+    assert found["three"].undo()
+    assert (text(gen, "one"), text(gen, "two")) == ("v1 1", "v2 1")
+    assert our_models(gen) == {"one", "two", "four"}
+    assert not left_aside(gen)
+
+
+def test_what_somebody_else_replaced_after_a_crash_has_no_way_back(gen: Path, bundles: Path) -> None:
+    """The version that is there now was not put by the process that crashed."""
+    write_bundle(bundles / "one", "v2")
+    crash(bring(gen, bundles).put["one"])
+    write_bundle(bundles / "one", "v3")
+    assert run(bundles, "-o", gen) == 0
+    assert not unfinished(gen)
+    assert not left_aside(gen)
+
+
+def test_half_of_what_was_forgotten_is_no_version_to_go_back_to(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends while it removes the old version."""
+    write_bundle(bundles / "one", "v2")
+    put = bring(gen, bundles).put["one"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        put.forget()
+    assert not unfinished(gen)
+    assert text(gen, "one") == "v2 1"
+    assert not left_aside(gen)
+
+
+def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a mount point the old version lies in the repository, where Triton takes it for a model."""
+    monkeypatch.setattr(aside, "_where_aside", lambda repository: (repository, ".gen.rsrv-gen-"))
+    write_bundle(bundles / "one", "v2")
+    crash(bring(gen, bundles).put["one"])
+    capsys.readouterr()
+    assert run(bundles, "-o", gen) == 0
+    assert "one: a server ended while it loaded this version" in capsys.readouterr().err
+    assert sorted(path.name for path in gen.iterdir()) == ["one", "rsrv.yaml", "two"]
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
+    gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Where directories can't be exchanged in one step: before the new one is in place, and after."""
+
+    class Crash(BaseException):
+        pass
+
+    done: list[Path] = []
+    rename = Path.rename
+
+    def some(path: Path, target: Path) -> Path:
+        if path.name in ("one", ".one") and len(done) == renames:
+            raise Crash
+        done.append(path)
+        return rename(path, target)
+
+    write_bundle(bundles / "one", "v2")
+    with monkeypatch.context() as patch:
+        patch.setattr(aside, "_rename_exchange", lambda *_: False)
+        patch.setattr(Path, "rename", some)
+        patch.setattr(aside.Aside, "remove", aside.Aside.leave)
+        with pytest.raises(Crash):
+            bring(gen, bundles, "one")
+    found = unfinished(gen)
+    assert text(gen, "one") == f"v{renames} 1"
+    assert set(found) == ({"one"} if renames == 2 else set())
+    assert all(put.undo() for put in found.values())
+    assert text(gen, "one") == "v1 1"
+    assert not left_aside(gen)
+
+
 def test_a_crash_between_two_renames_is_put_right(gen: Path, bundles: Path) -> None:
     """Where directories can't be exchanged in one step, the model may be missing: the next run has it again."""
-    aside = gen.parent / ".gen.rsrv-gen-crashed"
-    aside.mkdir()
-    shutil.copytree(gen / "one", aside / "one")
-    (gen / "one").rename(aside / ".one")
+    crashed = gen.parent / ".gen.rsrv-gen-crashed"
+    crashed.mkdir()
+    shutil.copytree(gen / "one", crashed / "one")
+    (gen / "one").rename(crashed / ".one")
     with open_repository(gen, "hard"):
         pass
     assert is_ours(gen / "one")
@@ -259,11 +377,12 @@ def test_each_version_is_younger_than_the_one_before(gen: Path, bundles: Path) -
     future = 2**61
     os.utime(gen / "one/1/bundle/manifest.yaml", ns=(future, future))
     write_bundle(bundles / "one", "v2")
-    put = bring(gen, bundles).put["one"]
-    assert put.stamp == newest(gen / "one") > future
+    assert set(bring(gen, bundles).put) == {"one"}
+    put = newest(gen / "one")
+    assert put > future
     before = version_of(gen / "one")
     stamp = touch(gen / "one")
-    assert stamp == newest(gen / "one") > put.stamp
+    assert stamp == newest(gen / "one") > put
     assert version_of(gen / "one") == before
     assert touch(gen / "one", later_than=2 * future) > 2 * future
     assert bring(gen, bundles).unchanged == {"one", "two"}

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.runtime.abstract_device import Array, Device
 from rsrv.runtime.blackbox import BlackBox
-from rsrv.runtime.device import Array, Device
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop
@@ -155,7 +155,7 @@ def build_here(path: Path | str, device: Device, settings: Settings | None = Non
     """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
-    model.weights = WorkingSet(device).load(model.host, lambda: False)
+    model.weights = WorkingSet(device).load(model.host, model.host.read, lambda: False)
     model.program = replace(model.program, costs=warm_up(model, device))
     return model
 

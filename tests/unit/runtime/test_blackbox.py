@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ WARMING = Open(Phase.WARMING, hung=False, key="w@1")
 LOADING = Open(Phase.LOADING, hung=False, key="l@1")
 EXECUTING = Open(Phase.EXECUTING, hung=False, key="e@1")
 HUNG = Open(Phase.EXECUTING, hung=True, key="h@1")
+BUSY = Open(Phase.EXECUTING, hung=False, key="y@1", ended=2)
 
 
 @pytest.mark.parametrize(
@@ -33,20 +35,35 @@ HUNG = Open(Phase.EXECUTING, hung=True, key="h@1")
         ([], True, []),
         ([EXECUTING], False, []),
         ([EXECUTING, LOADING], False, []),
+        ([EXECUTING], True, [("e@1", "EXECUTING", "crashed", 1.0)]),
         (
             [EXECUTING, LOADING],
             True,
-            [("e@1", Phase.EXECUTING, "crashed"), ("l@1", Phase.LOADING, "crashed")],
+            [("e@1", "EXECUTING", "crashed", 0.5), ("l@1", "LOADING", "crashed", 0.5)],
         ),
-        ([EXECUTING, BUILDING], True, [("b@1", Phase.BUILDING, "crashed")]),
-        ([EXECUTING, BUILDING], False, [("b@1", Phase.BUILDING, "killed")]),
-        ([WARMING, BUILDING], False, [("w@1", Phase.WARMING, "killed"), ("b@1", Phase.BUILDING, "killed")]),
-        ([WARMING, HUNG, EXECUTING], False, [("h@1", Phase.EXECUTING, "hung")]),
+        (
+            [EXECUTING, BUSY, BUSY._replace(ended=0)],
+            True,
+            [("e@1", "EXECUTING", "crashed", 0.75), ("y@1", "EXECUTING", "crashed", 0.25)],
+        ),
+        ([EXECUTING, BUILDING], True, [("b@1", "BUILDING", "crashed", 1.0)]),
+        ([EXECUTING, BUILDING], False, [("b@1", "BUILDING", "killed", 1.0)]),
+        (
+            [WARMING, BUILDING],
+            False,
+            [("w@1", "WARMING", "killed", 1.0), ("b@1", "BUILDING", "killed", 1.0)],
+        ),
+        ([WARMING, HUNG, EXECUTING], False, [("h@1", "EXECUTING", "hung", 1.0)]),
     ],
 )
-def test_who_is_to_blame(found: list[Open], crashed: bool, who: list[tuple[str, Phase, str]]) -> None:
-    """What hung; else what is untried; else, after a crash, what ran. A kill -9 is nobody's fault that runs."""
-    assert blame(found, crashed=crashed) == who
+def test_who_is_to_blame(found: list[Open], crashed: bool, who: list[tuple[str, str, str, float]]) -> None:
+    """What hung; else what is untried; else, after a crash, what ran, and least what had run well before.
+
+    A kill -9 is nobody's fault that runs.
+    """
+    blamed = blame(found, crashed=crashed, now=1.7e9)
+
+    assert sorted((key, one.phase, one.how, one.share) for key, one in blamed.items()) == sorted(who)
 
 
 def deaths(*how: str) -> list[Death]:
@@ -85,6 +102,62 @@ def test_deaths_long_ago_do_not_count() -> None:
     assert verdict(deaths("hung"), 1.7e9 + 3700) is not None
 
 
+def run_well(underway: Underway, key: str, times: int) -> None:
+    """Executions from their launches to their outputs, and loads."""
+    for _ in range(times):
+        for place in (underway.launch, underway.read, underway.weights):
+            place.begin(Phase.EXECUTING, key)
+            place.end()
+
+
+def crash(underway: Underway, memory: bytearray, accounts: dict[str, list[Death]], *keys: str) -> None:
+    """The runtime ends while these execute, the first of them launched earlier."""
+    for place, key in zip((underway.read, underway.launch, underway.weights), keys, strict=False):
+        place.begin(Phase.EXECUTING, key)
+    for key, death in blame(read_slots(bytes(memory)), crashed=True, now=1.7e9).items():
+        accounts.setdefault(key, []).append(death)
+
+
+def tried(accounts: dict[str, list[Death]], key: str) -> bool:
+    return verdict(accounts.get(key, ()), 1.7e9) is None
+
+
+@given(st.data())
+def test_a_model_that_is_always_busy_is_not_charged_with_what_others_do(data: st.DataObject) -> None:
+    """Beside it three others crash the runtime, each until it is not tried any more; they do run well now and then."""
+    accounts: dict[str, list[Death]] = {}
+    bad = ["a@1", "b@1", "c@1"]
+    while left := [key for key in bad if tried(accounts, key)]:
+        memory = bytearray(SLOT * PLACES)
+        underway = Underway(memory)
+        culprit = data.draw(st.sampled_from(left))
+        busy = data.draw(st.integers(10, 200))
+        for key in left:
+            run_well(underway, key, data.draw(st.integers(0, busy // 10)))
+        run_well(underway, "busy@1", busy)
+        crash(underway, memory, accounts, *data.draw(st.permutations([culprit, "busy@1"])))
+
+    assert tried(accounts, "busy@1")
+    assert all(len(accounts[key]) <= 5 for key in bad)
+
+
+@given(st.data())
+def test_a_model_that_always_crashes_is_found_whoever_runs_beside_it(data: st.DataObject) -> None:
+    """After three deaths if it is alone or the others have run well; after eight beside two that had no time to."""
+    accounts: dict[str, list[Death]] = {}
+    deaths, soonest = 0, data.draw(st.sampled_from([0, 20]))
+    while tried(accounts, "bad@1"):
+        memory = bytearray(SLOT * PLACES)
+        underway = Underway(memory)
+        others = data.draw(st.lists(st.sampled_from(["o@1", "p@1", "q@1"]), max_size=2, unique=True))
+        for key in others:
+            run_well(underway, key, data.draw(st.integers(soonest, soonest + 50)))
+        crash(underway, memory, accounts, *data.draw(st.permutations(["bad@1", *others])))
+        deaths += 1
+
+    assert deaths <= (3 if soonest else 8)
+
+
 def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
     """Whatever was built beside it was not why the runtime ended."""
     underway = Underway(BlackBox(tmp_path).memory)
@@ -104,9 +177,14 @@ def test_an_end_of_our_own_making_blames_nobody(tmp_path: Path) -> None:
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
 
 
-def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [{"phase": "DREAMING"}, {"at": "yesterday"}, {"share": None}, {"whose": "m@1"}],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path, damage: dict[str, Any]) -> None:
     """A damaged file keeps no runtime from starting."""
-    death = {"phase": "DREAMING", "how": "crashed", "at": 1.7e9}
+    death = {"phase": "EXECUTING", "how": "crashed", "at": 1.7e9, "share": 1.0, **damage}
     (tmp_path / paths.DEATHS).write_text(json.dumps({"m@1": [death] * 3}))
 
     assert BlackBox(tmp_path).deaths.verdict("m@1") is None

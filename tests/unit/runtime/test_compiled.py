@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rsrv.runtime.abstract_device import CacheCounts, run
 from rsrv.runtime.compiled import CompiledCache
-from rsrv.runtime.device import CacheCounts, JaxDevice, run
+from rsrv.runtime.device import JaxDevice
 from rsrv_bundle import read_bundle
 from rsrv_bundle.modules import check_signatures, module_file
 from rsrv_bundle.writer import write_weights
@@ -21,7 +22,8 @@ _BUILD = """
 import json, logging, resource, sys
 from pathlib import Path
 import numpy as np
-from rsrv.runtime.device import JaxDevice, run
+from rsrv.runtime.abstract_device import run
+from rsrv.runtime.device import JaxDevice
 from tests.unit.runtime.conftest import build_here
 logging.basicConfig(level=logging.WARNING)
 if len(sys.argv) > 3:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from rsrv.runtime import device as module
+from rsrv.runtime.abstract_device import Abandoned, Array, DeviceError, Executable, OutOfMemory, run
 from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, WeightMemory
-from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, JaxDevice, OutOfMemory, run
+from rsrv.runtime.device import JaxDevice
 from tests.bench.gpu.client import serving
 from tests.bench.gpu.models import WIDTH, Shape, make_models
 from tests.bench.gpu.serving import settings_for

@@ -14,17 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.runtime.abstract_device import Abandoned, Array, DeviceError, Executable, OutOfMemory, Piece, run
 from rsrv.runtime.aligned import aligned_copy
-from rsrv.runtime.device import (
-    Abandoned,
-    Array,
-    DeviceError,
-    Executable,
-    JaxDevice,
-    OutOfMemory,
-    Piece,
-    run,
-)
+from rsrv.runtime.device import JaxDevice
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.device import Array
+from rsrv.runtime.abstract_device import Array
 from rsrv.runtime.execution import AnyPart, CallPart, Job, Part, gather, scatter
 from rsrv.runtime.models import Model
 from rsrv.runtime.runs import Kept, Run

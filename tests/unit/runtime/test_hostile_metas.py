@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.runtime.abstract_device import DeviceError
 from rsrv.runtime.connection import Group, MetaCounts
-from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
 from rsrv.runtime.scheduler import events as ev
 from rsrv.stub.lane import Lane

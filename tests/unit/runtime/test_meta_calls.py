@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.runtime.device import Array
+from rsrv.runtime.abstract_device import Array
 from rsrv.wire.status import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double, until
 from tests.unit.runtime.metas import (

@@ -25,6 +25,7 @@ from tests.unit.runtime.metas import (
     send,
     status_of,
 )
+from tests.unit.runtime.watchers import Operator
 
 
 def stopping(pause: Pause) -> Run:
@@ -93,6 +94,36 @@ def test_all_meta_models_share_the_places(runtime: Runtime, start_meta: StartMet
     assert_y(answer_of(theirs), rows(1, chained(7)))
     for n, one in enumerate(mine):
         assert_y(answer_of(one), rows(1, chained(n)))
+
+
+def test_runs_that_wait_for_a_held_model_hold_nobody_up(runtime: Runtime, start_meta: StartMeta) -> None:
+    """They take all places when the model is paused, and more of them come; another meta model's runs are served."""
+    pause = Pause()
+
+    def held(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        call("b", inputs)
+        pause()
+        return {"y": call("a", inputs)["y"]}
+
+    def prompt(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        return {"y": call("b", inputs)["y"]}
+
+    mine, theirs = start_meta(runtime, held), start_meta(runtime, prompt, "b", name="other")
+    waits = [request(value=n) for n in range(4)]
+    assert mine.execute(waits) is None
+    pause.reached(2)
+    with Operator(runtime) as operator:
+        operator.do("pause", model="a", mode="hold")
+        pause.go(2)
+        for n in range(3):
+            send(theirs, one := request(value=n)).join()
+            assert_y(answer_of(one), rows(1, 2 * n + 2))
+        operator.do("continue", model="a")
+    pause.reached(2)
+    pause.go(2)
+
+    for n, one in enumerate(waits):
+        assert_y(answer_of(one), rows(1, 2 * n + 1))
 
 
 def test_what_a_run_does_before_its_first_call_does_not_count(

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rsrv.runtime.abstract_device import Array, Device
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import Array, Device, JaxDevice
+from rsrv.runtime.device import JaxDevice
 from rsrv.runtime.execution import Job, Part
 from rsrv.runtime.executor import Executor, Failure
 from rsrv.runtime.models import Model

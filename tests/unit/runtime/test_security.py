@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rsrv.runtime.abstract_device import Array
 from rsrv.runtime.compiled import CompiledCacheError, check_private
-from rsrv.runtime.device import Array
 from rsrv.stub.hooks import Hooks
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import connect, listen

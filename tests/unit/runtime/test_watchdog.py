@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsrv.runtime.abstract_device import Array
+from rsrv.runtime.host import HostWeights
 from rsrv.runtime.models import warm_up
 from rsrv.runtime.underway import Phase, Place, Task, Underway
 from rsrv.runtime.watchdog import Watchdog, describe
@@ -235,6 +237,33 @@ def test_a_runtime_says_what_it_builds_loads_and_warms_up(
         assert task is not None
         assert (task.phase, task.key.partition("@")[0]) == (phase, "m")
         gate.set()
+    until(lambda: idle(runtime))
+    greeted.sock.close()
+
+
+def test_reading_a_file_is_not_the_devices_work(
+    start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage that stalls while a load reads it is nobody's hang; the transfer that follows is watched."""
+    noted: list[bool] = []
+    read = HostWeights.read
+
+    def stalls(weights: HostWeights, index: int) -> Array:
+        noted.append(runtime.loop.underway.weights.task is not None)
+        return read(weights, index)
+
+    monkeypatch.setattr(HostWeights, "read", stalls)
+    runtime = start_runtime(load_settings("models: {m: {residency: unpinned}}"))
+    runtime.device.uploads.clear()
+    greeted = runtime.open()
+    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doubling)}))
+
+    assert runtime.device.uploads.waiting.wait(10)
+    assert noted == [False]
+    task = runtime.loop.underway.weights.task
+    assert task is not None
+    assert task.phase is Phase.LOADING
+    runtime.device.uploads.set()
     until(lambda: idle(runtime))
     greeted.sock.close()
 

@@ -172,6 +172,8 @@ class Driver:
                 if self.paused[model] is not event.mode:
                     self.finishing[model] = set(self.under_way)
                 self.paused[model] = event.mode
+        if isinstance(event, ModelRemoved):
+            self.paused[event.model] = None
         if isinstance(event, PolicyChanged):
             self.limits[event.model] = event.max_queue_depth or self.limits[event.model]
             if event.max_delay:
@@ -201,7 +203,8 @@ class Driver:
         for instruction in out:
             self._watch(instruction)
         # Nobody waits beside a free place, or for longer than its deadline.
-        assert not self.at_the_gate or len(self.under_way) >= self.settings.meta_concurrency
+        able = any(not self._stalled(run) for run in self.at_the_gate.values())
+        assert not able or self._places_taken() >= self.settings.meta_concurrency
         assert all(run.deadline is None or run.deadline > self.now for run in self.at_the_gate.values())
         return out
 
@@ -263,10 +266,11 @@ class Driver:
         deadline: float | None = None,
         priority: int = 0,
         max_waiting: int = 1000,
+        models: tuple[str, ...] = (),
     ) -> Run:
         """A run with a fresh id, not asked for yet; `deadline` is absolute."""
         self._next_id += 1
-        return Run(self._next_id, meta, deadline, priority, max_waiting)
+        return Run(self._next_id, meta, deadline, priority, max_waiting, models)
 
     def ask(self, *runs: Run) -> list[Instruction]:
         return self.send(RunsAsked(runs))
@@ -371,6 +375,12 @@ class Driver:
                 assert all(one.model != instruction.model for one in self.executing.values())
                 self.resident.remove(instruction.model)
 
+    def _stalled(self, run: Run) -> bool:
+        return any(self.held(model) for model in run.models)
+
+    def _places_taken(self) -> int:
+        return sum(not self._stalled(run) for run in self.under_way.values())
+
     def held(self, model: str) -> bool:
         return self.paused.get(model) is Pause.HOLD
 
@@ -431,11 +441,13 @@ class Driver:
         return level, deadline if self.settings.discipline == "edf" else 0.0, self._numbers[request.id]
 
     def _watch_admit(self, id: int) -> None:
-        assert len(self.under_way) < self.settings.meta_concurrency
+        assert self._places_taken() < self.settings.meta_concurrency
         run = self.at_the_gate[id]
+        assert not self._stalled(run)
         assert run.deadline is None or run.deadline > self.now
         # As requests are numbered, so are runs.
-        assert self._run_order(run) == min(map(self._run_order, self.at_the_gate.values()))
+        able = [one for one in self.at_the_gate.values() if not self._stalled(one)]
+        assert self._run_order(run) == min(map(self._run_order, able))
         assert id not in self.left_the_gate
         self.under_way[id] = self.at_the_gate.pop(id)
         self.left_the_gate[id] = Admit(id)

@@ -14,6 +14,7 @@ from rsrv.runtime.scheduler.events import (
     Finish,
     Instruction,
     Outcome,
+    Pause,
     Reason,
     RequestsArrived,
     RequestsCancelled,
@@ -133,6 +134,48 @@ def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
         driver.end(min(driver.under_way.values(), key=lambda run: run.id))
 
     assert patient.id in driver.left_the_gate
+
+
+# --- runs that call a model which is held --------------------------------------------------------------------
+
+
+@every_discipline
+def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -> None:
+    """They came first, and wait; another meta's runs go by, one after the other. Then it is their turn."""
+    driver = gate(discipline)
+    driver.add(program("a"), program("b"))
+    driver.pause(Pause.HOLD, "a")
+    held = driver.run_of("m", models=("a", "b"))
+    first, second = (driver.run_of("n", models=("b",)) for _ in range(2))
+
+    assert admitted(driver.ask(held, first, second)) == [first.id]
+    assert admitted(driver.end(first)) == [second.id]
+    assert driver.pause(None, "a") == []
+    assert admitted(driver.end(second)) == [held.id]
+
+
+def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
+    """Others begin beside them; when it goes on all finish, and the next begins when there is one less than may be."""
+    driver = gate()
+    driver.add(program("a"))
+    stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
+    driver.ask(stalled, other, late)
+
+    assert admitted(driver.pause(Pause.HOLD, "a")) == [other.id]
+    assert driver.pause(None, "a") == []
+    assert driver.end(stalled) == []
+    assert admitted(driver.end(other)) == [late.id]
+
+
+def test_a_held_model_that_is_removed_holds_nobody_up() -> None:
+    """What its runs make of that is up to them."""
+    driver = gate()
+    driver.add(program("a"))
+    driver.pause(Pause.HOLD, "a")
+    run = driver.run_of(models=("a",))
+    assert driver.ask(run) == []
+
+    assert admitted(driver.remove("a")) == [run.id]
 
 
 # --- more and fewer places ---------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from rsrv.runtime.scheduler.events import (
     LoadFailed,
     LoadWeights,
     Outcome,
+    Prefetch,
+    Reason,
     WarmUp,
     WeightsLoaded,
 )
@@ -191,7 +193,7 @@ def test_a_load_without_memory_is_tried_again_on_an_empty_device() -> None:
 
 
 def test_the_second_time_those_that_wait_for_the_load_fail_and_nobody_else() -> None:
-    """A load after that has two tries again."""
+    """A load after that, when the model has rested, has two tries again."""
     driver = driver_of()
     driver.add(program("a"), program("b"), resident=False)
     first, other = driver.request("a"), driver.request("b")
@@ -205,9 +207,59 @@ def test_the_second_time_those_that_wait_for_the_load_fail_and_nobody_else() -> 
     driver.load("b")
     driver.finish_all()
     assert driver.outcome(other) is Outcome.ANSWERED
+    driver.tick(driver.now + 1.0)
     driver.arrive(driver.request("a"))
     driver.fail_load("a", out_of_memory=True)
     assert driver.loading.keys() == {"a"}
+
+
+def test_a_model_that_never_finds_memory_does_not_evict_everybody_each_time() -> None:
+    """Its requests are refused for a second, then for two, and so on up to a minute; each time the others stay."""
+    driver = driver_of()
+    driver.add(program("a"), program("b"))
+    waiting_for(driver, "large")
+    rests = []
+    for _ in range(8):
+        driver.arrive(driver.request("large"))
+        for _ in range(2):
+            driver.fail_load("large", out_of_memory=True)
+        for name in "ab":
+            driver.arrive(driver.request(name))
+            driver.settle()
+        refused = driver.request("large")
+        (finish,) = driver.arrive(refused)
+        assert isinstance(finish, Finish)
+        assert driver.outcome(refused) is Reason.NO_MEMORY
+        assert finish.retry_after is not None
+        assert driver.resident == {"a", "b"}
+        rests.append(round(finish.retry_after))
+        driver.tick(driver.now + finish.retry_after)
+
+    assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_model_that_found_memory_after_all_starts_anew() -> None:
+    """An operator has it loaded meanwhile, so its requests wait for nothing; the next failure is the first again."""
+    driver = driver_of()
+    waiting_for(driver, "a")
+    for _ in range(2):
+        driver.arrive(driver.request("a"))
+        for _ in range(2):
+            driver.fail_load("a", out_of_memory=True)
+        driver.send(Prefetch("a"))
+        request = driver.request("a")
+        driver.arrive(request)
+        driver.load("a")
+        driver.finish_all()
+        assert driver.outcome(request) is Outcome.ANSWERED
+        driver.evict("a")
+    driver.arrive(driver.request("a"))
+    for _ in range(2):
+        driver.fail_load("a", out_of_memory=True)
+    (finish,) = driver.arrive(driver.request("a"))
+
+    assert isinstance(finish, Finish)
+    assert finish.retry_after == 1.0
 
 
 def test_the_second_load_waits_for_what_executes() -> None:

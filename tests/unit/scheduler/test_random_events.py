@@ -88,6 +88,7 @@ asked = st.lists(
         st.none() | st.sampled_from([-0.001, 0.0, 0.001, 0.01, 1.0]),  # deadline, from now
         st.sampled_from([0, 0, 0, 1, 9]),  # priority
         st.sampled_from([0, 1, 3, 40]),  # that may wait
+        st.sets(st.sampled_from((*MODELS, "nobody"))),  # that it calls
     ),
     min_size=1,
     max_size=4,
@@ -287,7 +288,7 @@ class RandomEvents(RuleBasedStateMachine):
     # --- runs of metas -------------------------------------------------------------------------------
 
     @rule(runs=asked, pause=pauses)
-    def ask(self, runs: list[tuple[str, float | None, int, int]], pause: float) -> None:
+    def ask(self, runs: list[tuple[str, float | None, int, int, set[str]]], pause: float) -> None:
         at = self.driver.now + pause
         some = [
             self.driver.run_of(
@@ -295,8 +296,9 @@ class RandomEvents(RuleBasedStateMachine):
                 deadline=None if deadline is None else at + deadline,
                 priority=priority,
                 max_waiting=waiting,
+                models=tuple(sorted(models)),
             )
-            for meta, deadline, priority, waiting in runs
+            for meta, deadline, priority, waiting, models in runs
         ]
         self.driver.send(RunsAsked(tuple(some)), after=pause)
 

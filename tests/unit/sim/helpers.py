@@ -8,8 +8,9 @@ from typing import Any
 
 from rsrv.sim.decisions import decision_lines
 from rsrv.sim.metrics import summarize
+from rsrv.sim.record import Record
 from rsrv.sim.scenario import parse_scenario
-from rsrv.sim.simulate import Record, simulate
+from rsrv.sim.simulate import simulate
 
 
 def run(text: str, folder: Path = Path()) -> Record:

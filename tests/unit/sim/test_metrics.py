@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rsrv.sim.metrics import jain, percentile
+from rsrv.sim.metrics import jain
+from rsrv.sim.tally import percentile
 from tests.unit.sim.helpers import decisions, metrics
 
 MIXED = """

@@ -6,8 +6,8 @@ import pytest
 
 from rsrv.runtime.scheduler.events import Outcome
 from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import ScenarioError
-from rsrv.sim.simulate import SimulationError
 from tests.unit.sim.helpers import decisions, metrics, run
 
 #: warm, so that nothing waits for weights.

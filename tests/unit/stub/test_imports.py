@@ -1,8 +1,13 @@
-"""What a stub process loads: one of them runs for every model, so its import must stay light."""
+"""What is loaded where. One stub process runs for every model, so its import must stay light; jax has one place."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[3] / "triton_backend" / "rsrv"
 
 _SCRIPT = """
 import sys, types
@@ -32,3 +37,24 @@ def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
     assert not {name.split(".")[0] for name in loaded} & heavy
     assert not [name for name in loaded if name.startswith(("rsrv.runtime", "rsrv.settings"))]
     assert "numpy" in loaded
+
+
+def imported(source: str) -> Iterator[str]:
+    """The top packages that a source text imports, wherever it does."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name.partition(".")[0] for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module.partition(".")[0]
+
+
+def test_one_file_imports_jax() -> None:
+    """Whatever another jax changes is changed there."""
+    importing = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if {"jax", "jaxlib"} & set(imported(path.read_text()))
+    }
+
+    assert importing == {"runtime/device.py"}

@@ -1,7 +1,7 @@
 """Which models are served: following the bundles, mending what lost its stub, and loading anew when asked.
 
 `looks`, `rounds` and `mending` decide, and are tested without a server; `rsrv_gen` writes the repository; here the two
-meet Triton. In the mode `dynamic` all of it happens, in `static` and `explicit` only the mending and `reload`.
+meet `loads`, which tells Triton. In the mode `dynamic` all of it happens, in `static` and `explicit` only the mending and `reload`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
+from rsrv.control.loads import Loads
 from rsrv.control.looks import Looks, Seen
 from rsrv.control.mending import AGREE, Mending
 from rsrv.control.places import Places
 from rsrv.control.rounds import Failure, Rounds
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.view import RuntimeView
-from rsrv.control.watching import sign, watch
+from rsrv.control.watching import look, sign, watch
 from rsrv.settings import Settings
+from rsrv_gen.aside import version_of
 from rsrv_gen.sources import SETTINGS_FILE
-from rsrv_gen.update import Update, remove, update
-from rsrv_gen.write import Replaced, being_written, carried, our_models, touch, version_of
+from rsrv_gen.update import Update, update
+from rsrv_gen.write import being_written, carried, our_models
 
 log = logging.getLogger("rsrv.control")
-
-T = TypeVar("T")
 
 #: Seconds between attempts to reach a tritonserver that is loading its first models.
 _KNOCK = 0.5
@@ -60,6 +59,8 @@ class Lifecycle:
     def __init__(self, settings: Settings, repository: Path, view: RuntimeView, triton: Triton) -> None:
         self._settings = settings
         self._lifecycle = settings.lifecycle
+        #: Bundles are looked at all the time, and not only when somebody asks.
+        self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
         self._view = view
         self._triton = triton
@@ -67,15 +68,11 @@ class Lifecycle:
         self._looks = Looks(settings.lifecycle.look_s)
         self._rounds = Rounds()
         self._mending = Mending()
-        #: Held by who writes the repository, and by who begins a load or an unload.
+        #: Held by who writes the repository, and by who begins a load or an unload for another reason than a dead stub.
         self._writing = asyncio.Lock()
         #: Something is to be done, or may be.
         self._stir = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        #: Model -> its directory when Triton loaded it last.
-        self._served: dict[str, tuple[int, int] | None] = {}
-        #: Model -> the time of the newest file that Triton has seen of it, in nanoseconds.
-        self._stamps: dict[str, int] = {}
+        self._loads = Loads(self._repository, self._lifecycle.link, triton, self._rounds, self._stir)
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
@@ -103,12 +100,11 @@ class Lifecycle:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._again(self._mend), name="mend")
                 group.create_task(self._again(self._tend), name="tend")
-                if self._lifecycle.mode == "dynamic":
+                if self._follows:
                     watching = partial(watch, self._places.read, self._lifecycle, self._took)
                     group.create_task(self._again(watching), name="watch")
         finally:
-            for task in self._tasks.values():
-                task.cancel()
+            self._loads.cancel()
 
     async def reload(self, name: str) -> None:
         """Loads the model anew, from its bundle as it is now; returns when that version serves. Raises LifecycleError.
@@ -118,11 +114,11 @@ class Lifecycle:
         if self._barred:
             raise LifecycleError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
         names = await asyncio.to_thread(self._stands_for, name)
-        if not names and not self._looks.settled(name):
+        # One that is new and not whole yet is waited for.
+        if not names and not (self._follows and self._looks.settled(name) != ()):
             raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made")
         names = names or {name}
-        while under_way := [self._tasks[name] for name in names if name in self._tasks]:
-            await asyncio.wait(under_way)
+        await self._loads.wait(names)
         done = await self._bring(names, anew=True)
         if not names.isdisjoint(done.later):
             raise LifecycleError(
@@ -134,8 +130,7 @@ class Lifecycle:
                 "FAILED_PRECONDITION",
                 f"{one}: there is no bundle, or it is out of sight; the model is as it was",
             )
-        if under_way := [self._tasks[name] for name in names if name in self._tasks]:
-            await asyncio.wait(under_way)
+        await self._loads.wait(names)
         for one in names & self.failures.keys():
             code = "FAILED_PRECONDITION" if one in done.broken else "INTERNAL"
             raise LifecycleError(code, f"{one}: {self.failures[one].text}")
@@ -172,17 +167,32 @@ class Lifecycle:
     def _took(self, seen: Mapping[Path, Seen]) -> bool:
         """Takes a look at the bundles."""
         before = self._looks.agreed
-        changed, told = self._looks.look(seen, self._now())
-        for line in told:
-            log.warning("%s", line)
+        changed = self._look(seen)
         self._rounds.changed(changed)
         if changed or self._looks.agreed != before:
             self._stir.set()
         return self._looks.restless
 
+    def _look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
+        changed, told = self._looks.look(seen, self._now())
+        for line in told:
+            log.warning("%s", line)
+        return changed
+
+    async def _look_anew(self) -> None:
+        """Two looks, for when nobody looks all the time; one if it agrees with those before, three at most."""
+        linked = self._lifecycle.link == "hard"
+        for _ in range(3):
+            self._look(await asyncio.to_thread(look, self._places.read, linked=linked))
+            if not self._looks.restless:
+                return
+            await asyncio.sleep(self._lifecycle.look_s)
+
     async def _tend(self) -> None:
         """Does what is due."""
-        first = self._lifecycle.mode == "dynamic"
+        if not self._barred:
+            await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
+        first = self._follows
         while True:
             self._stir.clear()
             if first and self._looks.agreed:
@@ -203,8 +213,11 @@ class Lifecycle:
     async def _let_go(self) -> None:
         async with self._writing:
             for name in self._rounds.leavers(self._now()):
-                if await self._may_leave(name):
-                    self._start(name, self._unload(name))
+                may_leave = await self._may_leave(name)
+                if name in self._loads:
+                    continue  # its stub was found dead at this moment
+                if may_leave:
+                    self._loads.unload(name)
                 else:
                     self._rounds.stay(name)
                     if self.failures.keys().isdisjoint(self._carriers.get(name, ())):
@@ -222,7 +235,7 @@ class Lifecycle:
 
     def _carries(self, meta: str, name: str) -> bool:
         """Whether a meta model serves that has this one with it."""
-        loaded = meta in self._served and meta not in self._tasks and meta not in self.failures
+        loaded = meta in self._loads.served and meta not in self._loads and meta not in self.failures
         return loaded and name in carried(self._repository / meta)
 
     def _all_places_seen(self) -> bool:
@@ -251,9 +264,8 @@ class Lifecycle:
                     idle = without - ready
             up_since = self._view.since if self._view.up else None
             if dead := self._mending.look(ready, alive, up_since, self._now()):
-                async with self._writing:
-                    for name in dead - set(self._rounds.busy):
-                        self._replace(name)
+                for name in dead - set(self._rounds.busy):
+                    self._replace(name)
             await asyncio.sleep(_BREATH)
             with contextlib.suppress(TimeoutError):
                 wait = AGREE - _BREATH if self._mending.suspicious else self._lifecycle.poll_s
@@ -262,13 +274,14 @@ class Lifecycle:
 
     def _replace(self, name: str) -> None:
         """Its stub is dead."""
-        self._mending.pardon(name, self._now() + _PARDON[self._triton.mode])
         if self._barred:
             text = f"its stub process is dead, and it can't be loaded anew: {self._barred}"
-            self._fail(name, text, again=False)
-        else:
+            self._loads.fail(name, text, again=False)
+        elif self._loads.mend(name):
             log.warning("%s: its stub process is dead; loading it anew", name)
-            self._start(name, self._load(name, anew=True))
+        else:
+            return
+        self._mending.pardon(name, self._now() + _PARDON[self._triton.mode])
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
@@ -278,53 +291,62 @@ class Lifecycle:
         Their loads have begun when this returns. `anew`: also of those that are up to date.
         """
         async with self._writing:
-            done = await asyncio.to_thread(self._update, names)
-            self._report(done)
-            if self._lifecycle.mode == "dynamic":
-                # What broke them may be the disk's, and pass without a change that a look would see.
-                for name in done.broken if names is None else done.broken.keys() & set(names):
-                    self._rounds.later(name, self._now() + _BROKEN_PAUSE)
-            if names is None:
-                await self._spare_dismissed()
-            for name, put in done.put.items():
-                self._rounds.stay(name)
-                self._stamps[name] = put.stamp
-                self._start(name, self._load(name, put))
-            for name in done.unchanged:
-                self._rounds.stay(name)
-                folder = self._repository / name
-                here = names is not None and name in names
-                if name in self._tasks:
-                    continue
-                # What failed though nothing is to be written lost its stub, and still has none.
-                wanted = (anew and here) or name in self._rounds.failures
-                if not self._barred and (wanted or self._served.get(name) != version_of(folder)):
-                    self._start(name, self._load(name, anew=names is not None))
-                else:
-                    self._rounds.done(name)
-            for name, carriers in done.go.items():
-                if self._barred:
-                    self._fail(
-                        name, f"its bundle is gone, and it can't be unloaded: {self._barred}", again=False
-                    )
-                else:
-                    self._carriers[name] = carriers
-                    self._rounds.leave(name)
-            for name in done.later:
-                self._rounds.later(name, self._now() + self._lifecycle.poll_s)
-            # Of the rest there is neither a bundle nor a model.
-            known = [done.put, done.unchanged, done.go, done.broken, done.failed, done.later]
-            if self._lifecycle.mode != "dynamic":
-                known.append(done.kept)  # nobody looks whether it is back
-            for name in set(names or ()).difference(*known):
-                if name in self._served and not self._barred:
-                    # Another rsrv-gen has removed it.
-                    self._carriers.pop(name, None)
-                    self._rounds.leave(name)
-                else:
-                    self._rounds.done(name)
+            if not self._follows:
+                await self._look_anew()
+            try:
+                done = await asyncio.to_thread(self._update, names)
+                await self._follow_up(done, names, anew=anew)
+            finally:
+                self._loads.release()
         self._stir.set()
         return done
+
+    async def _follow_up(self, done: Update, names: Collection[str] | None, *, anew: bool) -> None:
+        """Begins the loads and unloads that what was done to the repository calls for."""
+        self._report(done)
+        if self._follows:
+            # What broke them may be the disk's, and pass without a change that a look would see.
+            for name in done.broken if names is None else done.broken.keys() & set(names):
+                self._rounds.later(name, self._now() + _BROKEN_PAUSE)
+        if names is None:
+            await self._spare_dismissed()
+        for name, put in done.put.items():
+            self._rounds.stay(name)
+            self._loads.load(name, put)
+        for name in done.unchanged:
+            self._rounds.stay(name)
+            folder = self._repository / name
+            here = names is not None and name in names
+            if name in self._loads:
+                continue
+            # What failed though nothing is to be written lost its stub, and still has none.
+            wanted = (anew and here) or name in self._rounds.failures
+            if not self._barred and (wanted or self._loads.served.get(name) != version_of(folder)):
+                self._loads.load(name, anew=names is not None)
+            else:
+                self._rounds.done(name)
+        for name, carriers in done.go.items():
+            if self._barred:
+                self._loads.fail(
+                    name, f"its bundle is gone, and it can't be unloaded: {self._barred}", again=False
+                )
+            else:
+                self._carriers[name] = carriers
+                self._rounds.leave(name)
+        # Who asks for one that is being written, and is not followed, is told to ask again.
+        for name in done.later if self._follows else done.later & self._rounds.failures.keys():
+            self._rounds.later(name, self._now() + self._lifecycle.poll_s)
+        # Of the rest there is neither a bundle nor a model.
+        known = [done.put, done.unchanged, done.go, done.broken, done.failed, done.later]
+        if not self._follows:
+            known.append(done.kept)  # nobody looks whether it is back
+        for name in set(names or ()).difference(*known):
+            if name in self._loads.served and not self._barred:
+                # Another rsrv-gen has removed it.
+                self._carriers.pop(name, None)
+                self._rounds.leave(name)
+            else:
+                self._rounds.done(name)
 
     async def _spare_dismissed(self) -> None:
         """Whoever unloaded a model by hand meant it, until its bundle changes: it counts as served."""
@@ -332,11 +354,10 @@ class Lifecycle:
         with contextlib.suppress(TritonError):
             states = await self._triton.states()
         for name in [name for name, state in states.items() if state == "dismissed"]:
-            self._served[name] = version_of(self._repository / name)
+            self._loads.served[name] = version_of(self._repository / name)
 
     def _update(self, names: Collection[str] | None) -> Update:
         """On a thread: brings the repository up to date."""
-        watched = self._lifecycle.mode == "dynamic"
         return update(
             self._repository,
             self._places.read(),
@@ -344,21 +365,20 @@ class Lifecycle:
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
             stays=self._stays,
-            ready=lambda name: name not in self._tasks and (not watched or self._is_whole(name)),
+            ready=self._is_whole,
+            take=self._loads.take,
             write=not self._barred,
-            later_than=self._stamps,
+            later_than=self._loads.stamps,
         )
 
     def _stays(self, name: str) -> str:
-        return "" if self._looks.gone(name) else "its bundle is out of sight"
+        return "" if self._follows and self._looks.gone(name) else "its bundle is out of sight"
 
     def _is_whole(self, name: str) -> bool:
         """Whether the bundle is on disk as the looks agreed that it is."""
-        found = self._looks.settled(name)
+        found = self._looks.settled(name) or ()
         linked = self._lifecycle.link == "hard"
-        return bool(found) and all(
-            sign(self._place(root, name), linked=linked) == was for root, was in found or ()
-        )
+        return bool(found) and all(sign(self._place(root, name), linked=linked) == was for root, was in found)
 
     def _place(self, root: Path, name: str) -> Path:
         return root if root.name == name and (root / "manifest.yaml").exists() else root / name
@@ -368,70 +388,12 @@ class Lifecycle:
         for line in set(done.unusable) - self._unusable:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)
-        # What is being copied is broken for the moment, and nobody's fault.
-        found = {name: text for name, text in done.broken.items() if self._looks.settled(name) is not None}
-        for name, failure in self._rounds.broken(found, time.time()).items():
+        for name, failure in self._rounds.broken(done.broken, time.time()).items():
             log.error("%s stays as it was: %s", name, failure.text)
         for name, text in done.failed.items():
-            self._fail(name, f"{text}: {self._barred}" if self._barred else text, again=not self._barred)
-
-    async def _load(self, name: str, put: Replaced | None = None, *, anew: bool = False) -> None:
-        """Has Triton load what is in the repository; if that fails, `put` is taken back. `anew`: although unchanged."""
-        folder = self._repository / name
-        started = self._now()
-        try:
-            version = await asyncio.to_thread(version_of, folder)
-            if anew:
-                self._stamps[name] = await asyncio.to_thread(touch, folder, self._stamps.get(name, 0))
-            await self._triton.load(name)
-        except Exception as error:
-            if put is not None:
-                await asyncio.to_thread(put.undo)
-            if not isinstance(error, TritonError | OSError):
-                raise
-            self._fail(name, f"could not be loaded: {error}")
-        else:
-            if put is not None:
-                await asyncio.to_thread(put.forget)
-            if put is not None or anew:
-                log.info("%s is loaded, after %.1f s", name, self._now() - started)
-            self._served[name] = version
-            self._rounds.done(name)
-
-    async def _unload(self, name: str) -> None:
-        try:
-            await self._triton.unload(name)
-            await asyncio.to_thread(remove, self._repository, name, self._lifecycle.link)
-        except (TritonError, OSError, ValueError) as error:
-            self._fail(name, f"could not be unloaded: {error}")
-        else:
-            self._served.pop(name, None)
-            self._carriers.pop(name, None)
-            self._rounds.done(name)
-            log.info("%s is unloaded: its bundle is gone", name)
-
-    def _fail(self, name: str, text: str, *, again: bool = True) -> None:
-        failure = self._rounds.failed(name, text, self._now(), time.time(), again=again)
-        # The same again and again is worth a line now and then.
-        if failure.tries & (failure.tries - 1) == 0:
-            log.error("%s (attempt %d): %s", name, failure.tries, failure.text)
-
-    def _start(self, name: str, work: Awaitable[None]) -> None:
-        """Begins a load or an unload; there is none of this model under way."""
-        self._rounds.begin(name, self._now())
-        task = self._tasks[name] = asyncio.create_task(self._guarded(name, work), name=f"load {name}")
-        task.add_done_callback(lambda _: self._ended(name))
-
-    async def _guarded(self, name: str, work: Awaitable[None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            log.exception("%s: unexpected", name)
-            self._fail(name, f"unexpected: {error!r}")
-
-    def _ended(self, name: str) -> None:
-        del self._tasks[name]
-        self._stir.set()
+            self._loads.fail(
+                name, f"{text}: {self._barred}" if self._barred else text, again=not self._barred
+            )
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,18 +131,13 @@ class RuntimeLink:
 
     async def command(self, command: Command) -> dict[str, Any]:
         """What comes of a COMMAND. Raises RuntimeDown, Refused."""
-        answer = await self._ask(Kind.COMMAND, command, Kind.COMMANDED)
-        _check(answer, "INTERNAL")
-        self.overrides.commanded(command)
-        return answer
+        done = partial(self.overrides.commanded, command)
+        return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED, done), "INTERNAL")
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
         """The scheduler's section as it holds after these changes of it. Raises RuntimeDown, Refused."""
-        answer = await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED)
-        _check(answer, "INVALID_ARGUMENT")
-        if changes:
-            self.overrides.configured(changes)
-        return answer
+        done = partial(self.overrides.configured, changes) if changes else None
+        return _check(await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED, done), "INVALID_ARGUMENT")
 
     async def status(self) -> dict[str, Any]:
         """As docs/protocol.md has it. Raises RuntimeDown."""
@@ -168,7 +163,10 @@ class RuntimeLink:
         finally:
             connection.close()
 
-    async def _ask(self, kind: Kind, body: dict[str, Any], answer_kind: Kind) -> dict[str, Any]:
+    async def _ask(
+        self, kind: Kind, body: dict[str, Any], answer_kind: Kind, done: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """`done` is called if the runtime does it, also when whoever asked has gone by then."""
         if not self._up or self._connection is None:
             raise RuntimeDown
         try:
@@ -176,6 +174,8 @@ class RuntimeLink:
         except ProtocolError as error:
             raise Refused("INVALID_ARGUMENT", str(error)) from None
         answer = self._connection.ask(question, answer_kind)
+        if done is not None:
+            answer.add_done_callback(partial(_when_done, done))
         # Not cancelled with whoever asks: the answers keep their order.
         await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() or answer.cancelled():
@@ -357,6 +357,11 @@ class Subscription:
 
     def close(self) -> None:
         self._subscriptions.discard(self)
+
+
+def _when_done(done: Callable[[], None], answer: Answer) -> None:
+    if not answer.cancelled() and "error" not in answer.result():
+        done()
 
 
 def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:

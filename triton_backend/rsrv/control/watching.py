@@ -94,6 +94,11 @@ def _raise(error: OSError) -> None:
     raise error
 
 
+def look(roots: Callable[[], Sequence[Path]], *, linked: bool) -> dict[Path, Seen]:
+    """Looks at all roots, whichever they are now."""
+    return {root: scan(root, linked=linked) for root in roots()}
+
+
 async def watch(
     roots: Callable[[], Sequence[Path]],
     settings: LifecycleSection,
@@ -107,13 +112,10 @@ async def watch(
     listened: list[Path] | None = None
     identities: object = None
 
-    def look() -> dict[Path, Seen]:
-        return {root: scan(root, linked=linked) for root in roots()}
-
     try:
         while True:
             hint.clear()
-            seen = await asyncio.to_thread(look)
+            seen = await asyncio.to_thread(look, roots, linked=linked)
             now = {root: each.identity for root, each in seen.items()}
             if now != identities:
                 # The kernel tells of directories, not of names: another directory has to be asked for anew.

@@ -18,15 +18,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal, NamedTuple
 
-from rsrv.runtime.underway import PLACES, SLOT, Memory, Phase
+from rsrv.runtime.underway import ENDED, ENDED_AT, KEY_AT, PLACES, SLOT, Memory, Phase
 from rsrv.wire import paths
 
 log = logging.getLogger("rsrv.blackbox")
 
 _BYTES = SLOT * PLACES
-#: deaths until a model is not tried any more
-_TOO_MANY = 3
-#: seconds after which one does not count any more: a model that is always busy is there whoever ends the runtime
+#: shares of deaths that add up to a model's not being tried any more: three deaths that are its own, or nearly so
+_TOO_MANY = 2.5
+#: seconds after which one does not count any more
 _LAPSE = 3600.0
 #: what a success shows to be no fault of the model's
 _BEFORE_SERVING = ("BUILDING", "WARMING")
@@ -42,6 +42,8 @@ class Death(NamedTuple):
     how: How
     #: seconds since 1970
     at: float
+    #: of the blame
+    share: float = 1.0
 
 
 class Open(NamedTuple):
@@ -50,6 +52,8 @@ class Open(NamedTuple):
     phase: Phase
     hung: bool
     key: str
+    #: how often the same had ended well in that runtime
+    ended: int = 0
 
 
 def read_slots(content: bytes) -> list[Open]:
@@ -59,41 +63,54 @@ def read_slots(content: bytes) -> list[Open]:
         return found
     for at in range(0, _BYTES, SLOT):
         slot = content[at : at + SLOT]
-        key = slot[2:].partition(b"\0")[0].decode(errors="replace")
+        key = slot[KEY_AT:].partition(b"\0")[0].decode(errors="replace")
         if key and slot[0] in (Phase.BUILDING, Phase.WARMING, Phase.LOADING, Phase.EXECUTING):
-            found.append(Open(Phase(slot[0]), slot[1] != 0, key))
+            (ended,) = ENDED.unpack_from(slot, ENDED_AT)
+            found.append(Open(Phase(slot[0]), slot[1] != 0, key, ended))
     return found
 
 
-def blame(found: Iterable[Open], *, crashed: bool) -> list[tuple[str, Phase, How]]:
-    """Whose fault a death probably is.
+def blame(found: Iterable[Open], *, crashed: bool, now: float) -> dict[str, Death]:
+    """Whose fault a death probably is, by key.
 
     The one that hung, if one did. Else what was being built or warmed up, which is untried code. Else, if it was a
-    crash, what executed or loaded; somebody's kill -9 is not theirs.
+    crash, what executed or loaded, in shares: who has done the same n times before and lived is 1 / (n + 1) as
+    suspect as who has never. So a model that is always busy is not charged with what others do. Somebody's kill -9
+    is not theirs.
     """
     found = list(found)
-    if any(one.hung for one in found):
-        return [(one.key, one.phase, "hung") for one in found if one.hung]
-    how: How = "crashed" if crashed else "killed"
+    hung = [one for one in found if one.hung]
     untried = [one for one in found if one.phase.name in _BEFORE_SERVING]
-    return [(one.key, one.phase, how) for one in untried or (found if crashed else ())]
+    if hung or untried or not crashed:
+        how: How = "hung" if hung else "crashed" if crashed else "killed"
+        return {one.key: Death(one.phase.name, how, now) for one in hung or untried}
+    # A model may be in two places: the one in which it has done more says more of it.
+    suspects = {one.key: one for one in sorted(found, key=lambda one: one.ended)}
+    doubts = {key: 1.0 / (one.ended + 1) for key, one in suspects.items()}
+    whole = sum(doubts.values())
+    return {key: Death(one.phase.name, "crashed", now, doubts[key] / whole) for key, one in suspects.items()}
 
 
 def verdict(deaths: Iterable[Death], now: float) -> str | None:
     """Why a model is not tried any more; None: it is."""
     deaths = [death for death in deaths if death.how == "hung" or now - death.at < _LAPSE]
     hung = [death for death in deaths if death.how == "hung"]
-    if not hung and len(deaths) < _TOO_MANY:
+    shares = sum(death.share for death in deaths)
+    if not hung and shares < _TOO_MANY:
         return None
     last = (hung or deaths)[-1]
     did = {"hung": "it hung", "crashed": "it crashed", "killed": "it was killed"}[last.how]
-    times = "once" if len(deaths) == 1 else f"{len(deaths)} times"
+    times = "once" if len(deaths) == 1 else f"{shares:.0f} times"
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(last.at))
     return (
         f"the model has ended the runtime {times}: at {when} {did} while {Phase[last.phase].text}. It is not "
         f"tried again until its bundle changes, the server starts anew, or {paths.DEATHS} in the runtime's private "
         "directory is removed"
     )
+
+
+def _read_death(phase: str, how: How, at: float, share: float) -> Death:
+    return Death(Phase[phase].name, how, float(at), float(share))
 
 
 class Deaths:
@@ -128,11 +145,8 @@ class Deaths:
             if self._path is None or not self._path.exists():
                 return {}
             deaths = json.loads(self._path.read_text())
-            found = {key: [Death(**death) for death in some] for key, some in deaths.items()}
-            if any(death.phase not in Phase.__members__ for some in found.values() for death in some):
-                raise ValueError("it names no phase")
-            return found
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            return {key: [_read_death(**death) for death in some] for key, some in deaths.items()}
+        except (OSError, LookupError, ValueError, TypeError, AttributeError) as error:
             log.warning("%s: cannot be read, so nobody is to blame: %s", self._path, error)
             return {}
 
@@ -185,8 +199,8 @@ class BlackBox:
             log.error("the runtime before this one died while %s was %s", one.key, one.phase.text)
         if crash:
             log.error("it crashed:\n%s", crash)
-        for key, phase, how in blame(found, crashed=bool(crash)):
-            self.deaths.add(key, Death(phase.name, how, now))
+        for key, death in blame(found, crashed=bool(crash), now=now).items():
+            self.deaths.add(key, death)
             reason = self.deaths.verdict(key)
             if reason is not None:
                 log.critical("%s: %s", key, reason)

@@ -84,29 +84,16 @@ def check_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def use_cache(directory: Path) -> None:
-    """Have jax keep what it compiles in `directory`, if it can. Once per process, before anything is compiled.
+def make_private(directory: Path) -> Path | None:
+    """The directory, there and closed to others; None if it cannot be had.
 
     Raises CompiledCacheError if somebody else can write there.
     """
-    import jax
-    from jax._src import compilation_cache
-
     try:
         directory = directory.expanduser()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_private(directory)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         log.warning("runtime.compilation_cache_dir: every start compiles anew: %s", error)
-        return
-    if not hasattr(compilation_cache, "get_file_cache"):
-        log.warning("every start compiles anew: rsrv does not know how jax %s keeps entries", jax.__version__)
-        return
-    # jax has no public way to say how entries are kept, only where. This is the function that it asks.
-    compilation_cache.get_file_cache = lambda path: (CompiledCache(Path(path)), path)  # type: ignore[assignment,return-value]
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    # jax's defaults keep only what took a second to compile; small models would never be kept.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # The compiler's own files beside them are not checked, and a full disk may fail it.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+        return None
+    return directory

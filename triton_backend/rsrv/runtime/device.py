@@ -12,26 +12,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, get_ident
-from typing import Any, Literal, NamedTuple, NewType, Protocol
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
-import numpy.typing as npt
 
+from rsrv.runtime.abstract_device import (
+    Abandoned,
+    Array,
+    Buffer,
+    CacheCounts,
+    DeviceError,
+    Executable,
+    Launched,
+    OutOfMemory,
+    Piece,
+    never,
+)
 from rsrv.runtime.aligned import Reuse
-from rsrv.runtime.compiled import CompiledCacheError, use_cache
+from rsrv.runtime.compiled import CompiledCache, CompiledCacheError, make_private
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
-
-Array = npt.NDArray[Any]
-#: a compiled module, one tensor in device memory, and an execution under way: opaque to everyone but the
-#: device that made them
-Executable = NewType("Executable", object)
-Buffer = NewType("Buffer", object)
-Launched = NewType("Launched", object)
 
 #: bytes that may be on their way to the device at once, and tensors that may be in any case. A GPU's transfers wait
 #: for the executions that were launched before them: many must be under way to keep a link busy beside those
@@ -40,115 +44,6 @@ _IN_FLIGHT_BYTES = 1 << 30
 _IN_FLIGHT_TENSORS = 2
 #: in the place of an output that stays on the device
 _UNREAD = np.empty(0, np.uint8)
-
-
-class DeviceError(Exception):
-    """The device refused or failed; the message is for the log, not for clients."""
-
-
-class OutOfMemory(DeviceError):
-    """The device's allocator has no room. Giving something up and trying again may help."""
-
-
-class Abandoned(Exception):
-    """Whoever wanted an upload does not want it any more; nothing of it is left on the device."""
-
-
-def never() -> bool:
-    return False
-
-
-class Piece(NamedTuple):
-    """Rows of a tensor on the device, `first` and following, that become those at `at` and following of another."""
-
-    buffer: Buffer
-    first: int
-    rows: int
-    at: int
-
-
-class Device(Protocol):
-    """What the runtime needs of a device. Every method may block and be called from any thread.
-
-    Executions run one after the other, in the order of their launches.
-    """
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether `launch` returns before the execution is done, so that launching ahead keeps the device busy."""
-
-    @property
-    def memory_limit(self) -> int | None:
-        """Bytes that the device's allocator may take in all. None: not known, as on a CPU."""
-
-    @property
-    def launcher(self) -> int | None:
-        """The thread that a device that is not asynchronous executes for, or did last: others wait in `launch`."""
-
-    def memory_in_use(self) -> int | None:
-        """Bytes that it has given out: weights, and what executions take while they run. None: not known."""
-
-    def compile(self, module: bytes, signature: Signature) -> Executable: ...
-
-    def scratch_bytes(self, executable: Executable, weight_bytes: int) -> int:
-        """Bytes that one execution takes beside its `weight_bytes` of weights: inputs, outputs, intermediates."""
-
-    def upload(self, arrays: Iterable[Array], abandoned: Callable[[], bool] = never) -> list[Buffer]:
-        """Copy arrays to the device, in order; returns when they are there.
-
-        `arrays` is consumed as the transfers proceed; between tensors `abandoned` is asked. Raises Abandoned,
-        OutOfMemory, and whatever `arrays` raises; then nothing is left on the device, nor reads from the arrays.
-        """
-
-    def free(self, buffers: Iterable[Buffer], *, reuse: bool = False) -> None:
-        """Give the memory back at once, or for the next upload to use. Nothing may execute on these buffers."""
-
-    def page_lock(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Keep host memory where it is, so that the device reads it by itself; returns what undoes it.
-
-        The memory must stay mapped until then. Raises DeviceError.
-        """
-
-    def launch(
-        self,
-        executable: Executable,
-        weights: Sequence[Buffer],
-        inputs: Sequence[Array | Buffer],
-        unread: Collection[int] = (),
-    ) -> Launched:
-        """Start an execution; `weights` in argument order. Nobody may write to its inputs before it is read.
-
-        Outputs whose index is in `unread` are not copied to the host.
-        Raises OutOfMemory, as `read` does: where the device finds out is its own affair.
-        """
-
-    def keep(self, launched: Launched, index: int) -> Buffer:
-        """An output of an execution that is not read yet: it stays on the device for as long as this is held."""
-
-    def merge(self, base: Array, axis: int, pieces: Sequence[Piece]) -> Buffer:
-        """`base` on the device, with rows (along `axis`) replaced by those of `pieces`. May compile something.
-
-        Raises OutOfMemory.
-        """
-
-    def read(self, launched: Launched) -> tuple[list[Array], float]:
-        """Once per launch: the outputs on the host, read-only, and the seconds that the execution had the device.
-
-        Unread outputs are empty arrays.
-        """
-
-    def start_profile(self, directory: Path) -> None:
-        """Record what the device does, into that directory, from now on. At most one such record is made at a time."""
-
-    def stop_profile(self) -> None:
-        """End the record; it is there when this returns."""
-
-
-def run(
-    device: Device, executable: Executable, weights: Sequence[Buffer], inputs: Sequence[Array]
-) -> tuple[list[Array], float]:
-    """One execution from its launch to its outputs."""
-    return device.read(device.launch(executable, weights, inputs))
 
 
 @dataclass(slots=True, eq=False)
@@ -162,15 +57,6 @@ class _Execution:
     previous: "_Execution | None" = None
     #: when it was done, as far as anyone has noticed
     ready: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheCounts:
-    """Executables since the start: compiled anew, read from the compilation cache, and those of another model."""
-
-    compiled: int = 0
-    from_cache: int = 0
-    shared: int = 0
 
 
 class JaxDevice:
@@ -209,9 +95,11 @@ class JaxDevice:
         self._counts = {"/jax/compilation_cache/cache_hits": 0, "/jax/compilation_cache/cache_misses": 0}
         if cache_dir is not None:
             try:
-                use_cache(cache_dir)
+                directory = make_private(cache_dir)
             except CompiledCacheError as error:
                 raise DeviceError(str(error)) from None
+            if directory is not None:
+                _use_cache(directory)
             jax.monitoring.register_event_listener(self._count)
         #: what is compiled and in use, by what it was compiled from
         self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
@@ -471,6 +359,24 @@ class JaxDevice:
             with self._noticing:
                 execution.ready = execution.ready or time.perf_counter()
         return execution.ready
+
+
+def _use_cache(directory: Path) -> None:
+    """Have jax keep what it compiles there, if it can. Once per process, before anything is compiled."""
+    import jax
+    from jax._src import compilation_cache
+
+    if not hasattr(compilation_cache, "get_file_cache"):
+        log.warning("every start compiles anew: rsrv does not know how jax %s keeps entries", jax.__version__)
+        return
+    # jax has no public way to say how entries are kept, only where. This is the function that it asks.
+    compilation_cache.get_file_cache = lambda path: (CompiledCache(Path(path)), path)  # type: ignore[assignment,return-value]
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    # jax's defaults keep only what took a second to compile; small models would never be kept.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # The compiler's own files beside them are not checked, and a full disk may fail it.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _merge(base: Any, source: Any, rows: Any, axis: int) -> Any:

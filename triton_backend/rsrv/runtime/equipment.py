@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from rsrv.runtime.device import Device, DeviceError
+from rsrv.runtime.abstract_device import Device, DeviceError
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.tiers import Tiers
 from rsrv.runtime.underway import Place
@@ -16,7 +16,7 @@ log = logging.getLogger("rsrv.equipment")
 class Equipment:
     """Belongs to the build thread: importing jax takes seconds, in which stubs may already connect.
 
-    `ready` is called on the loop, once, when all of it is there. Loads are noted at `place`.
+    `ready` is called on the loop, once, when all of it is there. `place`: as `Tiers` has it.
     """
 
     def __init__(

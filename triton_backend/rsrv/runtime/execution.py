@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rsrv.runtime.abstract_device import Array, Buffer, Device, Launched, Piece
 from rsrv.runtime.aligned import aligned
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import Array, Buffer, Device, Launched, Piece
 from rsrv.runtime.models import Model
 from rsrv.runtime.runs import Kept, Run, view
 from rsrv.wire.layout import Block, Tensor

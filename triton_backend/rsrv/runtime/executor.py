@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rsrv.runtime.device import Device, OutOfMemory
+from rsrv.runtime.abstract_device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
 from rsrv.runtime.underway import Phase, Place, Underway
 from rsrv.runtime.workers import Inbox, Worker

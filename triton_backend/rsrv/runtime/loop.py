@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, assert_never
 
+from rsrv.runtime.abstract_device import Device
 from rsrv.runtime.blackbox import BlackBox
 from rsrv.runtime.commands import Commands
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import Device
 from rsrv.runtime.execution import CallPart, Job
 from rsrv.runtime.executor import Executor, Failure
 from rsrv.runtime.orphans import open_stub

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.runtime.device import Array, Buffer, Device, Executable, run
+from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
 from rsrv.runtime.policy import terms
 from rsrv.runtime.scheduler.events import Program

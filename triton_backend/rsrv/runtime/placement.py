@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from rsrv.runtime.abstract_device import CacheCounts, Device
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.catalog import Catalog
-from rsrv.runtime.device import CacheCounts, Device
 from rsrv.runtime.models import Model
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler import events as ev

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rsrv.runtime.abstract_device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.blackbox import Deaths
 from rsrv.runtime.catalog import Catalog, Listed
 from rsrv.runtime.connection import Connection, Group, MetaCounts
-from rsrv.runtime.device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.equipment import Equipment
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
@@ -26,7 +26,7 @@ from rsrv.runtime.workers import Inbox, Worker
 from rsrv.settings import Settings
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError
-from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import signature_of
 
 log = logging.getLogger("rsrv.registry")
@@ -267,7 +267,7 @@ class Registry:
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
-        except (BundleError, DeviceError, HostMemoryError) as error:
+        except (BundleError, InspectorError, DeviceError, HostMemoryError) as error:
             result = str(error)
         except Exception as error:
             log.exception("%s: cannot be loaded", name)

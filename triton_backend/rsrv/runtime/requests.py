@@ -98,7 +98,7 @@ class Requests:
         for entrance in entrances:
             asking = self._new_id(connection, entrance.request)
             run = self._pending[asking] = self.runs.enter(connection, group, entrance, asking)
-            asked.append(ev.Run(run.id, run.group.name, run.deadline, run.priority, limit))
+            asked.append(ev.Run(run.id, group.name, run.deadline, run.priority, limit, group.models))
         self._feed(ev.RunsAsked(tuple(asked)))
 
     def call(self, connection: Connection, call: Call) -> None:
@@ -285,6 +285,9 @@ def _failure(finish: ev.Finish) -> tuple[Status, str]:
         case ev.Reason.QUEUE_FULL:
             after = "later" if finish.retry_after is None else f"after {finish.retry_after * 1e3:.0f} ms"
             return Status.QUEUE_FULL, f"too many requests wait for this model; retry {after}"
+        case ev.Reason.NO_MEMORY:
+            text = f"the device has no memory for this model's weights; they are tried again in {finish.retry_after:.1f} s"
+            return Status.QUEUE_FULL, text
         case ev.Reason.TOO_MANY_ROWS:
             return Status.INVALID, "the request has more rows than the model's largest batch"
         case ev.Reason.UNKNOWN_VARIANT:

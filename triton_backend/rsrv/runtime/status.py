@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from rsrv.runtime.abstract_device import Device
 from rsrv.runtime.catalog import Catalog, Listed
 from rsrv.runtime.connection import Group, MetaCounts
-from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
 from rsrv.runtime.scheduler.scheduler import Scheduler

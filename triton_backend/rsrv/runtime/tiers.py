@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from rsrv.runtime.device import Abandoned, Buffer, Device, OutOfMemory
+from rsrv.runtime.abstract_device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
 from rsrv.runtime.models import Model
@@ -31,7 +31,7 @@ class Tiers:
     """The weights of all models. Methods are called on the loop; `follow` excepted, which takes long."""
 
     def __init__(self, device: Device, settings: Settings, inbox: Inbox, place: Place) -> None:
-        """Loads are noted at `place`.
+        """What loads do with the device is noted at `place`.
 
         Raises HostMemoryError if the memory to share with other runtimes is not safely ours.
         """
@@ -54,10 +54,21 @@ class Tiers:
         self._epoch, self._abandoned = epoch, False
         largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
 
+        def begin() -> None:
+            self._place.begin(Phase.LOADING, model.key, largest, largest / _SLOW)
+
         def abandoned() -> bool:
             # Asked between tensors: for the watchdog what follows is a load of its own.
-            self._place.begin(Phase.LOADING, model.key, largest, largest / _SLOW)
+            begin()
             return self._abandoned
+
+        def read(index: int) -> Array:
+            # Where the host has no copy, storage may take as long as it likes: that is not the device's work.
+            self._place.end()
+            try:
+                return model.host.read(index)
+            finally:
+                begin()
 
         def load() -> None:
             started = time.monotonic()
@@ -65,7 +76,7 @@ class Tiers:
             event: Ended
             try:
                 abandoned()
-                weights = self.device.load(model.host, abandoned)
+                weights = self.device.load(model.host, read, abandoned)
                 event = ev.WeightsLoaded(model.key, epoch, time.monotonic() - started)
             except Abandoned:
                 event = ev.LoadAbandoned(model.key, epoch)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from mmap import mmap
+from struct import Struct
 from threading import get_ident
 from typing import NamedTuple
 
@@ -46,10 +47,15 @@ class Task(NamedTuple):
     number: int
 
 
-#: bytes of the black box for one place: the phase, whether it hung, and the model's key, which a zero byte ends
+#: bytes of the black box for one place: the phase, whether it hung, how often something has ended well there with that
+#: model (the power of two below it, or the very number), and the model's key, which a zero byte ends
 SLOT = 512
-_LONGEST_KEY = SLOT - 3
+ENDED = Struct("<Q")
+ENDED_AT, KEY_AT = 2, 2 + ENDED.size
+_LONGEST_KEY = SLOT - KEY_AT - 1
 PLACES = 7
+#: keys whose counts a place has at most, before it starts anew: those of models that are gone are among them
+_REMEMBERED = 10_000
 
 #: bytes that survive the process, or not
 Memory = mmap | bytearray
@@ -61,7 +67,19 @@ class Place:
     An execution that takes microseconds comes by here twice, so that is a few stores and no more.
     """
 
-    __slots__ = ("_at", "_expected", "_key", "_memory", "_number", "_numbers", "_phase", "_size", "thread")
+    __slots__ = (
+        "_at",
+        "_before",
+        "_ended",
+        "_expected",
+        "_key",
+        "_memory",
+        "_number",
+        "_numbers",
+        "_phase",
+        "_size",
+        "thread",
+    )
 
     def __init__(
         self, memory: Memory | None = None, at: int = 0, numbers: Iterator[int] | None = None
@@ -71,6 +89,9 @@ class Place:
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._phase = Phase.LOOPING
         self._key = ""
+        #: how often something has ended here, with this key; and with others, when they were here last
+        self._ended = 0
+        self._before: dict[str, int] = {}
         self._size = 0
         self._expected = 0.0
         #: 0: nothing is under way
@@ -90,9 +111,13 @@ class Place:
         """Returns the task's number; `number` is that of a task that another thread has begun."""
         self._number = 0
         if key != self._key:
-            self._key = key
-            record = b"\0\0%b\0" % key.encode()[:_LONGEST_KEY]
-            self._memory[self._at : self._at + len(record)] = record
+            if len(self._before) == _REMEMBERED:
+                self._before.clear()
+            self._before[self._key] = self._ended
+            self._key, self._ended = key, self._before.get(key, 0)
+            record = ENDED.pack(self._ended) + b"%b\0" % key.encode()[:_LONGEST_KEY]
+            at = self._at + ENDED_AT
+            self._memory[at : at + len(record)] = record
         self._phase = phase
         self._size = size
         self._expected = expected
@@ -104,6 +129,10 @@ class Place:
     def end(self) -> None:
         self._number = 0
         self._memory[self._at] = 0
+        self._ended = ended = self._ended + 1
+        if not ended & (ended - 1):
+            # Near enough, and far cheaper than each time.
+            ENDED.pack_into(self._memory, self._at + ENDED_AT, ended)
 
     @contextmanager
     def doing(self, phase: Phase, key: str, size: int = 0) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rsrv.runtime.device import Buffer, Device
+from rsrv.runtime.abstract_device import Array, Buffer, Device
 from rsrv.runtime.host import HostWeights, TensorKey
 
 
@@ -27,8 +27,10 @@ class WorkingSet:
         #: bytes on the device, each tensor once; any thread may read it
         self.nbytes = 0
 
-    def load(self, weights: HostWeights, abandoned: Callable[[], bool]) -> Sequence[Buffer]:
-        """Have all of a model's weights on the device; in argument order.
+    def load(
+        self, weights: HostWeights, read: Callable[[int], Array], abandoned: Callable[[], bool]
+    ) -> Sequence[Buffer]:
+        """Have all of a model's weights on the device; in argument order. `read`: `weights`' own.
 
         Raises Abandoned, OutOfMemory, BundleError and HostMemoryError; then nothing has changed, but that what was
         kept for it is gone.
@@ -38,7 +40,7 @@ class WorkingSet:
             tensor.key: index for index, tensor in enumerate(weights.tensors) if tensor.key not in self._held
         }
         try:
-            buffers = self._device.upload((weights.read(index) for index in absent.values()), abandoned)
+            buffers = self._device.upload(map(read, absent.values()), abandoned)
         except BaseException:
             self._drop(weights.distinct)
             raise

@@ -1,6 +1,7 @@
 """What the scheduler decided, one stable line for each instruction that is no answer."""
 
 from collections.abc import Iterator
+from heapq import merge
 
 from rsrv.runtime.scheduler.events import (
     AbandonLoad,
@@ -14,7 +15,7 @@ from rsrv.runtime.scheduler.events import (
     Outcome,
     WarmUp,
 )
-from rsrv.sim.simulate import Record
+from rsrv.sim.record import FleetRecord, Record
 
 _VERBS = {
     Outcome.SHED: "SHED",
@@ -29,6 +30,18 @@ def decision_lines(record: Record) -> Iterator[str]:
     """`t=<seconds> <INSTRUCTION> <model> ...`, in the order in which they were given."""
     for t, instruction in record.decisions:
         yield f"t={t:.6f} {_line(instruction, record)}"
+
+
+def fleet_decision_lines(record: FleetRecord) -> Iterator[str]:
+    """`t=<seconds> <device> <INSTRUCTION> <model> ...`: of all devices, and what the gateway asked of them."""
+    told = [
+        ((t, f"{name} {_line(instruction, one)}") for t, instruction in one.decisions)
+        for name, one in record.devices.items()
+    ]
+    asked = ((t, f"{step.worker} ASKED TO {step.act.name} {step.model}") for t, step in record.steps)
+    # Ties: what was asked first, then the devices in their order.
+    for t, line in merge(asked, *told, key=lambda line: line[0]):
+        yield f"t={t:.6f} {line}"
 
 
 def _line(instruction: Instruction, record: Record) -> str:

@@ -22,102 +22,40 @@ the traffic, not about the scheduler. `jain_models` and `jain_seconds` say what 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import ceil, inf
+from math import inf
 from typing import Any
 
-from rsrv.runtime.scheduler.events import Outcome
-from rsrv.sim.simulate import Record, Sent
+from rsrv.sim.record import Record
+from rsrv.sim.tally import Span, Tally, in_time, ratio, rounded
 
 #: a model is contending if it had requests in the system for this share of the window.
 _CONTENDING = 0.1
 #: the device is contended if all contending models had some at once for this share of the window.
 _CONTENDED = 0.05
 
-#: outcome -> its name in the metrics.
-_NAMES = {
-    Outcome.ANSWERED: "served",
-    Outcome.SHED: "shed",
-    Outcome.EXPIRED: "expired",
-    Outcome.REFUSED: "refused",
-    Outcome.CANCELLED: "cancelled",
-    Outcome.FAILED: "failed",
-}
-
-Span = tuple[float, float]
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Sums over one model, or over all."""
-
-    ends: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(_NAMES, 0))
-    arrived: int = 0
-    hits: int = 0
-    in_time: int = 0
-    waits: list[float] = field(default_factory=list)
-    latencies: list[float] = field(default_factory=list)
-    device_seconds: float = 0.0
-    dispatches: int = 0
-    useful_rows: int = 0
-    padded_rows: int = 0
-    loads: int = 0
-    loaded_bytes: int = 0
-    evictions: int = 0
-    #: when it had requests in the system: disjoint, ascending.
-    busy: list[Span] = field(default_factory=list)
-
-    def add(self, sent: Sent) -> None:
-        assert sent.outcome is not None
-        self.arrived += 1
-        self.hits += sent.hit
-        self.ends[sent.outcome] += 1
-        if self.busy and sent.arrived <= self.busy[-1][1]:
-            self.busy[-1] = (self.busy[-1][0], max(self.busy[-1][1], sent.ended))
-        elif sent.ended > sent.arrived:
-            self.busy.append((sent.arrived, sent.ended))
-        if sent.outcome is Outcome.ANSWERED:
-            assert sent.started is not None
-            self.waits.append(sent.started - sent.arrived)
-            self.latencies.append(sent.ended - sent.arrived)
-
-    def times(self) -> dict[str, float | None]:
-        self.waits.sort()
-        self.latencies.sort()
-        return {
-            "wait_p50_s": percentile(self.waits, 0.5),
-            "wait_p99_s": percentile(self.waits, 0.99),
-            "latency_p50_s": percentile(self.latencies, 0.5),
-            "latency_p99_s": percentile(self.latencies, 0.99),
-        }
-
 
 def summarize(record: Record) -> dict[str, Any]:
     """The metrics of a record: discipline, seed, duration, `total` and, by model, `models`."""
     scenario = record.scenario
-    models = {name: _Tally() for name in scenario.programs}
-    total = _Tally()
+    models = {name: Tally() for name in scenario.programs}
+    total = Tally()
     for sent in record.requests:
         models[sent.request.model].add(sent)
         total.add(sent)
     makespan = max((sent.ended for sent in record.requests), default=0.0)
     window = makespan if scenario.duration is None else scenario.duration
-    total.in_time = sum(_in_time(sent, window) for sent in record.requests)
+    total.in_time = sum(in_time(sent, window) for sent in record.requests)
     for one in record.executions:
         if one.started > window:
             break
         for tally in (models[one.execute.model], total):
-            tally.device_seconds += min(one.ended, window) - one.started
-            tally.dispatches += 1
-            tally.useful_rows += one.execute.rows
-            tally.padded_rows += one.execute.size - one.execute.rows
+            tally.execute(one, window)
     load_seconds = 0.0
     for load in record.loads:
         if load.started <= window:
             load_seconds += min(load.ended, window) - load.started
             for tally in (models[load.model], total):
-                tally.loads += 1
-                tally.loaded_bytes += load.nbytes
+                tally.load(load)
     for model, at in record.evictions:
         if at <= window:
             for tally in (models[model], total):
@@ -125,11 +63,11 @@ def summarize(record: Record) -> dict[str, Any]:
     index, counted, seconds = _fairness(record, models, window)
     by_model = {
         name: {
-            **{label: tally.ends[outcome] for outcome, label in _NAMES.items()},
+            **tally.ended(),
             "arrived": tally.arrived,
-            "hit_ratio": _ratio(tally.hits, tally.arrived),
+            "hit_ratio": ratio(tally.hits, tally.arrived),
             "device_seconds": tally.device_seconds,
-            "share": _ratio(tally.device_seconds, total.device_seconds),
+            "share": ratio(tally.device_seconds, total.device_seconds),
             **tally.times(),
             "dispatches": tally.dispatches,
             "useful_rows": tally.useful_rows,
@@ -141,15 +79,15 @@ def summarize(record: Record) -> dict[str, Any]:
         for name, tally in models.items()
     }
     totals = {
-        **{label: total.ends[outcome] for outcome, label in _NAMES.items()},
+        **total.ended(),
         "arrived": total.arrived,
-        "hit_ratio": _ratio(total.hits, total.arrived),
+        "hit_ratio": ratio(total.hits, total.arrived),
         "window_s": window,
         "makespan_s": makespan,
         "device_seconds": total.device_seconds,
-        "utilisation": _ratio(total.device_seconds, window),
-        "goodput": _ratio(total.in_time, window),
-        "goodput_ratio": _ratio(sum(_in_time(sent, inf) for sent in record.requests), total.arrived),
+        "utilisation": ratio(total.device_seconds, window),
+        "goodput": ratio(total.in_time, window),
+        "goodput_ratio": ratio(sum(in_time(sent, inf) for sent in record.requests), total.arrived),
         "jain": index,
         "jain_models": counted,
         "jain_seconds": seconds,
@@ -157,27 +95,16 @@ def summarize(record: Record) -> dict[str, Any]:
         "dispatches": total.dispatches,
         "useful_rows": total.useful_rows,
         "padded_rows": total.padded_rows,
-        "padding_ratio": _ratio(total.padded_rows, total.padded_rows + total.useful_rows),
+        "padding_ratio": ratio(total.padded_rows, total.padded_rows + total.useful_rows),
         "loads": total.loads,
         "loaded_bytes": total.loaded_bytes,
         "evictions": total.evictions,
         "load_seconds": load_seconds,
-        "link_utilisation": _ratio(load_seconds, window),
+        "link_utilisation": ratio(load_seconds, window),
     }
     echo = {"discipline": scenario.discipline, "seed": scenario.seed, "duration": scenario.duration}
-    rounded: dict[str, Any] = _rounded({**echo, "total": totals, "models": by_model})
-    return rounded
-
-
-def _in_time(sent: Sent, window: float) -> bool:
-    """Whether it was answered by its deadline, if it had one, and within the window."""
-    limit = window if sent.request.deadline is None else min(window, sent.request.deadline)
-    return sent.outcome is Outcome.ANSWERED and sent.ended <= limit
-
-
-def percentile(ascending: Sequence[float], share: float) -> float | None:
-    """The nearest-rank percentile of sorted values; None if there are none."""
-    return ascending[max(1, ceil(share * len(ascending))) - 1] if ascending else None
+    result: dict[str, Any] = rounded({**echo, "total": totals, "models": by_model})
+    return result
 
 
 def jain(values: Sequence[float]) -> float | None:
@@ -186,7 +113,7 @@ def jain(values: Sequence[float]) -> float | None:
     return sum(values) ** 2 / (len(values) * squares) if squares else None
 
 
-def _fairness(record: Record, models: Mapping[str, _Tally], window: float) -> tuple[float | None, int, float]:
+def _fairness(record: Record, models: Mapping[str, Tally], window: float) -> tuple[float | None, int, float]:
     """Jain's index, the number of models counted, and the seconds over which."""
     busy = {
         name: [(start, min(end, window)) for start, end in tally.busy if start < window]
@@ -229,13 +156,3 @@ def _common(sets: Sequence[Sequence[Span]]) -> list[Span]:
         inside += step
         since = t
     return common
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    return round(value, 9) if isinstance(value, float) else value

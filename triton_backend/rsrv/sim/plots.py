@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rsrv.runtime.scheduler.events import Outcome
-from rsrv.sim.simulate import Record
+from rsrv.sim.record import Record
 
 _PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _OTHERS = "#BBBBBB"

@@ -8,12 +8,26 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rsrv.sim.schema import Arrivals, Bursts, Closed, Device, File, Model, Poisson, Request, Trace, Zipf
+from rsrv.settings_fleet import GatewaySection
+from rsrv.sim.schema import (
+    GATEWAY_KEYS,
+    Arrivals,
+    Bursts,
+    Closed,
+    Device,
+    File,
+    Model,
+    Poisson,
+    Request,
+    Trace,
+    Zipf,
+)
 
 #: what a table is about, and whose keys it lists.
 _TABLES: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", File),
     ("`device`", Device),
+    ("`gateway`", GatewaySection),
     ("`models.NAME`", Model),
     ("`arrivals`", Arrivals),
     ("`arrivals.requests[]`", Request),
@@ -36,6 +50,8 @@ def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | default | meaning |"
     yield "|---|---|---|"
     for key, field in model.model_fields.items():
+        if model is GatewaySection and key not in GATEWAY_KEYS:
+            continue
         meaning = " ".join((field.description or "").replace("|", "\\|").split())
         yield f"| `{key}` | {_default(field)} | {meaning} |"
     yield ""
@@ -44,7 +60,7 @@ def _table(title: str, model: type[BaseModel]) -> Iterator[str]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if field.default is None or isinstance(field.default, BaseModel) or field.default == []:
+    if field.default_factory or field.default in (None, []) or isinstance(field.default, BaseModel):
         return ""
     if isinstance(field.default, bool | str):
         return str(field.default).lower()

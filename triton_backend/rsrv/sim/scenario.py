@@ -11,6 +11,7 @@ from rsrv.explain import YamlError, explain, nearest, read_yaml
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv.sim.naive import NAIVE
 from rsrv.sim.schema import LONGEST, Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf
 
@@ -39,6 +40,9 @@ class Scenario:
     zipf: Sequence[Zipf]
     bursts: Sequence[Bursts]
     closed: Sequence[Closed]
+    devices: int = 1
+    #: None: one device, and no gateway. Its `models` name single models.
+    gateway: GatewaySection | None = None
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -115,7 +119,22 @@ def _resolve(file: File, folder: Path, problems: list[str]) -> Scenario:
         closed=[
             one.model_copy(update={"models": names.all(one.models, "closed")}) for one in arrivals.closed
         ],
+        devices=file.devices,
+        gateway=_gateway(file, groups, problems),
     )
+
+
+def _gateway(file: File, groups: Mapping[str, Sequence[str]], problems: list[str]) -> GatewaySection | None:
+    options = file.gateway
+    if options is None:
+        return GatewaySection() if file.devices > 1 else None
+    single = {name for names in groups.values() for name in names}
+    models: dict[str, GatewayModelSection] = {}
+    for one, section in options.models.items():
+        if one not in groups and one not in single:
+            problems.append(f"gateway.models.{one}: {_no_model(one, [*groups, *single])}")
+        models |= dict.fromkeys(groups.get(one, [one]), section)
+    return options.model_copy(update={"models": models})
 
 
 class _Names:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rsrv.settings import SchedulerSection
+from rsrv.settings_fleet import GatewaySection
 
 
 class Part(BaseModel):
@@ -234,6 +235,33 @@ class Arrivals(Part):
         return endless + (["closed"] if self.closed else [])
 
 
+#: keys of rsrv.yaml's section `gateway` that the simulator goes by.
+GATEWAY_KEYS = (
+    "mode",
+    "work_basis",
+    "replicas",
+    "fill",
+    "route",
+    "fill_factor",
+    "rebalance_device_s",
+    "first_rebalance_device_s",
+    "halflife_device_s",
+    "hysteresis",
+    "forbid_memory_oversubscription",
+    "probe_s",
+    "models",
+)
+
+
+def _simulated(given: object) -> object:
+    useless = [key for key in given if key not in GATEWAY_KEYS] if isinstance(given, dict) else []
+    if useless:
+        raise ValueError(
+            f"the simulator goes by {', '.join(GATEWAY_KEYS)}, not by {', '.join(useless)}: leave that out"
+        )
+    return given
+
+
 class File(Part):
     """All of a scenario file."""
 
@@ -253,6 +281,14 @@ class File(Part):
         "still served. Required with arrivals that do not end by themselves.",
     )
     device: Device = Field(Device(), description=str(Device.__doc__))
+    devices: int = Field(
+        1, ge=1, le=1000, description="This many such devices, behind a gateway; each serves all models."
+    )
+    gateway: Annotated[GatewaySection, BeforeValidator(_simulated)] | None = Field(
+        None,
+        description="How the gateway routes requests and places weights: keys of rsrv.yaml's section `gateway`. "
+        "With several devices its defaults hold; without them and without this there is no gateway.",
+    )
     settings: SchedulerSection = Field(
         SchedulerSection(), description="The section `scheduler` of rsrv.yaml."
     )

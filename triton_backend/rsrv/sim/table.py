@@ -45,6 +45,11 @@ def table(metrics: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as columns of text, the first one to the left."""
+    return "\n".join(_align(rows))
+
+
 def _row(name: str, of: dict[str, Any]) -> tuple[str, ...]:
     return (
         name,

@@ -17,7 +17,7 @@ from pathlib import Path
 from rsrv.wire import paths
 from rsrv.wire.frames import ProtocolError, check_hello, hello
 from rsrv.wire.memory import read_board
-from rsrv.wire.socket import Receiver, connect, send
+from rsrv.wire.socket import Closed, Receiver, connect, send
 
 log = logging.getLogger("rsrv.stub")
 
@@ -53,7 +53,7 @@ class Launcher:
     environment: Mapping[str, str]
 
     def open(self) -> Greeted:
-        """A greeted connection. Raises LaunchError, OSError, ProtocolError."""
+        """A greeted connection. Raises LaunchError, Closed, OSError, ProtocolError."""
         directory = paths.runtime_directory(self.server_pid, self.gpu)
         if not paths.start_time(self.server_pid):
             # This process outlives its server by a moment: a runtime for it would be nobody's, its directory left.
@@ -101,9 +101,11 @@ class Launcher:
             finally:
                 os.close(child_end)
             said = _first_words(ready, _START_TIMEOUT)
-            started.wait()  # it has forked the real one and left
+            status = started.wait()  # it has forked the real one and left
         finally:
             os.close(ready)
+        if not said and status <= 0:
+            raise Closed("the runtime was killed while it started; the server's log may say more")
         if said != b"ready":
             reason = said.decode(errors="replace") or "it ended without a word; the server's log may say more"
             raise LaunchError(

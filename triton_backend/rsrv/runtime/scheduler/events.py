@@ -92,6 +92,8 @@ class Run(NamedTuple):
     priority: int = 0
     #: runs of this meta that may wait, this one included; one more is refused.
     max_waiting: int = 1024
+    #: what it calls. While one of these is held, it is not admitted, and takes no place if it was.
+    models: tuple[str, ...] = ()
 
 
 # --- events ----------------------------------------------------------------------------------------------
@@ -363,6 +365,8 @@ class Reason(Enum):
     PAUSED = "paused"
     #: its weights are not on the device, and nobody asked for them who may (`SchedulerSettings.on_demand`).
     NOT_RESIDENT = "not_resident"
+    #: a moment ago its weights found no memory, though all others had given way.
+    NO_MEMORY = "no_memory"
 
 
 class Finish(NamedTuple):
@@ -371,7 +375,8 @@ class Finish(NamedTuple):
     request: int
     outcome: Outcome
     reason: Reason | None = None
-    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: nobody knows).
+    #: seconds after which a place in the queue is likely, by learned cost (with QUEUE_FULL; None: nobody knows), or those
+    #: until its weights are tried again (with NO_MEMORY).
     retry_after: float | None = None
     error: str | None = None
 

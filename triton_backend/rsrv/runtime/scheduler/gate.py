@@ -3,14 +3,18 @@
 A run between two of its calls holds memory and nothing else, so a few of them keep the device busy, and more
 would only hold more. The others wait here, in the order that the discipline gives their requests: by priority,
 then by deadline or arrival. They wait until their deadline at the longest.
+
+Runs that call a model which is held (`Pause.HOLD`) would get no further: they are not admitted, and those that were
+take no place from others.
 """
 
-from collections.abc import KeysView, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 from math import inf
 
 from rsrv.runtime.scheduler.disciplines import Discipline
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Admit, Finish, Instruction, Outcome, Reason, Run
+from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.snapshot import MetaSnapshot
 
@@ -31,31 +35,36 @@ class _Meta:
 
 
 class Gate:
-    """Admits at most `limit` runs at a time."""
+    """Admits at most `limit` runs at a time. `models` are the scheduler's."""
 
     __slots__ = (
         "_deadlines",
         "_discipline",
         "_metas",
+        "_models",
         "_order",
         "asked",
         "limit",
         "live",
+        "stalled",
         "surplus",
         "waiting",
     )
 
-    def __init__(self, discipline: Discipline, limit: int) -> None:
+    def __init__(self, models: Mapping[str, ModelState], discipline: Discipline, limit: int) -> None:
+        self._models = models
         self._discipline = discipline
         self.limit = limit
-        #: runs beyond the limit: they were admitted before it shrank.
+        #: runs under way that call a model which is held.
+        self.stalled: set[int] = set()
+        #: places taken beyond the limit: by runs that were admitted before it shrank, or go on after others took theirs.
         self.surplus = 0
         #: all that wait or are under way, by id; and the numbers of those that wait, in order of arrival.
         self.live: dict[int, Run] = {}
         self.waiting: dict[int, int] = {}
         #: runs that were ever asked for; the latest one's number.
         self.asked = 0
-        #: those that wait, by their place, and by their deadline if they have one.
+        #: those that wait, by their place unless they call a model which is held, and by their deadline if they have one.
         self._order: Ranking[int] = Ranking()
         self._deadlines: Ranking[int] = Ranking()
         self._metas: dict[str, _Meta] = {}
@@ -64,6 +73,11 @@ class Gate:
     def running(self) -> int:
         """Runs that are under way."""
         return len(self.live) - len(self.waiting)
+
+    @property
+    def taken(self) -> int:
+        """Places that they take."""
+        return self.running - len(self.stalled)
 
     def under_way(self) -> frozenset[int]:
         """Those runs."""
@@ -120,23 +134,33 @@ class Gate:
             self._leave(run).withdrawn += 1
         else:
             self._metas[run.meta].running -= 1
-            self.surplus = max(0, self.surplus - 1)
+            self.stalled.discard(id)
+            self._recount()
 
     def obey(self, discipline: Discipline, limit: int) -> None:
         """Admit by other settings from now on. What runs stays."""
         self.limit = limit
-        self.surplus = max(0, self.running - limit)
+        self._recount()
         if discipline is not self._discipline:
             self._discipline = discipline
             for id in self.waiting:
                 self._place(self.live[id])
+
+    def reconsider(self) -> None:
+        """Models came, were paused, or are not any more."""
+        self.stalled = {
+            id for id, run in self.live.items() if id not in self.waiting and self._calls_held(run)
+        }
+        self._recount()
+        for id in self.waiting:
+            self._place(self.live[id])
 
     def proceed(self, now: float, out: list[Instruction]) -> None:
         """End those that wait and whose deadline is `now` or earlier, and admit who comes next."""
         while (id := self._deadlines.first()) is not None and self._deadlines.rank(id) <= now:
             self._leave(self.live.pop(id)).expired += 1
             out.append(Finish(id, Outcome.EXPIRED))
-        while self.running < self.limit and (id := self._order.first()) is not None:
+        while self.taken < self.limit and (id := self._order.first()) is not None:
             meta = self._leave(self.live[id])
             meta.running += 1
             meta.admitted += 1
@@ -151,7 +175,16 @@ class Gate:
         """By meta; each of which a run was ever asked for."""
         return {name: meta.snapshot() for name, meta in self._metas.items()}
 
+    def _calls_held(self, run: Run) -> bool:
+        return any(model in self._models and self._models[model].held for model in run.models)
+
+    def _recount(self) -> None:
+        self.surplus = max(0, self.taken - self.limit)
+
     def _place(self, run: Run) -> None:
+        if self._calls_held(run):
+            self._order.discard(run.id)
+            return
         level, number = run.priority or DEFAULT_PRIORITY, self.waiting[run.id]
         self._order.set(run.id, self._discipline.place(level, run.deadline, number))
 

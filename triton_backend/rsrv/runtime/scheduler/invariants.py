@@ -26,7 +26,8 @@ Of models:
 
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
-    13. as many are under way as may be while any waits, and no more but those that were before the limit shrank;
+    13. as many are under way as may be while any waits, and no more but those that were before the limit shrank; those that
+       call a model which is held do not count;
     14. asked = admitted + waiting + expired + refused + withdrawn; none that waits is due.
 """
 
@@ -162,9 +163,13 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 def _check_gate(scheduler: Scheduler) -> None:
     gate = scheduler._gate
-    _require(gate.running <= gate.limit + gate.surplus, f"{gate.running} runs under way (13)")
-    _require(not gate.surplus or gate.running == gate.limit + gate.surplus, "too many count as too many (13)")
-    _require(not gate.waiting or gate.running >= gate.limit, "a run waits that could be admitted (13)")
+    _require(gate.taken <= gate.limit + gate.surplus, f"{gate.taken} places are taken (13)")
+    _require(not gate.surplus or gate.taken == gate.limit + gate.surplus, "too many count as too many (13)")
+    held = {state.name for state in scheduler._models.values() if state.held}
+    stalled = {id for id, run in gate.live.items() if held.intersection(run.models)}
+    _require(gate.stalled == stalled - gate.waiting.keys(), "a held model's runs take places (13)")
+    able = gate.waiting.keys() - stalled
+    _require(not able or gate.taken >= gate.limit, "a run waits that could be admitted (13)")
     _require(gate.waiting.keys() <= gate.live.keys(), "a run waits that is not known (14)")
     _require(gate.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
     for name, meta in gate.snapshot().items():

@@ -227,10 +227,10 @@ class Memory:
                 self.loads.retry()
             case LoadFailed():
                 model.story.add(now, "load failed", event)
-                self._failed(model, event, out)
+                self._failed(model, event, now, out)
         return model
 
-    def _failed(self, model: ModelState, event: LoadFailed, out: list[Instruction]) -> None:
+    def _failed(self, model: ModelState, event: LoadFailed, now: float, out: list[Instruction]) -> None:
         holding = model.holding
         self.weights.failed(holding)
         self.leaving.pop(model, None)
@@ -245,6 +245,8 @@ class Memory:
             self.compaction.ask(reload=False)
             self.loads.want(model)
             return
+        if holding.starved and event.out_of_memory:
+            holding.give_up(now)
         holding.starved = False
         self.loads.forget(model.name)
         if holding.pinned or holding.asked or model.warm_up:

@@ -82,11 +82,11 @@ class Queues:
         """Queue or end each request, by the first of these that is true:
 
         (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline passed,
-        (5) model paused, (6) its weights neither there nor to come, and they do not `on_demand`, (7) queue full;
-        else it waits.
+        (5) model paused, (6) its weights neither there nor to come, and they do not `on_demand`, (7) nor do they because
+        they found no memory, (8) queue full; else it waits.
 
         Returns:
-            Those of (7), by model: they have to be ended by `refuse_full`, when it is known when to retry.
+            Those of (8), by model: they have to be ended by `refuse_full`, when it is known when to retry.
         """
         # Requests that are due give up their places first.
         self.expire(now, out)
@@ -122,7 +122,10 @@ class Queues:
             if not on_demand and not model.holding.asked:  # (6)
                 _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
                 continue
-            if model.queued >= model.program.max_queue_depth:  # (7)
+            if rest := model.holding.resting(now):  # (7)
+                _refuse(model, (request.id,), Reason.NO_MEMORY, rest, now, out)
+                continue
+            if model.queued >= model.program.max_queue_depth:  # (8)
                 full.setdefault(model, []).append(request.id)
                 continue
             run = request.run

@@ -89,7 +89,7 @@ class Scheduler:
         self._draining: dict[str, ModelState] = {}
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
-        self._gate = Gate(self._discipline, self.settings.meta_concurrency)
+        self._gate = Gate(self._models, self._discipline, self.settings.meta_concurrency)
         self._memory = Memory(self._models, self._draining, self._queues, self.settings)
         self._loads = self._memory.loads
         #: models that are held back for more requests, by when that ends.
@@ -141,6 +141,7 @@ class Scheduler:
             case Paused():
                 for name in event.models:
                     self._pause(self._models[name], event.mode, now, out)
+                self._gate.reconsider()
             case PolicyChanged():
                 self._change_policy(event, now)
             case Compact():
@@ -255,6 +256,7 @@ class Scheduler:
         self._models[model.name] = model
         model.story.add(now, "added", f"sizes={sorted(program.costs)}")
         self._memory.admit(model, resident=event.resident, now=now, out=out)
+        self._gate.reconsider()
 
     def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:
         model = self._models.get(event.model) or self._draining[event.model]
@@ -326,6 +328,7 @@ class Scheduler:
         self._settle(now)
         self._discipline.forget(name)
         del self._models[name]
+        self._gate.reconsider()
         model.draining = True
         self._draining[name] = model
         self._drain(model, now, out)

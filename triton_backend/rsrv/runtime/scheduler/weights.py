@@ -10,6 +10,7 @@ comes next is decided as late as possible.
 
 from collections.abc import Iterable
 from enum import Enum
+from math import inf
 
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
@@ -18,6 +19,8 @@ from rsrv.runtime.scheduler.popularity import Uses
 
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
+#: seconds for which requests do not cause a load that has found no memory; doubling from the first to the longest.
+_FIRST_REST, _LONGEST_REST = 1.0, 60.0
 #: share of a model's bytes that a load must move to say something of how long a whole one takes.
 _TELLING = 0.5
 
@@ -47,6 +50,8 @@ class Holding:
         "pieces",
         "pinned",
         "residency",
+        "rest",
+        "rests_until",
         "since",
         "starved",
         "takes",
@@ -71,6 +76,10 @@ class Holding:
         #: whether the latest load that is over was abandoned, or found no memory.
         self.abandoned = False
         self.starved = False
+        #: until when requests do not cause a load, because it found no memory twice, and how long that takes in all: each
+        #: time all others had given way for it.
+        self.rests_until = -inf
+        self.rest = 0.0
         #: completed loads, and evictions other than the one at the model's end.
         self.loads = 0
         self.evictions = 0
@@ -105,6 +114,15 @@ class Holding:
         """How long a load of it would take now."""
         size = self.bytes
         return self.load_seconds * self.absent_bytes / size if size else self.load_seconds
+
+    def give_up(self, now: float) -> None:
+        """A load found no memory though all others had given way."""
+        self.rest = min(max(2.0 * self.rest, _FIRST_REST), _LONGEST_REST)
+        self.rests_until = now + self.rest
+
+    def resting(self, now: float) -> float:
+        """Seconds for which requests do not cause a load of it; 0: they do, or need none."""
+        return max(0.0, self.rests_until - now) if self.residency is Residency.ABSENT else 0.0
 
     def needed(self, now: float) -> None:
         """A request came after a pause."""
@@ -254,6 +272,7 @@ class Weights:
         holding.residency = Residency.RESIDENT
         holding.loads += 1
         holding.abandoned = holding.starved = False
+        holding.rest, holding.rests_until = 0.0, -inf
         holding.took = seconds
         size, moved = holding.bytes, holding.moved
         if moved >= _TELLING * size:

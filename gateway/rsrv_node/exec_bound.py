@@ -1,6 +1,8 @@
 """Becomes another program that can't outlive the process that started it.
 
-    python exec_bound.py PARENT_PID PROGRAM ARGUMENTS...
+    python exec_bound.py PARENT_PID CORES PROGRAM ARGUMENTS...
+
+CORES are numbers with commas between them, the only cores that the program runs on; empty: all.
 
 A program of its own because the kernel must be asked from within the child, before it becomes the other program:
 a hook in Popen would fork a process that may hold the locks of other threads.
@@ -16,11 +18,16 @@ PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     """Asks for SIGKILL when the parent ends, then runs the program in this process."""
-    parent, command = int(arguments[0]), arguments[1:]
+    parent, cores, command = int(arguments[0]), arguments[1], arguments[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("exec_bound: the parent is already gone")
-    os.execv(command[0], command)
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+    try:
+        os.execv(command[0], command)
+    except OSError as error:
+        sys.exit(f"exec_bound: {command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

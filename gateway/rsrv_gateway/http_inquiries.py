@@ -1,0 +1,99 @@
+"""What is asked over HTTP but inference: as `inquiries`, which says what goes where and why."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from multidict import CIMultiDict
+
+from rsrv_gateway import fanout, http_json
+from rsrv_gateway.asking import Ask, everywhere, everywhere_or_nowhere, first
+from rsrv_gateway.http_outcomes import Told
+from rsrv_gateway.http_paths import Target
+from rsrv_gateway.http_pools import Pool, Query, Reply
+from rsrv_gateway.outcomes import Refusal, no_worker
+from rsrv_gateway.traffic import Traffic
+
+#: asks a worker: what, and for how many seconds at most
+AskOne = Callable[[str, Query, float | None], Awaitable[Reply | Refusal]]
+
+_JSON = "application/json"
+_YES = Reply(200, CIMultiDict({"Content-Type": "text/plain"}))
+
+
+class HttpInquiries:
+    def __init__(self, timeout_s: float, traffic: Traffic, pools: Mapping[str, Pool], ask: AskOne) -> None:
+        self._timeout_s = timeout_s
+        self._traffic = traffic
+        self._pools = pools
+        self._ask_one = ask
+
+    async def answer(self, target: Target, query: Query) -> Reply | Refusal:
+        match target.what:
+            case "live":
+                return _YES
+            case "server ready":
+                return await self._ready(query)
+            case "server":
+                return await first(self._pools, self._ask(query))
+            case "ready":
+                workers = await self._traffic.who_knows(target.model)
+                return await first(workers, self._ask_leniently(query), _is_yes)
+            case "model" | "config":
+                return await first(await self._traffic.who_knows(target.model), self._ask(query))
+            case "load" | "unload":
+                answers = await everywhere(self._pools, lambda worker: self._ask_one(worker, query, None))
+                # Who was told that the model is there, or not there, may rely on it.
+                await self._traffic.brain.refresh(sure=True)
+                return _chosen(fanout.all_succeeded(answers))
+            case "register":
+                path = query.path.partition("?")[0].removesuffix("register") + "unregister"
+                undo = Query("POST", path, query.headers)
+                answers = await everywhere_or_nowhere(self._pools, self._ask(query), self._ask(undo))
+                return _chosen(fanout.all_succeeded(answers))
+            case "unregister":
+                return _chosen(fanout.any_succeeded(await everywhere(self._pools, self._ask(query))))
+            case what:
+                return await self._merged(what, query)
+
+    async def _ready(self, query: Query) -> Reply | Refusal:
+        if self._traffic.serves:
+            return _YES
+        answers = (await everywhere(self._pools, self._ask_leniently(query))).values()
+        for answer in answers:
+            if not isinstance(answer, Refusal) and _is_yes(answer):
+                return answer
+        return next(iter(answers), no_worker())
+
+    async def _merged(self, what: str, query: Query) -> Reply | Refusal:
+        answers = await everywhere(self._pools, self._ask(query))
+        bodies = {
+            worker: answer if isinstance(answer, Refusal) else answer.body
+            for worker, answer in answers.items()
+        }
+        body = http_json.merged(what, bodies)
+        if isinstance(body, Refusal):
+            return body
+        return Reply(200, CIMultiDict({"Content-Type": _JSON}), body)
+
+    def _ask(self, query: Query) -> Ask[Reply]:
+        return lambda worker: self._ask_one(worker, query, self._timeout_s)
+
+    def _ask_leniently(self, query: Query) -> Ask[Reply]:
+        """With status 400, a worker says no."""
+
+        async def ask(worker: str) -> Reply | Refusal:
+            answer = await self._ask_one(worker, query, self._timeout_s)
+            if isinstance(answer, Told) and answer.status == 400:
+                return Reply(answer.status, answer.headers, answer.body)
+            return answer
+
+        return ask
+
+
+def _is_yes(answer: Reply) -> bool:
+    return answer.status == 200
+
+
+def _chosen(answer: fanout.Answer) -> Reply | Refusal:
+    """Of several replies, one."""
+    assert isinstance(answer, Reply | Refusal)
+    return answer

@@ -1,0 +1,314 @@
+"""The HTTP front: KServe v2 as tritonserver has it over HTTP, as bytes from clients to workers and back.
+
+What is on every request's way is `HttpFront._infer`. All other calls are in `http_inquiries`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import TypeVar
+
+from aiohttp import ClientError, ClientResponse, web
+from grpc import StatusCode
+from multidict import CIMultiDict
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.asking import ask_others
+from rsrv_gateway.contacts import tls_context
+from rsrv_gateway.contract import Worker
+from rsrv_gateway.http_inquiries import HttpInquiries
+from rsrv_gateway.http_outcomes import error_body, for_client
+from rsrv_gateway.http_paths import Nowhere, Target, target_of
+from rsrv_gateway.http_peek import MOST_JSON, peek
+from rsrv_gateway.http_pools import Pool, Query, Reply, end_to_end
+from rsrv_gateway.listening import Token
+from rsrv_gateway.listening import tls_context as server_context
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.plane import ListenError
+from rsrv_gateway.traffic import CANCELLED, Traffic
+from rsrv_gateway.upload import Upload, UploadError, decoded
+
+_INFERENCE = ("infer", "generate", "generate_stream")
+_TOKEN = frozenset(["authorization"])
+_ENCODING = frozenset(["accept-encoding"])
+_TEXT = {"Content-Type": "text/plain"}
+_NAME = "rsrv-gateway"
+#: the code of a request whose answer broke off
+_BROKEN = "UNAVAILABLE"
+#: bytes by which compressed JSON may be longer than what it was
+_COMPRESSED_MORE = 1024
+_ENDING = Refusal(StatusCode.UNAVAILABLE, "the gateway is ending")
+#: seconds in which what was answered must have left, at the end
+_FLUSH_S = 0.1
+_BACKLOG = 1024
+
+T = TypeVar("T")
+
+
+class HttpFront:
+    """One of the fronts of a `PythonPlane`."""
+
+    def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
+        """Raises ListenError, ContactError."""
+        self._settings = settings
+        self._timeout_s = settings.request_timeout_s
+        self._traffic = traffic
+        self._token = Token(settings)
+        listens = settings.http is not None
+        self._server_tls = server_context(settings) if listens else None
+        self._worker_tls = tls_context(settings) if listens else None
+        self._pools: dict[str, Pool] = {}
+        self._retired: list[Pool] = []
+        self._inquiries = HttpInquiries(self._timeout_s, traffic, self._pools, self._ask)
+        self._hop = _TOKEN if self._token.needed else frozenset()
+        self._server: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        self._draining = False
+        self._under_way = 0
+        self._idle = asyncio.Event()
+        #: that it listens on; 0: none, or not started
+        self.port = 0
+
+    async def start(self) -> None:
+        """Raises ListenError."""
+        address = self._settings.http
+        if address is None:
+            return
+        self._server = web.Server(
+            self._handle, handler_cancellation=True, auto_decompress=False, access_log=None
+        )
+        try:
+            self._listener = await self._listen(address, self._server)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ListenError(f"gateway.http: cannot listen on {address}: {error}") from None
+        if not address.startswith("unix:"):
+            self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def _listen(self, address: str, server: web.Server) -> asyncio.Server:
+        """Raises OSError, ValueError, OverflowError."""
+        loop = asyncio.get_running_loop()
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            return await loop.create_unix_server(server, path, ssl=self._server_tls, backlog=_BACKLOG)
+        host, _, port = address.rpartition(":")
+        return await loop.create_server(
+            server,
+            host.removeprefix("[").removesuffix("]") or None,
+            int(port),
+            ssl=self._server_tls,
+            backlog=_BACKLOG,
+            reuse_address=True,
+            reuse_port=self._settings.processes > 1,
+        )
+
+    def apply(self, workers: Mapping[str, Worker]) -> None:
+        """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
+        if self._settings.http is None:
+            return
+        known = self._traffic.workers
+        wanted = {name: worker.http for name, worker in workers.items() if worker.http is not None}
+        for name in [name for name in self._pools if wanted.get(name) != known[name].http]:
+            pool = self._pools.pop(name)
+            pool.retire()
+            self._retired = [*(old for old in self._retired if not old.closed), pool]
+        for name, address in wanted.items():
+            if name not in self._pools:
+                self._pools[name] = Pool(address, self._settings, self._worker_tls)
+
+    async def drain(self, seconds: float) -> None:
+        if self._listener is None:
+            return
+        self._draining = True
+        for sock in self._listener.sockets:
+            asyncio.get_running_loop().remove_reader(sock.fileno())
+        # A connection that was just accepted would hang if the listener closed before it is known.
+        await asyncio.sleep(0)
+        self._listener.close()
+        if self._under_way:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._idle.wait()
+
+    async def stop(self) -> None:
+        if self._listener is not None and self._server is not None:
+            self._listener.close()
+            await self._server.shutdown(_FLUSH_S)
+        for pool in (*self._pools.values(), *self._retired):
+            await pool.close()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._under_way += 1
+        try:
+            response = _refused(_ENDING) if self._draining else await self._answer(request)
+            if self._draining:
+                response.force_close()
+            return response
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        sent = request.headers.get("Authorization", "")
+        if not self._token.lets_in([("authorization", sent)]):
+            return _refused(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))
+        try:
+            target = target_of(request.method, request.raw_path)
+        except Nowhere as error:
+            return _response(Reply(error.status, CIMultiDict(_TEXT), error_body(str(error))))
+        if target.what in _INFERENCE:
+            return await self._infer(request, target)
+        try:
+            upload = await self._upload(request)
+            await self._in_time(upload.settle())
+        except UploadError as error:
+            return _refused(error.refusal)
+        query = self._query(request, upload, target)
+        answer = await self._inquiries.answer(target, query)
+        return _refused(answer) if isinstance(answer, Refusal) else _response(answer)
+
+    async def _infer(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        arrived = monotonic()
+        deadline = arrived + self._timeout_s
+        traffic, model = self._traffic, target.model
+        router = traffic.router
+        try:
+            upload = await self._upload(request)
+            header = await self._in_time(_json(request, upload))
+        except UploadError as error:
+            traffic.refused(error.refusal.code.name)
+            return _refused(error.refusal)
+        items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
+        choice = router.select(model, items)
+        if choice is None:
+            found = await traffic.find(model, items)
+            if isinstance(found, Refusal):
+                traffic.refused(found.code.name)
+                return _refused(found)
+            choice = found
+        query = self._query(request, upload, target)
+        code = CANCELLED
+        try:
+            if sequence:
+                traffic.settle(choice, model, sequence)
+            answer = await self._ask(choice.worker, query, deadline - monotonic())
+            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
+                answer = await ask_others(
+                    traffic,
+                    choice,
+                    answer,
+                    lambda worker, left: self._ask(worker, query, left),
+                    deadline,
+                )
+            if isinstance(answer, Refusal):
+                code = answer.for_client().name
+                return _refused(answer)
+            if answer.rest is None:
+                response: web.StreamResponse = _response(answer)
+                code = "OK"
+            else:
+                response, complete = await _stream(request, answer, answer.rest, self._timeout_s)
+                code = "OK" if complete else _BROKEN
+            return response
+        finally:
+            router.release(choice)
+            traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
+
+    async def _ask(self, worker: str, query: Query, timeout: float | None) -> Reply | Refusal:
+        pool = self._pools.get(worker)
+        if pool is None:
+            return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} has gone, or serves no HTTP")
+        answers = pool.answers
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await pool.ask(query)
+        except TimeoutError:
+            waited_for_us = query.upload is None or query.upload.ended
+            if waited_for_us and pool.unanswered(answers, monotonic()):
+                self._traffic.brain.failed(worker)
+            return Refusal(StatusCode.DEADLINE_EXCEEDED, f"worker {worker} did not answer in time")
+        if isinstance(answer, Refusal) and answer.broken():
+            self._traffic.brain.failed(worker)
+        return answer
+
+    async def _upload(self, request: web.BaseRequest) -> Upload:
+        """Raises UploadError."""
+        size = request.content_length if request.body_exists else 0
+        upload = Upload(request.content, size, self._settings.max_message_bytes)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        return upload
+
+    async def _in_time(self, coming: Awaitable[T]) -> T:
+        """What the client sends. Raises UploadError."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await coming
+        except TimeoutError:
+            message = f"the request was not there after {self._timeout_s:g} s"
+            raise UploadError(StatusCode.DEADLINE_EXCEEDED, message) from None
+
+    def _query(self, request: web.BaseRequest, upload: Upload, target: Target) -> Query:
+        infers = target.what in _INFERENCE
+        return Query(
+            request.method,
+            request.raw_path,
+            # Answers that are to be merged are to be read.
+            end_to_end(request.headers, self._hop if infers else self._hop | _ENCODING),
+            upload if request.method == "POST" else None,
+            whole=not infers,
+            generated=infers and target.what != "infer",
+        )
+
+
+async def _json(request: web.BaseRequest, upload: Upload) -> bytes:
+    """The request's JSON, without the binary data after it. Raises UploadError."""
+    encoding = request.headers.get("Content-Encoding")
+    length = request.headers.get("Inference-Header-Content-Length", "")
+    await upload.settle()
+    if not (length.isdecimal() and len(length) < 10):
+        whole = await upload.whole()
+        return whole if encoding is None else decoded(whole, encoding, MOST_JSON + 1)
+    size = int(length)
+    if encoding is None:
+        return (await upload.head(size))[:size]
+    return decoded(await upload.head(size + _COMPRESSED_MORE), encoding, size)
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    return _response(Reply(*for_client(refusal)))
+
+
+def _response(reply: Reply) -> web.Response:
+    reply.headers["Server"] = _NAME
+    return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
+
+
+async def _stream(
+    request: web.BaseRequest, reply: Reply, rest: ClientResponse, patience: float
+) -> tuple[web.StreamResponse, bool]:
+    """Passes on what is still to come; whether all of it came. The worker may be silent for `patience` seconds."""
+    reply.headers["Server"] = _NAME
+    response = web.StreamResponse(status=reply.status, headers=reply.headers)
+    response.content_length = reply.size
+    try:
+        await response.prepare(request)
+        while True:
+            try:
+                async with asyncio.timeout(patience):
+                    piece = await rest.content.readany()
+            except (ClientError, TimeoutError, OSError):
+                if request.transport is not None:
+                    # Too late for a status: only the broken connection says that this is not all.
+                    request.transport.abort()
+                return response, False
+            if not piece:
+                break
+            await response.write(piece)
+    finally:
+        rest.close()
+    await response.write_eof()
+    return response, True

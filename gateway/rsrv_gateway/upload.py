@@ -1,0 +1,109 @@
+"""A client's request body, on its way to a worker: it goes on as it comes, and is kept in case another worker is asked."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+
+from aiohttp import StreamReader
+from aiohttp.web import RequestPayloadError
+from grpc import StatusCode
+
+from rsrv_gateway.outcomes import Refusal
+
+#: bytes up to which a body is waited for and sent as one
+SMALL = 1 << 18
+
+
+class UploadError(Exception):
+    """The client's body will never be there as a whole."""
+
+    def __init__(self, code: StatusCode, message: str) -> None:
+        super().__init__(message)
+        #: for the client
+        self.refusal = Refusal(code, message)
+
+
+class Upload:
+    """One event loop owns it; several workers may get it at the same time."""
+
+    def __init__(self, stream: StreamReader, size: int | None, most: int) -> None:
+        """Of `size` bytes (None: the client does not say), and not more than `most`. Raises UploadError."""
+        self._stream = stream
+        #: None: the client does not say
+        self.size = size
+        self._most = most
+        self._pieces: list[bytes] = []
+        self._came = 0
+        self._reading = asyncio.Lock()
+        #: the client has sent all
+        self.ended = False
+        self.failed: UploadError | None = None
+        if size is not None and size > most:
+            raise self._too_large()
+
+    async def head(self, size: int) -> bytes:
+        """At least the first `size` bytes, as far as there are so many. Raises UploadError."""
+        while not self.ended and self._came < size:
+            await self._more(len(self._pieces))
+        if len(self._pieces) > 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0] if self._pieces else b""
+
+    async def whole(self) -> bytes:
+        """Raises UploadError."""
+        return await self.head(self._most + 1)
+
+    async def settle(self) -> None:
+        """Returns when a small body is there, and at once for others. Raises UploadError."""
+        if self.size is not None and self.size <= SMALL:
+            await self.whole()
+
+    def data(self) -> bytes | AsyncIterator[bytes]:
+        """From its beginning, for as many workers as are asked."""
+        if self.ended and len(self._pieces) <= 1 and self._came <= SMALL:
+            return self._pieces[0] if self._pieces else b""
+        return self._all()
+
+    async def _all(self) -> AsyncIterator[bytes]:
+        at = 0
+        while at < len(self._pieces) or not self.ended:
+            if at == len(self._pieces):
+                await self._more(at)
+            else:
+                at += 1
+                yield self._pieces[at - 1]
+
+    async def _more(self, known: int) -> None:
+        """Waits until there are more pieces than `known`, or it has ended. Raises UploadError."""
+        async with self._reading:
+            if len(self._pieces) > known or self.ended:
+                return
+            try:
+                piece = await self._stream.readany()
+            except RequestPayloadError:
+                self.failed = UploadError(StatusCode.INVALID_ARGUMENT, "the request's body cannot be read")
+                raise self.failed from None
+            except OSError:
+                self.failed = UploadError(StatusCode.CANCELLED, "the client has gone")
+                raise self.failed from None
+            self._came += len(piece)
+            if self._came > self._most:
+                raise self._too_large()
+            if piece:
+                self._pieces.append(piece)
+            self.ended = self._stream.at_eof()
+
+    def _too_large(self) -> UploadError:
+        message = f"the request has more than {self._most} bytes, which is gateway.max_message_bytes"
+        self.failed = UploadError(StatusCode.OUT_OF_RANGE, message)
+        return self.failed
+
+
+def decoded(head: bytes, encoding: str, size: int) -> bytes:
+    """The first `size` bytes of what was compressed; nothing where it is not known how."""
+    if encoding not in ("gzip", "deflate"):
+        return b""
+    try:
+        return zlib.decompressobj(47).decompress(head, size)  # either of the two, as its first bytes say
+    except zlib.error:
+        return b""

@@ -1,0 +1,69 @@
+"""The command rsrv-node. Light until it knows what it is to do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_EPILOG = """Every other setting is in rsrv.yaml, sections node and gateway, or in the environment (RSRV_NODE__FIRST_PORT).
+Ends with 0 when it is told to (SIGTERM, SIGINT; a second one ends it at once), with 1 when it cannot start or one of its
+processes has used up its restarts, with 2 for a wrong command line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    options = _parser().parse_args(argv)
+    from rsrv_node import node
+
+    try:
+        return node.run(options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rsrv-node",
+        description="Serves bundles on all devices of this machine: a tritonserver for each, which follows changes of "
+        "the bundles, and with two or more the gateway in front of them.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a directory of bundles, or a bundle"
+    )
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings; without: the defaults")
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument(
+        "--gpus",
+        metavar="LIST",
+        type=_gpus,
+        help="numbers or UUIDs, with commas; without: those of CUDA_VISIBLE_DEVICES, or all (node.gpus)",
+    )
+    devices.add_argument(
+        "--cpu-workers", metavar="N", type=_count, help="servers on the CPU instead (node.cpu_workers)"
+    )
+    parser.add_argument(
+        "--directory", metavar="DIR", type=Path, help="where the repositories are kept (node.directory)"
+    )
+    parser.add_argument("--tritonserver", metavar="PROGRAM", help="the server to start (node.tritonserver)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
+    return parser
+
+
+def _gpus(text: str) -> list[int | str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise argparse.ArgumentTypeError("at least one")
+    return [int(word) if word.isdecimal() else word for word in words]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError("a number from 1 to 64")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

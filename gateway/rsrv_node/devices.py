@@ -1,0 +1,168 @@
+"""Which devices a node uses. Pure: what there is comes from whoever asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rsrv_node.errors import NodeError
+
+_CPU_HINT = "node.cpu_workers (--cpu-workers N) starts servers on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of this machine."""
+
+    uuid: str
+    #: what it is sold as
+    name: str
+    #: cores that are close to it; empty: not known
+    near: frozenset[int] = frozenset()
+    #: UUIDs of its MIG instances; None: it is not partitioned
+    instances: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The GPUs of this machine, in the order in which nvidia-smi numbers them."""
+
+    gpus: tuple[Gpu, ...] = ()
+    #: why they are not known; empty: they are
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one worker has to itself."""
+
+    #: what CUDA_VISIBLE_DEVICES says to the worker; empty: it runs on the CPU
+    selector: str
+    #: for people
+    name: str
+    #: cores that are close to it; empty: all are alike
+    near: frozenset[int] = frozenset()
+
+
+def choose(
+    wanted: Sequence[int | str] | int | None,
+    visible: str | None,
+    look: Callable[[], Found],
+    cpu_workers: int,
+) -> list[Device]:
+    """The devices, one for each worker: at least one, none twice. Raises NodeError.
+
+    Args:
+        wanted: `node.gpus`. Numbers count what `visible` lists, as they do for CUDA itself.
+        visible: CUDA_VISIBLE_DEVICES; None: it is not set. Numbers in it are nvidia-smi's.
+        look: asked only when the answer matters.
+        cpu_workers: `node.cpu_workers`.
+    """
+    if cpu_workers:
+        if wanted:
+            raise NodeError(
+                "node.gpus and node.cpu_workers: a node runs on GPUs or on the CPU; set one of them"
+            )
+        return [Device("", "CPU")] * cpu_workers
+    if wanted == 0 or wanted == []:
+        raise NodeError(f"node.gpus: none; {_CPU_HINT}")
+    found = look()
+    here = _here(visible, found)
+    if isinstance(wanted, int) and not here and visible is None:
+        chosen = [
+            _named(number, found, "node.gpus") for number in range(wanted)
+        ]  # their number is all there is
+    elif isinstance(wanted, int):
+        if wanted > sum(map(len, here)):
+            raise NodeError(f"node.gpus: {wanted} are wanted, and there are {sum(map(len, here))}")
+        chosen = [[one for group in here for one in group][:wanted]]
+    elif wanted is None:
+        chosen = here
+    else:
+        chosen = [_wanted(one, here, visible, found) for one in wanted]
+    devices = [device for group in chosen for device in group]
+    if not devices:
+        raise NodeError(_nothing(visible, found))
+    for index, device in enumerate(devices):
+        if device.selector in (other.selector for other in devices[:index]):
+            raise NodeError(
+                f"{device.name} is named twice, and two workers on one device take each other's memory"
+            )
+    return devices
+
+
+def _here(visible: str | None, found: Found) -> list[list[Device]]:
+    """What there is to choose from, GPU by GPU: several devices of a GPU that is partitioned."""
+    if visible is None:
+        return [_of(gpu) for gpu in found.gpus]
+    here = []
+    for word in (word.strip() for word in visible.split(",")):
+        # CUDA itself takes anything else, -1 or NoDevFiles, for the end of the list.
+        if not (word.isdecimal() or word.startswith(("GPU-", "MIG-"))):
+            break
+        here.append(_named(int(word) if word.isdecimal() else word, found, "CUDA_VISIBLE_DEVICES"))
+    return here
+
+
+def _wanted(one: int | str, here: Sequence[list[Device]], visible: str | None, found: Found) -> list[Device]:
+    """What an entry of `node.gpus` means."""
+    if isinstance(one, str) and one.isdecimal():
+        one = int(one)
+    if isinstance(one, str):
+        if not one.startswith(("GPU-", "MIG-")):
+            raise NodeError(f"node.gpus: {one!r} is neither a number nor a UUID (GPU-... or MIG-...)")
+        devices = _named(one, found, "node.gpus")
+        known = {device.selector for group in here for device in group}
+        # Names that nobody can look up may be different ones of one device.
+        if visible is not None and found.gpus and not {device.selector for device in devices} <= known:
+            raise NodeError(f"node.gpus: {one} is not in CUDA_VISIBLE_DEVICES ({visible})")
+        return devices
+    if not here and visible is None and found.trouble:
+        return _named(one, found, "node.gpus")
+    if not 0 <= one < len(here):
+        where = "this machine" if visible is None else f"CUDA_VISIBLE_DEVICES ({visible})"
+        raise NodeError(f"node.gpus: {one}: {where} has {_range(len(here))}")
+    return here[one]
+
+
+def _named(name: int | str, found: Found, said: str) -> list[Device]:
+    """The devices of a number of nvidia-smi's, or of a UUID or its beginning. Raises NodeError."""
+    if not found.gpus:
+        return [Device(str(name), f"GPU {name}" if isinstance(name, int) else name)]
+    if isinstance(name, int):
+        if not 0 <= name < len(found.gpus):
+            raise NodeError(f"{said}: {name}: this machine has {_range(len(found.gpus))}")
+        return _of(found.gpus[name])
+    matching = [
+        [device for device in _of(gpu) if device.selector.startswith(name)]
+        or (gpu.uuid.startswith(name) and _of(gpu))
+        for gpu in found.gpus
+    ]
+    groups = [group for group in matching if group]
+    if len(groups) > 1:
+        raise NodeError(f"{said}: {name}: several GPUs begin so; give more of the UUID")
+    if groups:
+        return groups[0]
+    if name.startswith("MIG-GPU-"):
+        return [Device(name, name)]  # drivers before 470 called instances so; NVML has other names
+    known = ", ".join(device.selector for gpu in found.gpus for device in _of(gpu))
+    raise NodeError(f"{said}: {name}: this machine has {known}")
+
+
+def _of(gpu: Gpu) -> list[Device]:
+    """A GPU, or its instances: CUDA gives a partitioned one to nobody as a whole."""
+    if gpu.instances is None:
+        return [Device(gpu.uuid, f"{gpu.name} ({gpu.uuid})", gpu.near)]
+    return [Device(uuid, f"{gpu.name} ({uuid})", gpu.near) for uuid in gpu.instances]
+
+
+def _range(count: int) -> str:
+    return {0: "no GPU", 1: "one GPU, number 0"}.get(count, f"GPUs 0 to {count - 1}")
+
+
+def _nothing(visible: str | None, found: Found) -> str:
+    if visible is not None:
+        return f"CUDA_VISIBLE_DEVICES ({visible!r}) names no GPU; {_CPU_HINT}"
+    if any(gpu.instances is not None for gpu in found.gpus):
+        return "the GPUs are in MIG mode and have no instances: nvidia-smi mig -cgi ... -C makes some"
+    return f"no GPU was found{f': {found.trouble}' if found.trouble else ''}; {_CPU_HINT}"

@@ -1,0 +1,30 @@
+"""What children write, in one log: line by line, each with its author's name."""
+
+from __future__ import annotations
+
+#: longest line that is waited for, bytes; what goes on is cut here
+_LONGEST = 65536
+
+
+class Prefixer:
+    """Puts a name before each line of one process.
+
+    Whole lines come out together, so that writing what comes out at once leaves no line of another one in between.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._prefix = f"[{name}] ".encode()
+        self._rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """What `data` completes: lines, each with its prefix and its end."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            lines.append(self._rest)
+            self._rest = b""
+        return b"".join(self._prefix + line + b"\n" for line in lines)
+
+    def end(self) -> bytes:
+        """What was left without an end."""
+        rest, self._rest = self._rest, b""
+        return self._prefix + rest + b"\n" if rest else b""

@@ -1,0 +1,300 @@
+"""What a node runs: the processes, and the files that they read. Pure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rsrv.settings import Settings, dump_settings
+from rsrv_node.cores import Share
+from rsrv_node.devices import Device
+from rsrv_node.errors import NodeError
+
+GATEWAY = "gateway"
+#: in the node's directory: what the gateway is told of the workers, and its settings
+WORKERS_FILE = "workers.yaml"
+GATEWAY_FILE = "rsrv.yaml"
+#: in a worker's directory
+REPOSITORY = "models"
+
+LOOPBACK = "127.0.0.1"
+_PORTS_EACH = 10
+#: libraries that would otherwise start a thread for each core of the machine
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where somebody listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def local(self) -> str:
+        """The host, for a client on this machine."""
+        return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Of one tritonserver."""
+
+    http: Address
+    grpc: Address
+    metrics: Address
+
+    def __str__(self) -> str:
+        return f"HTTP {self.http}, gRPC {self.grpc}, metrics {self.metrics}"
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that the node keeps running."""
+
+    name: str
+    argv: tuple[str, ...]
+    #: what its environment has beside the node's own
+    environment: Mapping[str, str]
+    #: the only cores that it runs on; empty: all
+    cores: tuple[int, ...] = ()
+    #: seconds that it may take to end when it is told to
+    drain_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A tritonserver with a device to itself."""
+
+    child: Child
+    device: Device
+    ports: Ports
+    #: its model repository
+    repository: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a node runs."""
+
+    workers: tuple[Worker, ...]
+    gateway: Child | None
+    #: what the gateway reads, beside what the node writes of the workers as they start
+    files: Mapping[Path, str]
+    #: what the operator may want to know
+    notes: tuple[str, ...]
+
+
+def plan(
+    settings: Settings,
+    devices: Sequence[Device],
+    shares: Sequence[Share],
+    environment: Mapping[str, str],
+    *,
+    tritonserver: str,
+    python: str,
+) -> Plan:
+    """The processes on these devices. Raises NodeError.
+
+    Args:
+        settings: all of rsrv.yaml; `node.directory` is absolute.
+        shares: of the cores, one for each device.
+        environment: the node's own.
+        tritonserver: path of the server.
+        python: path of the interpreter that the gateway runs on.
+    """
+    node, directory = settings.node, settings.node.directory
+    _check_platform(settings, devices)
+    fronted = needs_gateway(settings, len(devices))
+    workers = []
+    for number, (device, share) in enumerate(zip(devices, shares, strict=True)):
+        name = f"worker{number}"
+        repository = directory / name / REPOSITORY
+        ports = _private(node.first_port, number) if fronted or not _public(settings) else _only(settings)
+        child = Child(
+            name,
+            (tritonserver, *_flags(repository, ports, node.drain_s), *node.arguments),
+            _environment(settings, device, share, number, environment),
+            share.cores,
+            node.drain_s,
+        )
+        workers.append(Worker(child, device, ports, repository))
+    if not fronted:
+        return Plan(tuple(workers), None, {}, tuple(_notes(settings, workers)))
+    _check_ports(settings, workers)
+    file = directory / GATEWAY_FILE
+    gateway = Child(
+        GATEWAY,
+        (python, "-P", "-m", "rsrv_gateway", "--config", str(file)),
+        {},
+        drain_s=settings.gateway.drain_s,
+    )
+    return Plan(
+        tuple(workers), gateway, {file: _gateway_settings(settings)}, tuple(_notes(settings, workers))
+    )
+
+
+def needs_gateway(settings: Settings, workers: int) -> bool:
+    """Whether there is one: several servers to choose from, or something at the door that Triton has not."""
+    gateway = settings.gateway
+    others = gateway.workers or gateway.workers_dns or gateway.workers_file
+    guarded = gateway.tls_certificate or gateway.token_file
+    return _public(settings) and (workers > 1 or bool(others) or bool(guarded))
+
+
+def workers_file(plan: Plan, controls: Mapping[str, str]) -> str:
+    """`gateway.workers_file`: the workers, with the address of the control service of those that have one."""
+    entries = [
+        {
+            "name": worker.child.name,
+            "host": worker.ports.grpc.local,
+            "grpc_port": worker.ports.grpc.port,
+            "http_port": worker.ports.http.port,
+            "metrics_port": worker.ports.metrics.port,
+            "control": controls.get(worker.child.name),
+        }
+        for worker in plan.workers
+    ]
+    # JSON is YAML.
+    return "".join(f"- {json.dumps(entry)}\n" for entry in entries)
+
+
+def describe(plan: Plan) -> str:
+    """The plan for people, with commands that a shell would take."""
+    lines = []
+    for worker in plan.workers:
+        lines += [
+            f"{worker.child.name} on {worker.device.name}: {worker.ports}",
+            f"  {_command(worker.child)}",
+        ]
+    if plan.gateway is not None:
+        lines += ["gateway", f"  {_command(plan.gateway)}"]
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)]) + "\n"
+
+
+def _command(child: Child) -> str:
+    words = ["env", *(f"{key}={value}" for key, value in sorted(child.environment.items()))]
+    if child.cores:
+        words += ["taskset", "-c", ",".join(map(str, child.cores))]
+    return shlex.join([*(words if len(words) > 1 else ()), *child.argv])
+
+
+def _public(settings: Settings) -> bool:
+    """Whether clients are served here at all: without, the workers are for a gateway elsewhere."""
+    return settings.gateway.grpc is not None or settings.gateway.http is not None
+
+
+def _private(first_port: int, number: int) -> Ports:
+    start = first_port + _PORTS_EACH * number
+    if start + 2 > 65535:
+        raise NodeError(f"node.first_port: {first_port} leaves no ports for worker {number}; set a lower one")
+    http, grpc, metrics = (Address(LOOPBACK, start + step) for step in range(3))
+    return Ports(http, grpc, metrics)
+
+
+def _only(settings: Settings) -> Ports:
+    """One worker has the ports that the gateway would have. What is for nobody stays on this machine."""
+    private = _private(settings.node.first_port, 0)
+    gateway = settings.gateway
+    return Ports(
+        _address("gateway.http", gateway.http) if gateway.http else private.http,
+        _address("gateway.grpc", gateway.grpc) if gateway.grpc else private.grpc,
+        _address("gateway.admin", gateway.admin) if gateway.admin else private.metrics,
+    )
+
+
+def _address(key: str, text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise NodeError(f"{key}: {text!r} is not HOST:PORT")
+    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def _flags(repository: Path, ports: Ports, drain_s: float) -> list[str]:
+    return [
+        f"--model-repository={repository}",
+        # Without these two the control process can't exchange models.
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        # One model that fails is no reason not to serve the others, nor is one that loads.
+        "--exit-on-error=false",
+        "--strict-readiness=false",
+        # The generated configurations are complete; completing them costs an extra stub and 1 s a model.
+        "--disable-auto-complete-config",
+        "--model-load-thread-count=32",
+        "--backend-config=python,shm-default-byte-size=1048576",
+        f"--exit-timeout-secs={max(1, round(drain_s))}",
+        *(f"--{kind}-address={address.host}" for kind, address in _each(ports)),
+        *(f"--{kind}-port={address.port}" for kind, address in _each(ports)),
+    ]
+
+
+def _each(ports: Ports) -> list[tuple[str, Address]]:
+    return [("http", ports.http), ("grpc", ports.grpc), ("metrics", ports.metrics)]
+
+
+def _environment(
+    settings: Settings, device: Device, share: Share, number: int, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """What differs from the node's own, which wins where it says how many threads."""
+    own = {name: str(share.threads) for name in _THREADS if name not in environment}
+    own["CUDA_VISIBLE_DEVICES"] = device.selector
+    # Numbers are nvidia-smi's; to CUDA they are by speed otherwise.
+    own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    own["RSRV_RUNTIME__PLATFORM"] = "cuda" if device.selector else "cpu"
+    if settings.control.listen is not None:
+        first = _address("control.listen", settings.control.listen)
+        own["RSRV_CONTROL__LISTEN"] = str(Address(first.host, first.port + number))
+    return own
+
+
+def _check_platform(settings: Settings, devices: Sequence[Device]) -> None:
+    platform, on_gpu = settings.runtime.platform, bool(devices[0].selector)
+    if platform != "auto" and (platform == "cuda") != on_gpu:
+        what = "GPUs" if on_gpu else "the CPU"
+        raise NodeError(
+            f"runtime.platform is {platform}, and the workers are to run on {what}: "
+            "leave it at auto, or set node.gpus or node.cpu_workers"
+        )
+
+
+def _check_ports(settings: Settings, workers: Sequence[Worker]) -> None:
+    """The gateway's ports are no worker's."""
+    taken = {address.port: (worker, kind) for worker in workers for kind, address in _each(worker.ports)}
+    gateway = settings.gateway
+    for key, text in (("grpc", gateway.grpc), ("http", gateway.http), ("admin", gateway.admin)):
+        if text is not None and (port := _address(f"gateway.{key}", text).port) in taken:
+            worker, kind = taken[port]
+            raise NodeError(
+                f"gateway.{key} and {worker.child.name}'s {kind} are both to have port {port}: "
+                "set another node.first_port"
+            )
+
+
+def _gateway_settings(settings: Settings) -> str:
+    if settings.gateway.workers_file is not None:
+        raise NodeError(
+            "gateway.workers_file: a node writes its own; list other machines' servers in gateway.workers, or "
+            "start the gateway by itself"
+        )
+    gateway = settings.gateway.model_copy(update={"workers_file": settings.node.directory / WORKERS_FILE})
+    return dump_settings(settings.model_copy(update={"gateway": gateway}))
+
+
+def _notes(settings: Settings, workers: Sequence[Worker]) -> list[str]:
+    notes = []
+    if len(workers) > 1 and not settings.runtime.shared_host_weights:
+        notes.append(
+            f"each of the {len(workers)} workers keeps a copy of all weights in host memory; with "
+            "runtime.shared_host_weights they keep one, in /dev/shm, which must hold it"
+        )
+    used = [core for worker in workers for core in worker.child.cores]
+    if len(used) > len(set(used)):
+        notes.append(f"{len(workers)} workers share {len(set(used))} cores: some cores have several workers")
+    return notes

@@ -1,0 +1,65 @@
+"""The workers' model repositories, each made of the same bundles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rsrv.settings import Settings, dump_settings
+from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
+from rsrv_gen.update import Step, steps
+from rsrv_gen.write import RepositoryWriter, open_repository
+from rsrv_node.errors import NodeError
+
+
+def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
+    """What is to be served, and a line for each bundle that cannot be. Raises NodeError if nothing can."""
+    sources = read_sources(bundles)
+    problems = [*sources.unusable]
+    problems += [f"{name} is not served: {'; '.join(lines)}" for name, lines in sources.broken.items()]
+    if not sources.good:
+        # Without a model no runtime is started, and nobody would watch for more.
+        raise NodeError("\n".join([*problems, "there is no bundle that can be served; put one there first"]))
+    return sources, problems
+
+
+def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:
+    """The settings with where the bundles are, unless they say it: the control process of each worker watches these."""
+    if settings.lifecycle.bundles:
+        return settings
+    places = [Path(os.path.abspath(place)) for place in bundles]
+    lifecycle = settings.lifecycle.model_copy(update={"bundles": list(dict.fromkeys(places))})
+    return settings.model_copy(update={"lifecycle": lifecycle})
+
+
+def generate(repository: Path, sources: Sources, settings: Settings) -> list[str]:
+    """Makes a repository what the bundles say; a line for each model for which that failed. Raises OSError."""
+    # What has no bundle any more goes, unless some bundles are out of sight: then it may be one of them.
+    stays = "not all of the given paths hold bundles" if sources.unusable else ""
+    failed: dict[str, str] = {}
+    with open_repository(repository, settings.lifecycle.link) as writer:
+        planned = steps(
+            repository,
+            sources,
+            link=settings.lifecycle.link,
+            transport=settings.meta.transport,
+            stays=lambda name: stays,
+        )
+        for step in planned:
+            try:
+                _carry_out(step, writer, failed)
+            except (OSError, ValueError) as error:
+                failed[step.name] = str(error)
+        writer.put_file(SETTINGS_FILE, dump_settings(settings))
+    return [f"{repository / name}: {reason}" for name, reason in failed.items()]
+
+
+def _carry_out(step: Step, writer: RepositoryWriter, failed: dict[str, str]) -> None:
+    match step.verb:
+        case "foreign":
+            failed[step.name] = "was not made by rsrv: move it away, or rename the bundle"
+        case "new" | "changed" if step.plan is not None:
+            writer.put(step.name, step.plan).forget()
+        case "removed" if failed.keys().isdisjoint(step.carriers):
+            writer.remove(step.name)

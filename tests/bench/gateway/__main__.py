@@ -1,0 +1,67 @@
+"""`make bench-gateway`: what a gateway costs, and what it costs when a worker dies. See docs/gateway-benchmark.md.
+
+Run from the project's root: python -m tests.bench.gateway
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from local_triton import ServerFailed
+from tests.bench import report
+from tests.bench.figures import Target
+from tests.bench.gateway import outage, passing
+from tests.bench.load import BenchFailed
+from tests.bench.phases import say
+from tests.bench.places import ROOT, WORK
+from tests.bench.run import environment
+
+RESULT = WORK / "gateway.json"
+PARTS = ("passing", "outage")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when everything could be measured."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="alternating rounds (%(default)s)")
+    parser.add_argument(
+        "--window", type=float, default=0.8, metavar="S", help="seconds; a sample is three (%(default)s)"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--quick", action="store_true", help="one short round: does it work at all")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.window = 1, 0.3
+    WORK.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    text: list[str] = []
+    targets: list[Target] = []
+    result: dict[str, object] = {"environment": environment()}
+    try:
+        if "passing" in options.parts:
+            say("== passing")
+            lines, found, result["passing"] = passing.part(options.rounds, options.window)
+            text += lines
+            targets += found
+        if "outage" in options.parts:
+            say("== outage")
+            lines, found, result["outage"] = outage.part(1 if options.quick else options.rounds)
+            text += lines
+            targets += found
+    except (BenchFailed, ServerFailed, RuntimeError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    result["targets"] = [{**asdict(t), "reached": t.reached, "verdict": t.verdict()} for t in targets]
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print("", *text, report.targets_table(targets), sep="\n")
+    print(f"\n{time.monotonic() - started:.0f} s; all samples are in {RESULT.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Clients that check every answer, and go on when a request fails, in a process of their own.
+
+`python -m tests.bench.gateway.clients` asks all models of a file of questions. Which are asked for most changes with time.
+It says `asking` when every client has been answered, and leaves a file with all requests after that: when each began and ended,
+by the clock that all processes of a machine share, and what became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc import service_pb2
+
+from tests.bench.crowd import Questions, popularity
+from tests.bench.load import BenchFailed
+from tests.bench.places import ROOT
+from tests.bench.verify import check
+
+Array = npt.NDArray[Any]
+
+OK, WRONG = "OK", "WRONG"
+_METHOD = "/inference.GRPCInferenceService/ModelInfer"
+#: of Zipf's law
+_EXPONENT = 1.1
+#: seconds that a request may take, and that a client rests after a failure, at least
+_DEADLINE, _PAUSE = 20.0, 0.01
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What became of each; [requests], seconds of time.monotonic()."""
+
+    began: Array
+    ended: Array
+    #: the status' name, or WRONG
+    code: Array
+
+    def failed(self) -> Counter[str]:
+        """By code, without wrong answers."""
+        bad = self.code[(self.code != OK) & (self.code != WRONG)]
+        return Counter(map(str, bad))
+
+    @property
+    def wrong(self) -> int:
+        return int((self.code == WRONG).sum())
+
+    def between(self, begin: float, end: float) -> Requests:
+        """Those that ended then."""
+        inside = (self.ended >= begin) & (self.ended < end)
+        return Requests(self.began[inside], self.ended[inside], self.code[inside])
+
+    def p99_ms(self) -> float:
+        """Of those that were answered; NaN: none was."""
+        answered = self.code == OK
+        taken = (self.ended - self.began)[answered]
+        return float(np.percentile(taken, 99) * 1e3) if taken.size else float("nan")
+
+
+@dataclass
+class Asking:
+    """Running clients; `requests` after `asking` ended."""
+
+    process: subprocess.Popen[str]
+    requests: Requests | None = None
+
+
+@contextmanager
+def asking(
+    url: str, questions: Path, *, clients: int, seconds: float, turn_s: float, pause_s: float = 0.0
+) -> Iterator[Asking]:
+    """Clients beside the block, for so many seconds. Other models are the most asked for every `turn_s`; each client rests
+    for `pause_s` after an answer. Raises BenchFailed."""
+    found = questions.with_name("asked.npz")
+    found.unlink(missing_ok=True)
+    words = [url, str(questions), str(clients), *map(str, (seconds, turn_s, pause_s)), str(found)]
+    command = [sys.executable, "-m", "tests.bench.gateway.clients", *words]
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        if process.stdout.readline() != "asking\n":
+            raise BenchFailed(f"the clients do not start:\n{process.communicate()[1][-2000:]}")
+        running = Asking(process)
+        yield running
+        _, complaint = process.communicate(timeout=seconds + 2 * _DEADLINE)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode != 0:
+        raise BenchFailed(f"the clients left with {process.returncode}:\n{complaint[-2000:]}")
+    with np.load(found) as stored:
+        running.requests = Requests(stored["began"], stored["ended"], stored["code"])
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The process of the clients."""
+    url, questions, clients, seconds, turn_s, pause_s, found = arguments
+    crowd = _Crowd(url, Questions.load(Path(questions)), float(turn_s), float(pause_s))
+    asked = asyncio.run(crowd.run(int(clients), float(seconds)))
+    began, ended, code = zip(*asked, strict=True)
+    np.savez(found, began=np.array(began), ended=np.array(ended), code=np.array(code))
+
+
+class _Crowd:
+    def __init__(self, url: str, questions: Questions, turn_s: float, pause_s: float) -> None:
+        self._url = url
+        self._questions = questions
+        self._models = list(questions.sent)
+        self._shares = np.cumsum(popularity(len(self._models), _EXPONENT))
+        self._turn_s = turn_s
+        self._pause_s = pause_s
+        #: made once: what is measured is not the making of requests
+        self._requests = {
+            model: [_request(model, row) for row in rows] for model, rows in questions.sent.items()
+        }
+        self._begin = time.monotonic()
+
+    async def run(self, clients: int, seconds: float) -> list[tuple[float, float, str]]:
+        calls = [self._call(number) for number in range(clients)]
+        for call in calls:
+            for model in self._models:
+                if await self._ask(call, model, 0) != OK:
+                    raise BenchFailed(f"{model} does not answer, or wrongly")
+        print("asking", flush=True)
+        self._begin = time.monotonic()
+        end = self._begin + seconds
+        found = await asyncio.gather(*[self._client(n, call, end) for n, call in enumerate(calls)])
+        return [one for client in found for one in client]
+
+    def _call(self, number: int) -> Any:
+        # Else channels with the same options share one connection.
+        channel = grpc.aio.insecure_channel(self._url, options=[("rsrv.client", number)])
+        return channel.unary_unary(_METHOD)
+
+    async def _client(self, number: int, call: Any, end: float) -> list[tuple[float, float, str]]:
+        rng = np.random.default_rng(number)
+        found = []
+        while (began := time.monotonic()) < end:
+            rank = int(np.searchsorted(self._shares, rng.random()))
+            turn = int((began - self._begin) / self._turn_s)
+            model = self._models[(rank + turn) % len(self._models)]
+            code = await self._ask(call, model, int(rng.integers(len(self._requests[model]))))
+            found.append((began, time.monotonic(), code))
+            await asyncio.sleep(self._pause_s if code == OK else max(self._pause_s, _PAUSE))
+        return found
+
+    async def _ask(self, call: Any, model: str, number: int) -> str:
+        try:
+            data = await call(self._requests[model][number], timeout=_DEADLINE)
+        except grpc.aio.AioRpcError as error:
+            return str(error.code().name)
+        answer = service_pb2.ModelInferResponse.FromString(data)
+        wanted = self._questions.wanted[model][number : number + 1]
+        try:
+            check(model, np.frombuffer(answer.raw_output_contents[0], np.float32)[None], wanted)
+        except BenchFailed:
+            return WRONG
+        return OK
+
+
+def _request(model: str, row: Array) -> bytes:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="x", datatype="FP32", shape=[1, len(row)])
+    request.raw_input_contents.append(np.ascontiguousarray(row, np.float32).tobytes())
+    return bytes(request.SerializeToString())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,243 @@
+"""What passing a request on costs: direct, through the least that Python can do, and through each plane of the gateway."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from local_triton import TritonServer
+from tests.bench import models
+from tests.bench.figures import Rounds, Sample, Spread, Target
+from tests.bench.gateway.stage import (
+    BARE,
+    DIRECT,
+    GATEWAY,
+    HAPROXY,
+    PLANES,
+    PROXY,
+    PYTHON,
+    WORKERS,
+    Way,
+    bare,
+    entry,
+    gateway,
+    write_workers,
+)
+from tests.bench.load import WINDOWS, BenchFailed, Side, load, server_statistics
+from tests.bench.phases import say, served, told
+from tests.bench.places import WORK
+from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
+from tests.bench.report import rounds_line, spread_text, table
+from tests.bench.verify import verify
+
+WAYS = (DIRECT, BARE, *PLANES)
+CLIENTS = (1, 16)
+#: what a request carries -> the model that takes that much
+SIZES: Mapping[str, str] = {"1 kB": models.MLP, "602 kB": models.IMAGES}
+SMALL = "1 kB"
+#: seconds over which is looked at what the gateways take without requests
+_IDLE_S = 4.0
+
+Part = tuple[list[str], list[Target], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """All counters at one moment; those of the workers added up."""
+
+    at: float
+    cpu: Mapping[int, float]
+    machine: Machine
+    requests: int
+    executions: int
+
+    @classmethod
+    def now(cls, workers: Sequence[Side], model: str, processes: Mapping[int, str]) -> _Reading:
+        statistics = [server_statistics(worker, f"/{model}")[0] for worker in workers]
+        requests, executions = (
+            sum(int(one[key]) for one in statistics) for key in ("inference_count", "execution_count")
+        )
+        cpu = {pid: cpu_seconds(pid) for pid in processes}
+        return cls(time.monotonic(), cpu, Machine.now(), requests, executions)
+
+
+def part(rounds: int, window_s: float) -> Part:
+    """Measures; returns lines for people, targets, and the samples."""
+    repository = models.gateway_repository()
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(served(f"gateway-{name}", repository, has_runtime=True))
+            for name in ("one", "two")
+        ]
+        ways = _ways(stack, [worker.server for worker in workers])
+        idle = _idle(ways)
+        for way in ways:
+            count = sum(verify(way.url, case) for case in (models.mlp_case(models.MLP), models.images_case()))
+            say(f"{way.name}: {count} answers right")
+        samples = {size: _in_turns(ways, workers, size, rounds, window_s) for size in SIZES}
+    kept = {size: Rounds.of(found) for size, found in samples.items()}
+    lines, targets, ratios = _summary(kept)
+    lines.append(
+        "without requests: "
+        + ", ".join(f"{name} {100 * cpus:.1f} % of a core" for name, cpus in idle.items())
+    )
+    raw = {size: [asdict(sample) for sample in found] for size, found in samples.items()}
+    return lines, targets, {"samples": raw, "ratios": ratios, "idle_cpus": idle}
+
+
+def _ways(stack: contextlib.ExitStack, servers: Sequence[TritonServer]) -> list[Way]:
+    file = WORK / "gateway-workers.yaml"
+    write_workers(file, [entry(f"worker-{n}", server) for n, server in enumerate(servers)])
+    ways = [Way(DIRECT, servers[0].grpc_url, {}), stack.enter_context(bare(servers))]
+    for plane in PLANES:
+        running = stack.enter_context(gateway(plane, file))
+        running.wait_alive({f"worker-{n}" for n in range(len(servers))})
+        ways.append(running.way())
+    return ways
+
+
+def _idle(ways: Sequence[Way]) -> dict[str, float]:
+    """Cores that each plane takes when nobody asks anything."""
+
+    def used() -> dict[str, float]:
+        return {way.name: sum(map(cpu_seconds, way.processes)) for way in ways if way.name in PLANES}
+
+    before = used()
+    time.sleep(_IDLE_S)
+    return {name: (seconds - before[name]) / _IDLE_S for name, seconds in used().items()}
+
+
+def _in_turns(
+    ways: Sequence[Way], workers: Sequence[Side], size: str, rounds: int, window_s: float
+) -> list[Sample]:
+    samples = []
+    for number in range(rounds):
+        first = number % len(ways)
+        for clients in CLIENTS:
+            for way in (*ways[first:], *ways[:first]):
+                samples.append(_measure(way, workers, SIZES[size], clients, number, window_s))
+                say(f"{size} {told(samples[-1], rounds)}")
+    return samples
+
+
+def _measure(
+    way: Way, workers: Sequence[Side], model: str, clients: int, number: int, window_s: float
+) -> Sample:
+    processes = dict(way.processes)
+    for worker in workers:
+        processes.update(dict.fromkeys(server_processes(worker.server.pid, has_runtime=True), WORKERS))
+    with load(workers[0], model, clients, window_s, via=way.url) as running:
+        everyone = {**processes, running.process.pid: CLIENT}
+        first = _Reading.now(workers, model, everyone)
+        time.sleep((WINDOWS - 0.5) * window_s)
+        second = _Reading.now(workers, model, everyone)
+    wall = second.at - first.at
+    requests = second.requests - first.requests
+    if requests <= 0:
+        raise BenchFailed(f"{way.name}/{model}: no request was completed in the window")
+    cpu: dict[str, float] = {}
+    for pid, role in everyone.items():
+        cpu[role] = cpu.get(role, 0.0) + second.cpu[pid] - first.cpu[pid]
+    used = second.machine.used - first.machine.used
+    return Sample(
+        side=way.name,
+        clients=clients,
+        round=number,
+        infer_per_s=running.report["Inferences/Second"],
+        p50_us=running.report["p50 latency"],
+        p99_us=running.report["p99 latency"],
+        requests=requests,
+        cpu_us={role: seconds / requests * 1e6 for role, seconds in cpu.items()},
+        triton_batch=requests / max(1, second.executions - first.executions),
+        device_batch=None,
+        sizes={},
+        busy=None,
+        steal_cpus=(second.machine.stolen - first.machine.stolen) / wall,
+        other_cpus=max(0.0, used - sum(cpu.values())) / wall,
+        server_us={},
+    )
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def passing_us(sample: Sample) -> float:
+    """Microseconds of CPU per request of all that is between the client and the workers."""
+    return sample.cpu_us.get(GATEWAY, 0.0) + sample.cpu_us.get(PROXY, 0.0)
+
+
+def added(rounds: Rounds, way: str, clients: int, value: Callable[[Sample], float]) -> Spread:
+    """How much more than direct, taken within each round, over the rounds."""
+    direct = {sample.round: value(sample) for sample in rounds.of_side(DIRECT, clients)}
+    return Spread.of(value(sample) - direct[sample.round] for sample in rounds.of_side(way, clients))
+
+
+def _p50(sample: Sample) -> float:
+    return sample.p50_us
+
+
+def _p99(sample: Sample) -> float:
+    return sample.p99_us
+
+
+def _per_core(sample: Sample) -> float:
+    return 1e6 / passing_us(sample)
+
+
+def _proxy_us(sample: Sample) -> float:
+    return sample.cpu_us[PROXY]
+
+
+def _summary(kept: Mapping[str, Rounds]) -> tuple[list[str], list[Target], dict[str, Any]]:
+    lines: list[str] = []
+    ratios: dict[str, Any] = {}
+    for size, rounds in kept.items():
+        lines += [f"{size} a request; medians of {rounds.kept} rounds", _table(rounds)]
+        for clients in CLIENTS:
+            for plane in PLANES:
+                found = rounds.ratio(plane, BARE, clients, passing_us)
+                ratios[f"{size}, {clients} clients, {plane} / bare"] = asdict(found)
+                lines.append(f"CPU per request at {clients} clients, {plane} / {BARE}: {spread_text(found)}")
+        lines += [rounds_line(rounds), ""]
+    return lines, _targets(kept[SMALL]), ratios
+
+
+def _table(rounds: Rounds) -> str:
+    headers = ["", "clients", "infer/s", "p50 us", "p99 us", "added p50 us", "added p99 us", "passing us"]
+    headers += ["requests/s per core", f"{PROXY} us", f"{WORKERS} us", f"{CLIENT} us"]
+    rows = []
+    for clients in CLIENTS:
+        for way in WAYS:
+            rows.append(_row(rounds, way, clients))
+    return table(headers, rows)
+
+
+def _row(rounds: Rounds, way: str, clients: int) -> list[str]:
+    def middle(value: Callable[[Sample], float]) -> str:
+        return f"{rounds.spread(way, clients, value).median:.0f}"
+
+    row = [way, str(clients), middle(lambda s: s.infer_per_s), middle(_p50), middle(_p99)]
+    if way == DIRECT:
+        row += ["-"] * 4
+    else:
+        row += [spread_text(added(rounds, way, clients, _p50), 0)]
+        row += [f"{added(rounds, way, clients, _p99).median:.0f}"]
+        row += [spread_text(rounds.spread(way, clients, passing_us), 0), middle(_per_core)]
+    row.append(middle(_proxy_us) if way == HAPROXY else "-")
+    return [*row, middle(lambda s: s.cpu_us[WORKERS]), middle(lambda s: s.cpu_us[CLIENT])]
+
+
+def _targets(rounds: Rounds) -> list[Target]:
+    """What is to be reached with small requests."""
+    many = max(CLIENTS)
+    wanted = (
+        (f"{PYTHON}: added p50, us", added(rounds, PYTHON, 1, _p50), 600.0, False),
+        (f"{PYTHON}: requests/s per core", rounds.spread(PYTHON, many, _per_core), 3000.0, True),
+        (f"{PYTHON}: CPU per request / {BARE}", rounds.ratio(PYTHON, BARE, many, passing_us), 1.3, False),
+        (f"{HAPROXY}: added p50, us", added(rounds, HAPROXY, 1, _p50), 150.0, False),
+        (f"{HAPROXY}: its CPU per request, us", rounds.spread(HAPROXY, many, _proxy_us), 40.0, False),
+    )
+    return [Target(name, spread.median, limit, at_least) for name, spread, limit, at_least in wanted]

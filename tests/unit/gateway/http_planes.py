@@ -1,0 +1,190 @@
+"""A PythonPlane's HTTP front before workers that do what the test says, all on the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import ClientResponse, ClientSession, web
+from multidict import CIMultiDict
+
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.contract import Routes, Worker
+from rsrv_gateway.python_plane import PythonPlane
+from tests.unit.gateway.planes import FakeBrain
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+INFER = "/v2/models/m/infer"
+
+
+@dataclass
+class Got:
+    """What a worker was asked."""
+
+    method: str
+    path: str
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+class FakeWorker:
+    """Does with each request what `does` says for its path, or else for any; and remembers it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: handlers by path; "": of all others
+        self.does: dict[str, Handler] = {"": self.echo}
+        self.got: list[Got] = []
+        #: ports that requests came from
+        self.peers: set[Any] = set()
+        #: set whenever a request has begun to come
+        self.called = asyncio.Event()
+        self.port = 0
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
+        server = web.Server(self._handle, auto_decompress=False, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=tls, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def kill(self) -> None:
+        """Whatever is under way breaks off."""
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    @property
+    def worker(self) -> Worker:
+        return Worker(self.name, "127.0.0.1:1", f"127.0.0.1:{self.port}")
+
+    async def _handle(self, request: Any) -> web.StreamResponse:
+        self.called.set()
+        self.peers.add(request.transport.get_extra_info("peername"))
+        handler = self.does.get(request.raw_path, self.does[""])
+        return await handler(request)
+
+    async def read(self, request: Any) -> bytes:
+        """The request's body; it is remembered."""
+        body: bytes = await request.content.read()
+        self.got.append(Got(request.method, request.raw_path, CIMultiDict(request.headers), body))
+        return body
+
+    async def echo(self, request: Any) -> web.StreamResponse:
+        """Answers with the same body and type, and its name."""
+        body = await self.read(request)
+        headers = {"X-Worker": self.name, "Content-Type": request.headers.get("Content-Type", "text/plain")}
+        return web.Response(body=body, headers=headers)
+
+    def says(self, status: int, body: Any, headers: Mapping[str, str] | None = None) -> Handler:
+        """`body`: bytes, or what becomes JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+        async def say(request: Any) -> web.StreamResponse:
+            await self.read(request)
+            return web.Response(
+                status=status, body=data, headers=headers or {"Content-Type": "application/json"}
+            )
+
+        return say
+
+    def holds(self) -> asyncio.Event:
+        """From now on no answer comes; set when a request was given up."""
+        cancelled = asyncio.Event()
+
+        async def hold(request: Any) -> web.StreamResponse:
+            try:
+                await self.read(request)
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            raise AssertionError("it was to wait for ever")
+
+        self.does[""] = hold
+        return cancelled
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> tuple[int, str]:
+        return self.status, self.json["error"]
+
+
+@dataclass
+class House:
+    """A plane, its workers `a`, `b` ..., and a client."""
+
+    plane: PythonPlane
+    brain: FakeBrain
+    workers: list[FakeWorker]
+    client: ClientSession
+    scheme: str = "http"
+    #: of the client's every request
+    tls: ssl.SSLContext | None = field(default=None)
+
+    async def apply(self, table: Mapping[str, Routes], workers: list[FakeWorker] | None = None) -> None:
+        known = self.workers if workers is None else workers
+        await self.plane.apply({worker.name: worker.worker for worker in known}, table)
+
+    def url(self, path: str) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.plane.http.port}{path}"
+
+    def open(self, method: str, path: str, **options: Any) -> Any:
+        """A response to be entered."""
+        if self.tls is not None:
+            options["ssl"] = self.tls
+        return self.client.request(method, self.url(path), **options)
+
+    async def ask(self, method: str, path: str, **options: Any) -> Answer:
+        response: ClientResponse
+        async with self.open(method, path, **options) as response:
+            return Answer(response.status, CIMultiDict(response.headers), await response.read())
+
+    async def infer(self, body: Any = b"tensor", path: str = INFER, **options: Any) -> Answer:
+        """`body`: bytes, or what becomes JSON."""
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        return await self.ask("POST", path, data=data, **options)
+
+
+@asynccontextmanager
+async def serving(
+    count: int = 2,
+    table: Mapping[str, Routes] | None = None,
+    worker_tls: ssl.SSLContext | None = None,
+    client_tls: ssl.SSLContext | None = None,
+    **settings: Any,
+) -> AsyncIterator[House]:
+    """By default, all workers serve model `m`, each in turn. No time limit of a test's is one of the machine's."""
+    defaults = {"grpc": None, "http": "127.0.0.1:0", "mode": "round_robin", "probe_timeout_s": 30}
+    section = GatewaySection(**{**defaults, **settings})
+    brain = FakeBrain()
+    workers = [FakeWorker("abcdefgh"[number]) for number in range(count)]
+    async with AsyncExitStack() as ends:
+        for worker in workers:
+            await worker.start(worker_tls)
+            ends.push_async_callback(worker.kill)
+        plane = PythonPlane(section, brain)
+        ends.push_async_callback(plane.stop)
+        await plane.start()
+        client = await ends.enter_async_context(ClientSession(auto_decompress=False))
+        scheme = "http" if section.tls_key is None else "https"
+        house = House(plane, brain, workers, client, scheme, client_tls)
+        every = Routes(ready=tuple(worker.name for worker in workers))
+        await house.apply({"m": every} if table is None else table)
+        yield house

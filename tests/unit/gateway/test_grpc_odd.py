@@ -1,0 +1,95 @@
+"""Clients and workers that send what gRPC's own implementations would not, or seldom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv_gateway.contract import Routes, Worker
+from tests.unit.gateway import http2
+from tests.unit.gateway.planes import SERVICE, Infer, refusal, serving
+from tests.unit.gateway.workers import looped
+
+INFER = f"{SERVICE}ModelInfer".encode()
+REQUEST = Infer(model_name="m").SerializeToString()
+
+
+@pytest.mark.parametrize("value", [b"\xff\xfe", "é".encode(), b"a\nb", b"a\0b"])
+@looped
+async def test_metadata_that_cannot_be_sent_on(value: bytes) -> None:
+    """A client's metadata that gRPC takes and does not send is left out: the request is answered as by a tritonserver."""
+    async with serving(1) as house:
+        odd = [(b"odd", value), (b"kept", b"1")]
+        assert await http2.status(house.plane.grpc.port, INFER, REQUEST, odd) == 0
+        (metadata,) = house.workers[0].metadata["ModelInfer"]
+        assert metadata["kept"] == "1"
+        assert "odd" not in metadata
+        assert house.plane.counts().requests == {("m", "a", "OK"): 1}
+
+
+@looped
+async def test_a_method_whose_name_is_no_text() -> None:
+    """It ends gRPC's server; the gateway is there again, on the same port, and what was under way is answered."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        go = asyncio.Event()
+
+        async def late(request: Any, context: Any) -> Any:
+            await go.wait()
+            return await worker.echo(request, context)
+
+        worker.does["ModelInfer"] = late
+        call = house.infer()
+        await worker.called.wait()
+
+        for _ in range(2):
+            await http2.status(house.plane.grpc.port, INFER + b"\xff", REQUEST)
+            while await status_of_a_call(house) is grpc.StatusCode.UNAVAILABLE:
+                pass
+        go.set()
+
+        assert (await call).model_version == "a"
+        assert (await house.infer()).model_version == "a"
+        await house.plane.drain(30)
+
+
+@looped
+async def test_what_a_worker_adds_that_cannot_be_sent_on() -> None:
+    """The refusal comes without it."""
+    trailers = [(b"odd", b"\xff"), (b"kept", b"1")]
+    async with serving(0) as house, http2.refusing(13, b"oh", trailers) as port:
+        where = Worker("a", f"127.0.0.1:{port}")
+        await house.plane.apply({"a": where}, {"m": Routes(ready=("a",))})
+        call = house.infer()
+        assert await refusal(call) == ("INTERNAL", "oh")
+        assert tuple(await call.trailing_metadata()) == (("kept", "1"),)
+
+
+@pytest.mark.parametrize("seconds", [b"2562047H", b"99999999H", b"99999999S"])
+@looped
+async def test_a_deadline_that_is_none(seconds: bytes) -> None:
+    """Some clients send the longest time that they can say when they have no deadline; the request has time."""
+    async with serving(1) as house:
+        deadline = [(b"grpc-timeout", seconds)]
+        assert await http2.status(house.plane.grpc.port, INFER, REQUEST, deadline) == 0
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "../m", '"', "%s", "é" * 5000, "x" * 2_000_000])
+@looped
+async def test_odd_names_of_models(name: str) -> None:
+    """They are not found, and a long one is not repeated: no client would take such a message."""
+    async with serving(1) as house:
+        code, message = await refusal(house.infer(name))
+        assert code == "NOT_FOUND"
+        assert message.startswith(f"Request for unknown model: '{name[:50]}")
+
+
+async def status_of_a_call(house: Any) -> Any:
+    try:
+        await house.call("ServerLive", timeout=5)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK

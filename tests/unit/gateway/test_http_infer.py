@@ -1,0 +1,524 @@
+"""Inference over HTTP through the gateway: who is asked, and what the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from io import BytesIO
+from typing import Any
+
+import pytest
+from aiohttp import ClientError, web
+
+from rsrv_gateway.contract import Routes
+from rsrv_gateway.upload import SMALL
+from tests.unit.gateway.http_planes import INFER, House, serving
+from tests.unit.gateway.workers import Relay, looped
+
+#: more than is waited for before it is sent on
+LARGE = bytes(range(256)) * (SMALL // 64)
+
+
+@looped
+async def test_bytes_pass_through() -> None:
+    """A request and its answer arrive as they were sent, with their headers, but for those of the connection."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Inference-Header-Content-Length": "2",
+            "Accept-Encoding": "gzip",
+            "Content-Encoding": "deflate",
+            "Traceparent": "00-1-2-3",
+            "Connection": "X-Private",
+            "X-Private": "1",
+        }
+        answer = await house.infer(b"{}\0\1\2", f"{INFER}?q=%20", headers=headers)
+
+        assert (answer.status, answer.body) == (200, b"{}\0\1\2")
+        assert answer.headers["X-Worker"] == "a"
+        (got,) = worker.got
+        assert (got.method, got.path, got.body) == ("POST", f"{INFER}?q=%20", b"{}\0\1\2")
+        for name in list(headers)[:5]:
+            assert got.headers[name] == headers[name]
+        assert "X-Private" not in got.headers
+        assert got.headers["Host"] == f"127.0.0.1:{worker.port}"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@looped
+async def test_large_bodies_pass_through(chunked: bool) -> None:
+    """Large requests and answers arrive whole, whether or not their size was said before."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(LARGE), 100_000):
+            yield LARGE[start : start + 100_000]
+
+    async with serving(1) as house:
+        headers = {"Inference-Header-Content-Length": "1"}
+        answer = await house.infer(pieces() if chunked else sized(LARGE), headers=headers)
+
+        assert answer.body == LARGE
+        assert ("Content-Length" in house.workers[0].got[0].headers) is not chunked
+
+
+def sized(data: bytes) -> BytesIO:
+    """As a body that aiohttp sends with its length, and without a warning."""
+    return BytesIO(data)
+
+
+@looped
+async def test_a_large_body_is_sent_on_as_it_comes() -> None:
+    """A worker gets the beginning of a large request before the client has sent its end."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"{}" + bytes(1000)
+            await worker.called.wait()
+            yield b"end"
+
+        answer = await house.infer(pieces(), headers={"Inference-Header-Content-Length": "2"})
+
+        assert answer.body == b"{}" + bytes(1000) + b"end"
+
+
+@looped
+async def test_each_in_turn() -> None:
+    """Requests go to the workers in turn, also to a version, and are counted by model, worker and code."""
+    async with serving(2) as house:
+        paths = [INFER, "/v2/models/m/versions/3/infer"] * 2
+        answers = [await house.infer(path=path) for path in paths]
+
+        assert [answer.headers["X-Worker"] for answer in answers] == ["a", "b", "a", "b"]
+        counts = house.plane.counts()
+        assert counts.requests == {("m", "a", "OK"): 2, ("m", "b", "OK"): 2}
+        assert sum(counts.durations["m"].counts) == 4
+        assert counts.outstanding == {}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("binary", [False, True])
+@looped
+async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -> None:
+    """The extent of a model's batch axis is what its requests count for, also in compressed ones."""
+    table = {"m": Routes(ready=("a",), batch_input=("X", 0))}
+    request = json.dumps({"inputs": [{"name": "Y", "shape": [7]}, {"name": "X", "shape": [5, 2]}]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(request))} if binary else {}
+    body = request + bytes(40) if binary else request
+    if compressed:
+        body, headers = gzip.compress(body), {**headers, "Content-Encoding": "gzip"}
+
+    async with serving(1, table) as house:
+        await house.infer(body, headers=headers)
+        await house.infer(b"no JSON", headers=headers)
+
+        assert house.plane.counts().items == {"m": 6}
+
+
+@pytest.mark.parametrize(("status", "message"), [(503, "[rsrv:RUNTIME_DOWN] wait"), (404, "no such model")])
+@looped
+async def test_another_worker_answers(status: int, message: str) -> None:
+    """When a worker has not the model, or is not available, the client gets another one's answer."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        first.does[""] = first.says(status, {"error": message})
+        answers = [await house.infer() for _ in range(2)]
+
+        assert [answer.headers["X-Worker"] for answer in answers] == ["b", "b"]
+        assert house.plane.counts().failovers == {"a": 1}
+        assert house.brain.failures == []
+
+
+@looped
+async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
+    """A large request that one worker refused after it had all of it goes to another one, whole."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        first.does[""] = first.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
+        answer = await house.infer(sized(LARGE), headers={"Inference-Header-Content-Length": "1"})
+
+        assert (answer.headers["X-Worker"], answer.body) == ("b", LARGE)
+        assert first.got[0].body == LARGE
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "code", "told", "retry"),
+    [
+        (503, "[rsrv:QUEUE_FULL] retry after 2100 ms", "RESOURCE_EXHAUSTED", 429, "3"),
+        (503, "in ensemble 'e', [rsrv:QUEUE_FULL] retry later", "RESOURCE_EXHAUSTED", 429, "1"),
+        (503, "[rsrv:DEADLINE] too late", "DEADLINE_EXCEEDED", 504, None),
+        (400, "wrong shape", "INVALID_ARGUMENT", 400, None),
+        (400, "the text says [rsrv:QUEUE_FULL]", "INVALID_ARGUMENT", 400, None),
+        (403, "restricted", "PERMISSION_DENIED", 403, None),
+        (500, "the model failed", "INTERNAL", 500, None),
+        (501, "decoupled", "UNIMPLEMENTED", 501, None),
+        (418, "teapot", "UNKNOWN", 418, None),
+    ],
+)
+@looped
+async def test_what_is_final(status: int, message: str, code: str, told: int, retry: str | None) -> None:
+    """An answer that another worker could not better is the client's at once, with the status that its tag stands for."""
+    async with serving(2) as house:
+        first, second = house.workers
+        headers = {"Content-Type": "text/plain", "X-More": "1"}
+        first.does[""] = first.says(status, {"error": message}, headers)
+        answer = await house.infer()
+
+        assert answer.error == (told, message)
+        assert answer.headers["X-More"] == "1"
+        assert answer.headers.get("Retry-After") == retry
+        assert second.got == []
+        assert house.plane.counts().requests == {("m", "a", code): 1}
+
+
+@looped
+async def test_all_refuse() -> None:
+    """The client gets what matters more: a model that is not resident comes before one that is unknown."""
+    async with serving(2) as house:
+        first, second = house.workers
+        first.does[""] = first.says(503, {"error": "[rsrv:NOT_RESIDENT] not here"})
+        second.does[""] = second.says(404, {"error": "unknown"})
+
+        assert (await house.infer()).error == (412, "[rsrv:NOT_RESIDENT] not here")
+
+
+@looped
+async def test_errors_of_what_is_generated() -> None:
+    """A tag tells what the status of /generate cannot: there all errors of models are 400."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        first.does[""] = first.says(400, b'data: {"error":"[rsrv:RUNTIME_DOWN] wait"}\n\n')
+        answer = await house.infer(path="/v2/models/m/generate_stream")
+        assert answer.headers["X-Worker"] == "b"
+
+        for worker in house.workers:
+            worker.does[""] = worker.says(400, b'data: {"error":"[rsrv:QUEUE_FULL] wait"}\n\n')
+        assert (await house.infer(path="/v2/models/m/generate")).status == 429
+        assert (await house.infer(path="/v2/models/m/generate")).body.startswith(b"data: ")
+
+
+@looped
+async def test_a_worker_is_gone() -> None:
+    """A request goes on to another worker when nothing listens at the first one, which is looked at."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        await first.kill()
+
+        assert (await house.infer()).headers["X-Worker"] == "b"
+        assert house.brain.failures == ["a"]
+        await house.apply({"m": Routes(ready=("a",))})
+        status, message = (await house.infer()).error
+        assert (status, "127.0.0.1" in message) == (503, False)
+
+
+@looped
+async def test_a_worker_dies_with_a_request() -> None:
+    """A request that was under way on a worker that dies is answered by another one."""
+    async with serving(2) as house:
+        first, _ = house.workers
+
+        async def die(request: Any) -> web.StreamResponse:
+            await first.read(request)
+            request.transport.abort()
+            return web.Response()
+
+        first.does[""] = die
+
+        assert (await house.infer()).headers["X-Worker"] == "b"
+        assert house.brain.failures == ["a"]
+
+
+@looped
+async def test_a_worker_dies_with_an_answer() -> None:
+    """A small answer that breaks off is another worker's to give; of a large one the client sees that it broke off."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        size = 100
+
+        async def die(request: Any) -> web.StreamResponse:
+            await first.read(request)
+            response = web.StreamResponse()
+            response.content_length = size
+            await response.prepare(request)
+            await response.write(b"beginning")
+            request.transport.close()
+            return response
+
+        first.does[""] = die
+        assert (await house.infer()).headers["X-Worker"] == "b"
+
+        size = SMALL + 1
+        await house.apply({"m": Routes(ready=("a",))})
+        with pytest.raises(ClientError):
+            await house.infer()
+        assert house.plane.counts().requests[("m", "a", "UNAVAILABLE")] == 1
+
+
+@looped
+async def test_a_worker_without_http() -> None:
+    """Requests go to workers that serve HTTP."""
+    async with serving(2) as house:
+        first, second = house.workers
+        bare = type(first.worker)("a", "127.0.0.1:1", None)
+        await house.plane.apply(
+            {"a": bare, "b": second.worker}, {"m": Routes(ready=("a", "b")), "x": Routes(ready=("a",))}
+        )
+
+        assert (await house.infer()).headers["X-Worker"] == "b"
+        assert (await house.infer(path="/v2/models/x/infer")).status == 503
+
+
+@looped
+async def test_an_unknown_model() -> None:
+    """All workers are looked at before a model is unknown; one that nobody serves, or without workers, is unavailable."""
+    async with serving(1) as house:
+        unknown = await house.infer(path="/v2/models/new/infer")
+        assert unknown.error == (404, "Request for unknown model: 'new' is not found")
+        assert house.brain.refreshes == 1
+
+        async def look() -> None:
+            await house.apply({"new": Routes(ready=("a",)), "asleep": Routes(ready=())})
+
+        house.brain.looks = look
+        assert (await house.infer(path="/v2/models/new/infer")).status == 200
+        assert (await house.infer(path="/v2/models/asleep/infer")).status == 503
+        await house.apply({}, [])
+        house.brain.looks = None
+        assert (await house.infer()).status == 503
+
+
+@looped
+async def test_a_sequence_stays_together() -> None:
+    """All requests of a sequence go to one worker, and to no other one when that refuses."""
+    async with serving(3) as house:
+        workers = set()
+        for _ in range(6):
+            answer = await house.infer({"parameters": {"sequence_id": 7}})
+            workers.add(answer.headers["X-Worker"])
+        (home,) = workers
+        keeper = next(worker for worker in house.workers if worker.name == home)
+        keeper.does[""] = keeper.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
+
+        assert (await house.infer({"parameters": {"sequence_id": 7}})).status == 503
+
+
+@looped
+async def test_a_client_goes() -> None:
+    """When a client hangs up, the worker's request is given up, and counted as cancelled."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        cancelled = worker.holds()
+        asking = asyncio.ensure_future(house.infer())
+        await worker.called.wait()
+        asking.cancel()
+        await cancelled.wait()
+
+        assert await counted(house) == {("m", "a", "CANCELLED"): 1}
+        assert house.brain.failures == []
+
+
+@looped
+async def test_no_answer_in_time() -> None:
+    """A request that waits for longer than the settings say ends there and at the worker, and is not tried again."""
+    async with serving(2, request_timeout_s=0.2) as house:
+        first, second = house.workers
+        cancelled = first.holds()
+
+        assert (await house.infer()).status == 504
+        await cancelled.wait()
+        assert second.got == []
+
+
+@looped
+async def test_a_client_that_stalls() -> None:
+    """A request whose body does not come in time is refused, and no worker is suspected."""
+    async with serving(1, request_timeout_s=0.2) as house:
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
+        for length in (10, SMALL + 10):
+            head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
+            writer.write(f"{head}Inference-Header-Content-Length: 2\r\n\r\n{{}}".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 504")
+            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
+        writer.close()
+
+        assert house.brain.failures == []
+
+
+@looped
+async def test_connections_that_are_half_open() -> None:
+    """When nothing comes back on a connection, the requests after the first timeout get another one."""
+    async with serving(1, request_timeout_s=0.3) as house:
+        (worker,) = house.workers
+        async with Relay(worker.port).running() as relay:
+            where = type(worker.worker)("a", "127.0.0.1:1", f"127.0.0.1:{relay.port}")
+            await house.plane.apply({"a": where}, {"m": Routes(ready=("a",))})
+            await house.infer()
+            relay.stick()
+
+            assert (await house.infer()).status == 504
+            assert house.brain.failures == ["a"]
+            assert (await house.infer()).headers["X-Worker"] == "a"
+
+
+@looped
+async def test_connections_are_kept() -> None:
+    """Requests one after the other share a connection to a worker; those at the same time do not."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        for _ in range(3):
+            await house.infer()
+        assert len(worker.peers) == 1
+
+        go, waiting = asyncio.Event(), 0
+
+        async def together(request: Any) -> web.StreamResponse:
+            nonlocal waiting
+            waiting += 1
+            if waiting == 3:
+                go.set()
+            await go.wait()
+            return await worker.echo(request)
+
+        worker.does[""] = together
+        await asyncio.gather(*[house.infer() for _ in range(3)])
+        assert len(worker.peers) == 3
+
+
+@looped
+async def test_a_worker_is_taken_out_of_the_table() -> None:
+    """What is under way on a worker that is not used any more still ends there."""
+    async with serving(2) as house:
+        first, _ = house.workers
+        go = asyncio.Event()
+
+        async def late(request: Any) -> web.StreamResponse:
+            await go.wait()
+            return await first.echo(request)
+
+        first.does[""] = late
+        asking = asyncio.ensure_future(house.infer())
+        await first.called.wait()
+        await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
+        assert (await house.infer()).headers["X-Worker"] == "b"
+        go.set()
+
+        assert (await asking).headers["X-Worker"] == "a"
+
+
+@looped
+async def test_a_stream_of_events() -> None:
+    """Each event of a generated stream is the client's before the next one is there."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        more = asyncio.Event()
+
+        async def events(request: Any) -> web.StreamResponse:
+            await worker.read(request)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b"data: 1\n\n")
+            await more.wait()
+            await response.write(b"data: 2\n\n")
+            return response
+
+        worker.does[""] = events
+        async with house.open("POST", "/v2/models/m/generate_stream", data=b"{}") as response:
+            assert await response.content.readany() == b"data: 1\n\n"
+            assert house.plane.counts().outstanding == {("m", "a"): 1}
+            more.set()
+            assert await response.content.readany() == b"data: 2\n\n"
+            assert response.headers["Content-Type"] == "text/event-stream"
+        assert await counted(house) == {("m", "a", "OK"): 1}
+
+
+@looped
+async def test_a_client_leaves_a_stream() -> None:
+    """When a client hangs up in the middle of a stream, the worker's stream ends."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        ended = asyncio.Event()
+
+        async def events(request: Any) -> web.StreamResponse:
+            await worker.read(request)
+            response = web.StreamResponse()
+            await response.prepare(request)
+            try:
+                await response.write(b"data: 1\n\n")
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return response
+
+        worker.does[""] = events
+        async with house.open("POST", "/v2/models/m/generate_stream", data=b"{}") as response:
+            await response.content.readany()
+            response.close()
+        await ended.wait()
+        assert await counted(house) == {("m", "a", "CANCELLED"): 1}
+
+
+@looped
+async def test_too_large() -> None:
+    """A request with more bytes than allowed is refused, also when that shows only at its end; so is an answer."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(30):
+            yield bytes(100_000)
+
+    async with serving(1, max_message_bytes=2_000_000) as house:
+        (worker,) = house.workers
+        headers = {"Inference-Header-Content-Length": "1"}
+        assert (await house.infer(sized(bytes(2_000_001)))).status == 413
+        assert (await house.infer(pieces(), headers=headers)).status == 413
+        assert house.brain.failures == []
+
+        worker.does[""] = worker.says(200, bytes(2_000_001))
+        assert (await house.infer()).status == 500
+
+
+@looped
+async def test_a_client_that_wants_to_be_asked_on() -> None:
+    """A client that waits for 100 Continue gets it."""
+    async with serving(1) as house:
+        answer = await house.infer(b"body", expect100=True)
+
+        assert (answer.status, answer.body) == (200, b"body")
+        assert "Expect" not in house.workers[0].got[0].headers
+
+
+@looped
+async def test_the_end() -> None:
+    """Requests under way end in the time that they are given, and new ones are refused."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        go = asyncio.Event()
+
+        async def late(request: Any) -> web.StreamResponse:
+            await go.wait()
+            return await worker.echo(request)
+
+        worker.does[""] = late
+        asking = asyncio.ensure_future(house.infer())
+        await worker.called.wait()
+        draining = asyncio.ensure_future(house.plane.drain(30))
+        with suppress(ClientError):  # on a new connection
+            while (await house.ask("GET", "/v2/health/live")).status != 503:
+                pass
+        go.set()
+
+        assert (await asking).headers["X-Worker"] == "a"
+        await draining
+        await house.plane.stop()
+        await house.plane.stop()
+
+
+async def counted(house: House) -> Any:
+    """What was counted, when there is something: the end of a request that nobody waits for is not heard of otherwise."""
+    while not house.plane.counts().requests:
+        await asyncio.sleep(0)
+    return house.plane.counts().requests

@@ -1,0 +1,390 @@
+"""What is asked over HTTP but inference, through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from aiohttp import ClientError, ClientSession, UnixConnector, web
+
+from rsrv_gateway.contacts import ContactError
+from rsrv_gateway.contract import Routes
+from rsrv_gateway.http_paths import Nowhere, Target, target_of
+from rsrv_gateway.plane import ListenError
+from tests.unit.gateway.http_planes import House, serving
+from tests.unit.gateway.workers import looped
+
+READY = "/v2/models/m/ready"
+INDEX = "/v2/repository/index"
+STATISTICS = "/v2/models/stats"
+REGION = "/v2/systemsharedmemory/region/r"
+
+
+def everywhere(house: House, path: str, *answers: Any, status: int = 200) -> None:
+    """Each worker's answer; one alone is that of all."""
+    for at, worker in enumerate(house.workers):
+        worker.does[path] = worker.says(status, answers[at % len(answers)])
+
+
+def asked(house: House) -> list[tuple[str, str]]:
+    """Worker and path of all requests that came to workers."""
+    return [(worker.name, got.path) for worker in house.workers for got in worker.got]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "target"),
+    [
+        ("GET", "/v2", Target("server")),
+        ("GET", "/v2?x=1", Target("server")),
+        ("GET", "/v2/models/m", Target("model", "m")),
+        ("GET", "/v2/models/%65/versions/2/config", Target("config", "%65")),
+        ("GET", "/v2/models/stats", Target("stats")),
+        ("GET", "/v2/models/m/versions/1/stats", Target("stats", "m")),
+        ("POST", "/v2/models/m/trace/setting", Target("trace/setting", "m")),
+        ("POST", "/v2/repository/x/models/m/load", Target("load", "m")),
+        ("POST", "/v2/repository/x/index", Target("index")),
+        ("GET", "/v2/cudasharedmemory/status", Target("cuda status")),
+        ("POST", "/v2/systemsharedmemory/unregister", Target("unregister")),
+        ("GET", "/v2/models/m/infer", 405),
+        ("HEAD", "/v2/health/live", 405),
+        ("POST", "/v2/models/m/ready", 405),
+        ("GET", "/v2/", 404),
+        ("GET", "/v2/models//ready", 404),
+        ("GET", "/v2/models/m/versions/x", 404),
+        ("GET", "/metrics", 404),
+    ],
+)
+def test_paths(method: str, path: str, target: Target | int) -> None:
+    """Paths mean what they mean to tritonserver."""
+    try:
+        assert target_of(method, path) == target
+    except Nowhere as error:
+        assert error.status == target  # noqa: PT017
+
+
+@looped
+async def test_what_there_is_not() -> None:
+    """What tritonserver has not is refused as by it, and no worker is asked."""
+    async with serving(1) as house:
+        nothing = await house.ask("GET", "/v2/nonsense")
+        wrong = await house.ask("GET", "/v2/models/m/infer")
+
+        assert (nothing.status, nothing.body) == (404, b'{"error":"Not Found"}')
+        assert (wrong.status, wrong.body) == (405, b'{"error":"Method Not Allowed"}')
+        assert asked(house) == []
+
+
+@looped
+async def test_the_gateway_lives() -> None:
+    """A gateway lives without workers, and is ready with one that is."""
+    async with serving(2, {}) as house:
+        everywhere(house, "/v2/health/ready", b"", status=400)
+        assert (await house.ask("GET", "/v2/health/live")).status == 200
+        assert (await house.ask("GET", "/v2/health/ready")).status == 400
+
+        house.workers[1].does["/v2/health/ready"] = house.workers[1].says(200, b"")
+        assert (await house.ask("GET", "/v2/health/ready")).status == 200
+
+        await house.apply({}, [])
+        assert (await house.ask("GET", "/v2/health/live")).status == 200
+        assert (await house.ask("GET", "/v2/health/ready")).status == 503
+        assert (await house.ask("GET", "/v2")).status == 503
+
+
+@looped
+async def test_a_ready_model_is_a_ready_gateway() -> None:
+    """Nobody is asked whether the gateway is ready while a model is."""
+    async with serving(1) as house:
+        assert (await house.ask("GET", "/v2/health/ready")).status == 200
+        assert asked(house) == []
+
+
+@looped
+async def test_about_a_model() -> None:
+    """One worker that serves the model is asked about it; the next one, if that has it no more."""
+    async with serving(3, {"m": Routes(ready=("b", "c"))}) as house:
+        _, b, c = house.workers
+        b.does["/v2/models/m/config"] = b.says(404, {"error": "unknown"})
+        c.does["/v2/models/m/config"] = c.says(200, {"name": "m"})
+
+        assert (await house.ask("GET", "/v2/models/m/config")).json == {"name": "m"}
+        assert (await house.ask("GET", "/v2/models/m")).headers["X-Worker"] == "b"
+
+
+@looped
+async def test_a_model_is_ready() -> None:
+    """A model is ready when it is ready on a worker; else what a worker says of it is the answer."""
+    async with serving(2) as house:
+        everywhere(house, READY, {"error": "not ready"}, status=400)
+        assert (await house.ask("GET", READY)).error == (400, "not ready")
+
+        house.workers[1].does[READY] = house.workers[1].says(200, b"")
+        assert (await house.ask("GET", READY)).status == 200
+
+        everywhere(house, "/v2/models/new/ready", {"error": "not ready"}, status=400)
+        assert (await house.ask("GET", "/v2/models/new/ready")).error == (400, "not ready")
+        assert house.brain.refreshes == 1
+
+
+def statistics(number: int, *sizes: int) -> Any:
+    duration = {"count": number, "ns": 10 * number}
+    model = {
+        "name": "m",
+        "version": "1",
+        "last_inference": number,
+        "inference_count": number,
+        "execution_count": 0,
+        "inference_stats": {"success": duration, "queue": duration},
+        "response_stats": {"0": {"success": duration}},
+        "batch_stats": [{"batch_size": size, "compute_infer": duration} for size in sizes],
+        "memory_usage": [],
+    }
+    return {"model_stats": [model]}
+
+
+@looped
+async def test_statistics_are_sums() -> None:
+    """Statistics are those of all workers together; numbers stay numbers, and what is nothing is there."""
+    async with serving(3) as house:
+        everywhere(house, STATISTICS, statistics(2**40, 1), statistics(2, 1, 4), statistics(5))
+        broken = house.workers[2]
+        broken.does[STATISTICS] = broken.says(400, {"error": "requested model 'm' is not available"})
+        (model,) = (await house.ask("GET", STATISTICS)).json["model_stats"]
+
+        total = 2**40 + 2
+        assert (model["name"], model["version"], model["memory_usage"]) == ("m", "1", [])
+        assert (model["inference_count"], model["last_inference"], model["execution_count"]) == (
+            total,
+            2**40,
+            0,
+        )
+        assert model["inference_stats"]["success"] == {"count": total, "ns": 10 * total}
+        assert model["inference_stats"]["fail"] == {"count": 0, "ns": 0}
+        assert model["response_stats"]["0"]["success"]["count"] == total
+        assert [row["batch_size"] for row in model["batch_stats"]] == [1, 4]
+
+
+@looped
+async def test_the_index() -> None:
+    """A model is ready if it is ready anywhere; a worker that is gone has no say."""
+    async with serving(3) as house:
+        ready = {"name": "m", "version": "1", "state": "READY"}
+        other = {"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "broken"}
+        everywhere(house, INDEX, [{"name": "m"}, other], [ready])
+        await house.workers[2].kill()
+        answer = await house.ask("POST", INDEX, data=b'{"ready":false}')
+
+        assert answer.json == [ready, other]
+        assert answer.headers["Content-Type"] == "application/json"
+        assert house.workers[0].got[0].body == b'{"ready":false}'
+
+
+@looped
+async def test_settings_agree() -> None:
+    """Settings that all workers share are the gateway's; where they differ, the client is told."""
+    async with serving(2) as house:
+        everywhere(house, "/v2/logging", {"log_info": True})
+        assert (await house.ask("POST", "/v2/logging", data=b"{}")).json == {"log_info": True}
+
+        everywhere(house, "/v2/trace/setting", {"trace_rate": "1"}, {"trace_rate": "2"})
+        status, message = (await house.ask("GET", "/v2/trace/setting")).error
+        assert status == 412
+        assert "workers a and b differ" in message
+
+
+@looped
+async def test_what_cannot_be_read() -> None:
+    """A worker whose answer makes no sense is named."""
+    async with serving(2) as house:
+        everywhere(house, INDEX, [], b"no JSON")
+        status, message = (await house.ask("POST", INDEX)).error
+
+        assert status == 500
+        assert message.startswith("worker b: ")
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+@looped
+async def test_models_are_loaded_everywhere(verb: str) -> None:
+    """Each worker gets the whole request, however large, and then all are looked at."""
+    async with serving(2) as house:
+        path = f"/v2/repository/models/m/{verb}"
+        body = json.dumps({"parameters": {"file:1/model.onnx": "A" * 3_000_000}}).encode()
+        everywhere(house, path, b"")
+        answer = await house.infer(BytesIO(body), path)
+
+        assert (answer.status, answer.body) == (200, b"")
+        assert [worker.got[0].body for worker in house.workers] == [body, body]
+        assert house.brain.refreshes == 1
+
+        house.workers[1].does[path] = house.workers[1].says(500, {"error": "failed to load"})
+        assert (await house.infer(b"", path)).error == (500, "worker b: failed to load")
+
+
+@looped
+async def test_loading_takes_its_time() -> None:
+    """A model may take longer to load than a request may take."""
+    async with serving(1, request_timeout_s=0.05) as house:
+        (worker,) = house.workers
+        go = asyncio.Event()
+
+        async def slowly(request: Any) -> web.StreamResponse:
+            await worker.read(request)
+            await go.wait()
+            return web.Response()
+
+        worker.does["/v2/repository/models/m/load"] = slowly
+        loading = asyncio.ensure_future(house.infer(b"", "/v2/repository/models/m/load"))
+        await worker.called.wait()
+        worker.holds()
+        assert (await house.infer()).status == 504
+        go.set()
+
+        assert (await loading).status == 200
+
+
+@looped
+async def test_a_stream_that_stops() -> None:
+    """A stream whose worker says nothing for longer than a request may take is broken off."""
+    async with serving(1, request_timeout_s=0.05) as house:
+        (worker,) = house.workers
+
+        async def stop(request: Any) -> web.StreamResponse:
+            await worker.read(request)
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b"data: 1\n\n")
+            await asyncio.Event().wait()
+            return response
+
+        worker.does[""] = stop
+        with pytest.raises(ClientError):
+            await house.infer(path="/v2/models/m/generate_stream")
+
+
+@looped
+async def test_shared_memory_is_everywhere_or_nowhere() -> None:
+    """When one worker cannot map a region, those that could give it up again."""
+    async with serving(3) as house:
+        everywhere(house, f"{REGION}/register", b"")
+        assert (await house.ask("POST", f"{REGION}/register", data=b"{}")).status == 200
+
+        last = house.workers[2]
+        last.does[f"{REGION}/register"] = last.says(400, {"error": "no such key"})
+        answer = await house.ask("POST", f"{REGION}/register", data=b"{}", headers={"X-Key": "1"})
+
+        assert answer.error == (400, "worker c: no such key")
+        assert [worker.got[-1].path for worker in house.workers] == [
+            f"{REGION}/unregister",
+            f"{REGION}/unregister",
+            f"{REGION}/register",
+        ]
+        undo = house.workers[0].got[-1]
+        assert (undo.method, undo.body, undo.headers["X-Key"]) == ("POST", b"", "1")
+
+
+@looped
+async def test_regions_of_all() -> None:
+    """The regions that all workers have are the gateway's; they are forgotten also where a worker is gone."""
+    async with serving(2) as house:
+        r, q = ({"name": name, "key": "/k", "offset": 0, "byte_size": 64} for name in "rq")
+        everywhere(house, "/v2/systemsharedmemory/status", [r, q], [r])
+        assert (await house.ask("GET", "/v2/systemsharedmemory/status")).json == [r]
+
+        everywhere(house, f"{REGION}/unregister", b"")
+        await house.workers[1].kill()
+        assert (await house.ask("POST", f"{REGION}/unregister")).status == 200
+
+
+@looped
+async def test_the_token(tmp_path: Path) -> None:
+    """Without the token nothing is answered; workers do not see it."""
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
+
+    async with serving(1, token_file=tmp_path / "token") as house:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for method, path in (("GET", "/v2/health/live"), ("POST", "/v2/models/m/infer"), ("GET", "/x")):
+                answer = await house.ask(method, path, headers=headers)
+                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert asked(house) == []
+
+        assert (await house.infer(headers={"Authorization": "Bearer secret"})).status == 200
+        assert "Authorization" not in house.workers[0].got[0].headers
+
+
+@looped
+async def test_no_token() -> None:
+    """Where the gateway asks for no token, the header is the worker's."""
+    async with serving(1) as house:
+        await house.infer(headers={"Authorization": "Basic x"})
+        assert house.workers[0].got[0].headers["Authorization"] == "Basic x"
+
+
+@looped
+async def test_tls(tmp_path: Path) -> None:
+    """With TLS on both sides, clients and workers show certificates."""
+    authority = trustme.CA()
+    cert = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(str(tmp_path / "ca"))
+    cert.private_key_pem.write_to_path(str(tmp_path / "key"))
+    cert.cert_chain_pems[0].write_to_path(str(tmp_path / "cert"))
+    worker_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "ca"))
+    worker_tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    worker_tls.verify_mode = ssl.CERT_REQUIRED
+    client_tls = ssl.create_default_context(cafile=str(tmp_path / "ca"))
+    files: dict[str, Any] = {
+        **{f"tls_{what}": tmp_path / name for what, name in (("certificate", "cert"), ("key", "key"))},
+        **{f"worker_{what}": tmp_path / name for what, name in (("certificate", "cert"), ("key", "key"))},
+        "tls_client_ca": tmp_path / "ca",
+        "worker_ca": tmp_path / "ca",
+    }
+
+    async with serving(1, worker_tls=worker_tls, client_tls=client_tls, **files) as house:
+        with pytest.raises(ClientError):
+            await house.infer()
+        client_tls.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+        assert (await house.infer()).headers["X-Worker"] == "a"
+
+
+def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
+    """Whoever starts it is told which setting is wrong."""
+
+    async def start(**settings: Any) -> None:
+        async with serving(0, **settings):
+            pass
+
+    with pytest.raises(ListenError, match=r"gateway\.http: cannot listen on"):
+        asyncio.run(start(http="127.0.0.1:x"))
+    with pytest.raises(ListenError, match=r"gateway\.tls_certificate"):
+        asyncio.run(start(tls_certificate=tmp_path / "no", tls_key=tmp_path / "no"))
+    with pytest.raises(ContactError, match=r"gateway\.worker_ca"):
+        asyncio.run(start(worker_ca=tmp_path / "no"))
+
+
+@looped
+async def test_ports_are_shared() -> None:
+    """Several processes listen on one port, where the settings say so."""
+    async with serving(1, processes=2) as house:
+        async with serving(1, processes=2, http=f"127.0.0.1:{house.plane.http.port}"):
+            pass
+        with pytest.raises(ListenError):
+            async with serving(1, http=f"127.0.0.1:{house.plane.http.port}"):
+                pass
+
+
+@looped
+async def test_a_unix_socket(tmp_path: Path) -> None:
+    """It listens on a Unix socket, too, where the settings name one."""
+    async with (
+        serving(1, http=f"unix:{tmp_path}/http.sock"),
+        ClientSession(connector=UnixConnector(f"{tmp_path}/http.sock")) as client,
+        client.get("http://gateway/v2/health/live") as response,
+    ):
+        assert response.status == 200

@@ -1,0 +1,72 @@
+"""What is read of HTTP requests and answers, without a connection."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from rsrv_gateway.http_outcomes import for_client, told
+from rsrv_gateway.http_peek import MOST_JSON, peek
+from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.upload import decoded
+
+_ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["inputs", "name", "shape", "parameters", "sequence_id"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(_ANY, st.integers(0, 3))
+def test_any_json_may_come(said: Any, axis: int) -> None:
+    """Whatever JSON a client sends, it counts for something."""
+    items, sequence = peek(json.dumps(said).encode(), ("X", axis))
+
+    assert items >= 1
+    assert sequence is None or isinstance(sequence, int | str)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_may_come(data: bytes) -> None:
+    """What is no JSON, or not compressed as it says, is one item of no sequence."""
+    assert decoded(data, "br", 10) == b""
+    decoded(data, "gzip", 10)
+    told(400, CIMultiDict(), data, generated=True)
+    items, _ = peek(data + b'"sequence_id"', ("X", 0))
+    assert items == 1
+
+
+def test_large_json_is_not_read_for_items() -> None:
+    """Above a size, JSON counts as one item; but a sequence is never overlooked."""
+    request = {"inputs": [{"name": "X", "shape": [4], "data": ["0" * MOST_JSON]}]}
+    assert peek(json.dumps(request).encode(), ("X", 0)) == (1, None)
+
+    request["parameters"] = {"sequence_id": "s"}  # type: ignore[assignment]
+    assert peek(json.dumps(request).encode(), ("X", 0)) == (4, "s")
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_no_more_is_decoded_than_asked_for(compress: Any) -> None:
+    """Of what was compressed, only the beginning is made."""
+    data = compress(b'{"id":1}' + bytes(1 << 20))
+
+    assert decoded(data, "deflate", 8) == b'{"id":1}'
+
+
+def test_own_words() -> None:
+    """What the gateway itself refuses has the form of Triton's errors."""
+    status, headers, body = for_client(Refusal(StatusCode.UNAVAILABLE, 'no "worker" für m'))
+
+    assert (status, headers["Content-Type"]) == (503, "application/json")
+    assert body.decode() == '{"error":"no \\"worker\\" für m"}'

@@ -1,0 +1,126 @@
+"""The command rsrv-node: what it says, and what it refuses before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rsrv_node import node
+from rsrv_node.cli import main
+from rsrv_node.errors import NodeError
+from tests.unit.gen.bundles_for_tests import write_bundle
+
+CPU = ("--cpu-workers", "2", "--tritonserver", "/bin/true")
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    write_bundle(tmp_path / "bundles" / "one")
+    return tmp_path / "bundles"
+
+
+def run(*arguments: str | Path) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What the command says when it does not start."""
+    assert run(*arguments) == 1
+    return capfd.readouterr().err
+
+
+def test_help_is_quick() -> None:
+    """Nothing is loaded for it that is not Python's own."""
+    script = (
+        "import json, sys; import rsrv_node.cli as cli; cli._parser(); print(json.dumps(sorted(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert not {name.split(".")[0] for name in json.loads(out.stdout)} & {
+        "pydantic",
+        "grpc",
+        "asyncio",
+        "rsrv",
+    }
+
+
+def test_a_dry_run_says_what_it_would_run(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And does nothing: there is not even a directory."""
+    assert run(bundles, *CPU, "--directory", tmp_path / "node", "--dry-run") == 0
+
+    said = capfd.readouterr().out
+    assert "worker1 on CPU: HTTP 127.0.0.1:18010" in said
+    assert "-m rsrv_gateway" in said
+    assert not (tmp_path / "node").exists()
+
+
+def test_the_command_line_wins_over_the_file(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs in the file are not meant when the CPU is asked for; nor the other way round."""
+    config = tmp_path / "rsrv.yaml"
+    config.write_text("node: {gpus: [7], tritonserver: /no/such}")
+    assert run(bundles, *CPU, "--config", config, "--dry-run") == 0
+    assert "worker1 on CPU" in capfd.readouterr().out
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-GPU-1/1/0,MIG-GPU-1/2/0")
+    config.write_text("node: {cpu_workers: 7}")
+    options = ("--gpus", "1", "--tritonserver", "/bin/true", "--dry-run")
+    assert run(bundles, *options, "--config", config) == 0
+    assert "worker0 on MIG-GPU-1/2/0: " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--cpu-workers", "2", "--tritonserver", "/no/such"),
+            "node.tritonserver: there is no program /no/such",
+        ),
+        (("--gpus", "x", "--tritonserver", "/bin/true"), "node.gpus: 'x' is neither a number nor a UUID"),
+        ((*CPU, "--config", "/no/such"), "No such file or directory: '/no/such'"),
+    ],
+)
+def test_a_wrong_setting_is_refused(
+    bundles: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    """In a line that names it."""
+    said = refused(capfd, bundles, *arguments)
+
+    assert said.startswith("rsrv-node: ")
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--cpu-workers", "0"), ("--gpus", ","), ("--gpus", "0", "--cpu-workers", "1")]
+)
+def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...]) -> None:
+    """As any command does."""
+    with pytest.raises(SystemExit, match="2"):
+        run("bundles", *arguments)
+
+
+def test_a_node_without_bundles_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody would watch for the first one."""
+    (tmp_path / "bundles").mkdir()
+    said = refused(capfd, tmp_path / "bundles", *CPU, "--directory", tmp_path / "node")
+
+    assert "there is no bundle that can be served; put one there first" in said
+
+
+def test_two_nodes_do_not_share_a_directory(
+    bundles: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each would write the other's repositories."""
+    with node.alone(tmp_path / "node"):
+        said = refused(capfd, bundles, *CPU, "--directory", tmp_path / "node")
+    assert f"another node uses {tmp_path}/node: end it, or set another node.directory" in said
+
+    with node.alone(tmp_path / "node"), pytest.raises(NodeError), node.alone(tmp_path / "node"):
+        pass

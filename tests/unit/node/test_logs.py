@@ -1,0 +1,46 @@
+"""The children's lines, each with its author's name."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv_node.logs import Prefixer
+
+
+def test_lines_come_when_they_are_whole() -> None:
+    """A part waits for its end."""
+    lines = Prefixer("worker0")
+
+    assert lines.feed(b"one\ntw") == b"[worker0] one\n"
+    assert lines.feed(b"o\n\n") == b"[worker0] two\n[worker0] \n"
+    assert lines.end() == b""
+
+
+def test_a_last_line_without_an_end_is_kept() -> None:
+    """What a process says just before it is killed often has none."""
+    lines = Prefixer("gateway")
+
+    assert lines.feed(b"I am ab") == b""
+    assert lines.end() == b"[gateway] I am ab\n"
+    assert lines.end() == b""
+
+
+def test_a_line_without_an_end_is_cut_somewhere() -> None:
+    """It would fill the memory otherwise."""
+    lines = Prefixer("w")
+
+    assert lines.feed(b"x" * 100_000) == b"[w] " + b"x" * 100_000 + b"\n"
+
+
+@given(text=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=5))
+def test_it_does_not_matter_how_the_text_arrives(text: bytes, cuts: list[int]) -> None:
+    """Nothing is lost, and every line has its name."""
+    lines = Prefixer("w")
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    out = b"".join(lines.feed(text[a:b]) for a, b in pairwise(edges)) + lines.end()
+
+    whole = text if text.endswith(b"\n") or not text else text + b"\n"
+    assert out == b"".join(b"[w] " + line + b"\n" for line in whole.split(b"\n")[:-1])

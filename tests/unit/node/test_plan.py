@@ -1,0 +1,247 @@
+"""What a node runs: the servers, the gateway or none, their ports, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from rsrv.explain import read_yaml
+from rsrv.settings import load_settings
+from rsrv.settings_fleet import WorkerEntry
+from rsrv_node.cores import Share
+from rsrv_node.devices import Device
+from rsrv_node.errors import NodeError
+from rsrv_node.plan import Address, Plan, Ports, describe, needs_gateway, plan, workers_file
+
+CPU = Device("", "CPU")
+GPU = Device("GPU-aa11", "H100 (GPU-aa11)")
+
+
+def planned(
+    text: str = "", devices: Sequence[Device] = (CPU, CPU), environment: Mapping[str, str] | None = None
+) -> Plan:
+    settings = load_settings(text)
+    node = settings.node.model_copy(update={"directory": Path("/node")})
+    return plan(
+        settings.model_copy(update={"node": node}),
+        devices,
+        [Share((2 * number, 2 * number + 1), 2) for number in range(len(devices))],
+        environment or {},
+        tritonserver="/bin/tritonserver",
+        python="/bin/python3",
+    )
+
+
+def addresses(plan: Plan) -> list[str]:
+    """Of each worker: HTTP, gRPC, metrics."""
+    return [f"{worker.ports.http} {worker.ports.grpc} {worker.ports.metrics}" for worker in plan.workers]
+
+
+def test_two_workers_are_behind_a_gateway() -> None:
+    """They listen for this machine only, each on ports of its own, and own a repository each."""
+    found = planned()
+
+    assert addresses(found) == [
+        "127.0.0.1:18000 127.0.0.1:18001 127.0.0.1:18002",
+        "127.0.0.1:18010 127.0.0.1:18011 127.0.0.1:18012",
+    ]
+    assert [str(worker.repository) for worker in found.workers] == [
+        "/node/worker0/models",
+        "/node/worker1/models",
+    ]
+    assert found.gateway is not None
+    assert found.gateway.argv == ("/bin/python3", "-P", "-m", "rsrv_gateway", "--config", "/node/rsrv.yaml")
+
+
+def test_the_gateway_reads_where_the_workers_are() -> None:
+    """Its settings are the node's, with the list that the node keeps."""
+    settings = load_settings(planned("gateway: {mode: lpt_packing}").files[Path("/node/rsrv.yaml")])
+
+    assert settings.gateway.mode == "lpt_packing"
+    assert settings.gateway.workers_file == Path("/node/workers.yaml")
+
+
+def test_the_list_of_workers_is_one_that_settings_take() -> None:
+    """Those that have not started yet have no control service."""
+    entries = read_yaml(
+        "workers:\n" + workers_file(planned(), {"worker1": "unix:/run/1/control.sock"}), of="workers"
+    )["workers"]
+
+    assert [WorkerEntry(**entry) for entry in entries] == [
+        WorkerEntry(
+            name="worker0",
+            host="127.0.0.1",
+            grpc_port=18001,
+            http_port=18000,
+            metrics_port=18002,
+            control=None,
+        ),
+        WorkerEntry(
+            name="worker1",
+            host="127.0.0.1",
+            grpc_port=18011,
+            http_port=18010,
+            metrics_port=18012,
+            control="unix:/run/1/control.sock",
+        ),
+    ]
+
+
+def test_one_worker_has_the_public_ports_and_no_gateway() -> None:
+    """The same ports as two with a gateway."""
+    found = planned(devices=[CPU])
+
+    assert found.gateway is None
+    assert found.files == {}
+    assert addresses(found) == ["0.0.0.0:8000 0.0.0.0:8001 0.0.0.0:8002"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gateway: {grpc: '[::]:9001'}", "0.0.0.0:8000 [::]:9001 0.0.0.0:8002"),
+        ("gateway: {http: null, admin: null}", "127.0.0.1:18000 0.0.0.0:8001 127.0.0.1:18002"),
+        ("gateway: {grpc: null}\nnode: {first_port: 7000}", "0.0.0.0:8000 127.0.0.1:7001 0.0.0.0:8002"),
+    ],
+)
+def test_one_worker_listens_where_the_gateway_would(text: str, expected: str) -> None:
+    """What the gateway would not listen on is for this machine alone."""
+    assert addresses(planned(text, [CPU])) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "expected"),
+    [
+        ("", 1, False),
+        ("", 2, True),
+        ("gateway: {workers: [{host: other}]}", 1, True),
+        ("gateway: {workers_dns: other}", 1, True),
+        # what Triton can't do at its door, or not at all of its doors
+        ("gateway: {tls_certificate: c, tls_key: k}", 1, True),
+        ("gateway: {token_file: t}", 1, True),
+        # the workers are for a gateway elsewhere
+        ("gateway: {grpc: null, http: null}", 2, False),
+    ],
+)
+def test_there_is_a_gateway_where_it_does_something(text: str, workers: int, expected: bool) -> None:
+    """Choosing among servers, or guarding one."""
+    assert needs_gateway(load_settings(text), workers) is expected
+
+
+def test_servers_without_a_gateway_keep_their_own_ports() -> None:
+    """Also when there is one only."""
+    text = "gateway: {grpc: null, http: null}"
+
+    assert addresses(planned(text)) == addresses(planned())
+    assert addresses(planned(text, [CPU])) == addresses(planned())[:1]
+
+
+def test_a_server_follows_its_bundles_and_survives_its_models() -> None:
+    """What the lifecycle and the stubs want of tritonserver, and what the operator adds comes last."""
+    worker = planned("node: {drain_s: 7, arguments: [--log-verbose=1]}").workers[1]
+
+    assert worker.child.argv[0] == "/bin/tritonserver"
+    assert worker.child.argv[-1] == "--log-verbose=1"
+    assert worker.child.drain_s == 7
+    for flag in (
+        "--model-repository=/node/worker1/models",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        "--exit-on-error=false",
+        "--strict-readiness=false",
+        "--exit-timeout-secs=7",
+        "--grpc-address=127.0.0.1",
+        "--grpc-port=18011",
+    ):
+        assert flag in worker.child.argv
+
+
+def test_a_worker_sees_its_own_device_only() -> None:
+    """Numbers mean what nvidia-smi means by them, and a missing GPU is no reason to go on without."""
+    on_gpu = planned(devices=[GPU, CPU]).workers[0].child.environment
+    on_cpu = planned().workers[0].child.environment
+
+    assert (on_gpu["CUDA_VISIBLE_DEVICES"], on_gpu["RSRV_RUNTIME__PLATFORM"]) == ("GPU-aa11", "cuda")
+    assert on_gpu["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert (on_cpu["CUDA_VISIBLE_DEVICES"], on_cpu["RSRV_RUNTIME__PLATFORM"]) == ("", "cpu")
+
+
+def test_a_worker_has_its_cores_and_as_many_threads() -> None:
+    """Unless the operator says how many."""
+    first, second = (worker.child for worker in planned(environment={"OMP_NUM_THREADS": "9"}).workers)
+
+    assert (first.cores, second.cores) == ((0, 1), (2, 3))
+    assert first.environment["NPROC"] == first.environment["OPENBLAS_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in first.environment
+
+
+def test_each_control_service_has_a_port_of_its_own() -> None:
+    """control.listen is the first worker's."""
+    found = planned("control: {listen: '0.0.0.0:9100', token_file: t}")
+
+    assert [worker.child.environment["RSRV_CONTROL__LISTEN"] for worker in found.workers] == [
+        "0.0.0.0:9100",
+        "0.0.0.0:9101",
+    ]
+    assert "RSRV_CONTROL__LISTEN" not in planned().workers[0].child.environment
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "message"),
+    [
+        (
+            "runtime: {platform: cuda}",
+            [CPU],
+            "runtime.platform is cuda, and the workers are to run on the CPU",
+        ),
+        ("runtime: {platform: cpu}", [GPU], "runtime.platform is cpu, and the workers are to run on GPUs"),
+        ("gateway: {workers_file: w}", [CPU, CPU], "gateway.workers_file: a node writes its own"),
+        (
+            "gateway: {http: '0.0.0.0:18010'}",
+            [CPU, CPU],
+            "gateway.http and worker1's http are both to have port 18010",
+        ),
+        ("gateway: {grpc: '8001'}", [CPU], "gateway.grpc: '8001' is not HOST:PORT"),
+        ("gateway: {grpc: 'a:70000'}", [CPU, CPU], "gateway.grpc: 'a:70000' is not HOST:PORT"),
+        ("control: {listen: x, token_file: t}", [CPU, CPU], "control.listen: 'x' is not HOST:PORT"),
+        ("node: {first_port: 65000}", [CPU] * 64, "node.first_port: 65000 leaves no ports for worker 54"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused(text: str, devices: Sequence[Device], message: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(NodeError) as caught:
+        planned(text, devices)
+
+    assert message in str(caught.value)
+
+
+def test_the_operator_is_told_what_several_workers_cost() -> None:
+    """Each has a copy of the weights unless they share one."""
+    (note,) = planned().notes
+
+    assert "runtime.shared_host_weights" in note
+    assert planned("runtime: {shared_host_weights: true}").notes == ()
+    assert planned(devices=[CPU]).notes == ()
+
+
+def test_a_description_is_for_people_and_for_a_shell() -> None:
+    """Each process with its device, its ports, and a command line that could be run by hand."""
+    text = describe(planned(devices=[GPU, CPU]))
+
+    assert "worker0 on H100 (GPU-aa11): HTTP 127.0.0.1:18000, gRPC 127.0.0.1:18001" in text
+    assert "CUDA_VISIBLE_DEVICES=GPU-aa11" in text
+    assert "taskset -c 2,3 /bin/tritonserver" in text
+    assert "'--load-model=*'" in text
+
+
+def test_a_client_on_this_machine_finds_who_listens_everywhere() -> None:
+    """0.0.0.0 is no address to go to."""
+    anywhere = [Address(host, 1).local for host in ("0.0.0.0", "::", "10.0.0.7")]
+
+    assert anywhere == ["127.0.0.1", "::1", "10.0.0.7"]
+    assert (
+        str(Ports(*[Address("::1", port) for port in (1, 2, 3)]))
+        == "HTTP [::1]:1, gRPC [::1]:2, metrics [::1]:3"
+    )

@@ -1,0 +1,96 @@
+"""The workers' repositories: each is what rsrv-gen would make of the bundles."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv_gen import cli as rsrv_gen
+from rsrv_node.errors import NodeError
+from rsrv_node.repositories import find, generate, watched
+from tests.unit.gen.bundles_for_tests import write_bundle
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    for name in ("one", "two"):
+        write_bundle(tmp_path / "bundles" / name)
+    return tmp_path / "bundles"
+
+
+def made(repository: Path, *bundles: Path) -> list[str]:
+    """Makes it, as a node that starts does; the models that could not be written."""
+    return generate(repository, find(bundles)[0], watched(load_settings(""), bundles))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_repository_is_what_rsrv_gen_makes(bundles: Path, tmp_path: Path) -> None:
+    """Down to the settings, which say what the server's control process is to watch."""
+    assert made(tmp_path / "a" / "models", bundles) == []
+
+    assert rsrv_gen.main([str(bundles), "-o", str(tmp_path / "gen")]) == 0
+    assert tree(tmp_path / "a" / "models") == tree(tmp_path / "gen")
+
+
+def test_what_the_settings_say_is_watched(bundles: Path) -> None:
+    """Inside of a container bundles may lie elsewhere."""
+    settings = load_settings("lifecycle: {bundles: [/elsewhere]}")
+
+    assert watched(settings, [bundles]).lifecycle.bundles == [Path("/elsewhere")]
+    assert watched(load_settings(""), [bundles]).lifecycle.bundles == [bundles]
+
+
+def test_what_left_while_nobody_looked_is_not_served(bundles: Path, tmp_path: Path) -> None:
+    """A bundle was removed between two lives of the node."""
+    made(tmp_path / "models", bundles)
+    shutil.rmtree(bundles / "one")
+    made(tmp_path / "models", bundles)
+
+    assert not (tmp_path / "models" / "one").exists()
+    assert (tmp_path / "models" / "two").is_dir()
+
+
+def test_a_disk_that_is_not_mounted_takes_no_models_away(bundles: Path, tmp_path: Path) -> None:
+    """One of two folders of bundles is empty."""
+    (tmp_path / "disk").mkdir()
+    write_bundle(tmp_path / "disk" / "three")
+    made(tmp_path / "models", bundles, tmp_path / "disk")
+    shutil.rmtree(tmp_path / "disk" / "three")
+    made(tmp_path / "models", bundles, tmp_path / "disk")
+
+    assert (tmp_path / "models" / "three").is_dir()
+
+
+def test_a_broken_bundle_is_reported_and_the_others_are_served(bundles: Path, tmp_path: Path) -> None:
+    """What was made of it before it broke stays."""
+    made(tmp_path / "models", bundles)
+    (bundles / "one" / "manifest.yaml").write_text("format_version: '9'")
+
+    sources, problems = find([bundles])
+    assert [line.partition(":")[0] for line in problems] == ["one is not served"]
+    assert generate(tmp_path / "models", sources, load_settings("")) == []
+    assert (tmp_path / "models" / "one").is_dir()
+
+
+def test_somebody_elses_model_is_left_alone(bundles: Path, tmp_path: Path) -> None:
+    """It is not overwritten, and the others are written."""
+    (tmp_path / "models" / "one").mkdir(parents=True)
+
+    (failed,) = made(tmp_path / "models", bundles)
+
+    assert failed == f"{tmp_path}/models/one: was not made by rsrv: move it away, or rename the bundle"
+    assert (tmp_path / "models" / "two").is_dir()
+
+
+def test_without_any_bundle_there_is_nothing_to_run(tmp_path: Path) -> None:
+    """The message says what was wrong with what there is."""
+    with pytest.raises(NodeError) as caught:
+        find([tmp_path / "missing"])
+
+    assert str(caught.value).startswith(f"{tmp_path}/missing: No such file or directory\nthere is no bundle")

@@ -1,0 +1,271 @@
+"""Processes are kept running, their lines kept apart, and ended in their order: with small real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.wire.paths import start_time
+from rsrv_node.plan import Child
+from rsrv_node.restarts import Restarts
+from rsrv_node.supervise import House, Orders, supervise
+
+#: says who it is, waits to be told to end, and says that it does. Nobody ever writes to the fifo.
+POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
+#: has to be killed
+STUBBORN = "trap '' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
+
+
+class Scene:
+    """What the children say and what the node is told, while it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.fifo = folder / "fifo"
+        os.mkfifo(self.fifo)
+        self.orders = Orders.none()
+        self.lines: list[str] = []
+        self.starts: list[str] = []
+        self.pids: list[int] = []
+        self.pauses: list[float] = []
+        self._more = asyncio.Event()
+
+    def child(self, name: str, script: str, **more: Any) -> Child:
+        """Run by a shell."""
+        return Child(name, ("/bin/sh", "-c", script.format(fifo=self.fifo)), {}, **more)
+
+    def run(
+        self,
+        *workers: Child,
+        gateway: Child | None = None,
+        most: int = 0,
+        rest: Callable[[float], Awaitable[None]] | None = None,
+    ) -> asyncio.Task[int]:
+        house = House(self._write, self._started, rest or self._rest, follow_s=0.2)
+        return asyncio.create_task(
+            supervise(workers, gateway, house, self.orders, lambda: Restarts(most, 60))
+        )
+
+    async def line(self, start: str, count: int = 1) -> str:
+        """The line that begins so, or the so manyth of them, when it is there."""
+        while len(found := [line for line in self.lines if line.startswith(start)]) < count:
+            self._more.clear()
+            await self._more.wait()
+        return found[count - 1]
+
+    async def pid(self, name: str, count: int = 1) -> int:
+        """Of a child that says it."""
+        return int((await self.line(f"[{name}] up ", count)).split()[-1])
+
+    def _write(self, data: bytes) -> None:
+        assert data.endswith(b"\n")
+        self.lines += data.decode().splitlines()
+        self._more.set()
+
+    def _started(self, child: Child, pid: int) -> None:
+        self.starts.append(child.name)
+        self.pids.append(pid)
+        assert is_alive(pid)
+
+    async def _rest(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    return start_time(pid) != 0
+
+
+Play = Callable[[Scene], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Callable[[Play], None]:
+    """Runs a scene, which must end."""
+
+    async def whole(scenario: Play) -> None:
+        async with asyncio.timeout(60):
+            await scenario(Scene(tmp_path))
+
+    return lambda scenario: asyncio.run(whole(scenario))
+
+
+def test_a_child_that_is_killed_is_started_again(play: Callable[[Play], None]) -> None:
+    """The other one is left alone, and both end when the node is told to."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(scene.child("a", POLITE), scene.child("b", POLITE))
+        first, other = await scene.pid("a"), await scene.pid("b")
+        os.kill(first, signal.SIGKILL)
+        second = await scene.pid("a", 2)
+        assert second != first
+        assert scene.starts == ["a", "b", "a"]
+        assert scene.pauses == [1]
+
+        scene.orders.once_more()
+
+        assert await node == 0
+        assert {"[a] bye", "[b] bye"} <= set(scene.lines)
+        assert not any(map(is_alive, (second, other)))
+
+    play(scenario)
+
+
+def test_a_child_that_always_ends_is_given_up(play: Callable[[Play], None]) -> None:
+    """After its restarts the node ends, and takes the others along. An orderly end is an end, too."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(scene.child("a", "exit 0"), scene.child("b", POLITE), most=3)
+
+        assert await node == 1
+        assert scene.pauses == [1, 2, 4]
+        assert scene.starts.count("a") == 4
+        assert "[b] bye" in scene.lines
+
+    play(scenario)
+
+
+def test_a_program_that_is_not_there_is_given_up(play: Callable[[Play], None]) -> None:
+    """The reason is in the log."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(Child("a", ("/no/such/program",), {}), most=1)
+
+        assert await node == 1
+        assert scene.lines == ["[a] exec_bound: /no/such/program: No such file or directory"] * 2
+
+    play(scenario)
+
+
+def test_the_gateway_ends_before_the_workers(play: Callable[[Play], None]) -> None:
+    """It has requests under way at them."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(scene.child("a", POLITE), gateway=scene.child("gateway", POLITE, drain_s=60))
+        await scene.pid("a")
+        await scene.pid("gateway")
+        assert scene.starts == ["a", "gateway"]
+
+        scene.orders.once_more()
+
+        assert await node == 0
+        assert [line for line in scene.lines if "bye" in line] == ["[gateway] bye", "[a] bye"]
+
+    play(scenario)
+
+
+def test_a_second_signal_ends_what_takes_its_time(play: Callable[[Play], None]) -> None:
+    """Nobody waits for the minute that the child may take."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(scene.child("a", STUBBORN, drain_s=60))
+        pid = await scene.pid("a")
+        scene.orders.once_more()
+        await asyncio.sleep(0)
+        assert is_alive(pid)
+
+        scene.orders.once_more()
+
+        assert await node == 0
+        assert not is_alive(pid)
+
+    play(scenario)
+
+
+def test_what_a_child_leaves_is_cleared_away(play: Callable[[Play], None], tmp_path: Path) -> None:
+    """Before it is started again, and also what is in another session, as a server's runtime is."""
+
+    async def scenario(scene: Scene) -> None:
+        (tmp_path / "stays").write_text(STUBBORN.format(fifo=scene.fifo))
+        node = scene.run(scene.child("a", f"setsid /bin/sh {tmp_path}/stays & {POLITE}"))
+        pids = [await scene.pid("a"), await scene.pid("a", 2)]
+        os.kill(scene.pids[0], signal.SIGKILL)
+        await scene.pid("a", 4)
+        assert not any(map(is_alive, pids))
+
+        scene.orders.once_more()
+
+        assert await node == 0
+
+    play(scenario)
+
+
+def test_a_node_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    """The kernel ends its children, whatever they do with signals."""
+    script = f"""
+import asyncio
+from rsrv_node.plan import Child
+from rsrv_node.restarts import Restarts
+from rsrv_node.supervise import House, Orders, supervise
+
+def started(child, pid):
+    print(pid, flush=True)
+
+child = Child("a", ("/bin/sh", "-c", {STUBBORN.format(fifo=tmp_path / "fifo")!r}), {{}})
+house = House(lambda lines: print(lines.decode(), end="", flush=True), started)
+asyncio.run(supervise([child], None, house, Orders.none(), lambda: Restarts(0, 60)))
+"""
+    os.mkfifo(tmp_path / "fifo")
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        pid = int(node.stdout.readline())
+        assert node.stdout.readline() == f"[a] up {pid}\n"
+
+        child = os.pidfd_open(pid)
+
+        node.kill()
+
+        assert select.select([child], [], [], 30)[0]
+        os.close(child)
+
+
+def test_a_child_runs_on_its_cores_and_with_its_environment(play: Callable[[Play], None]) -> None:
+    """From its first instruction on."""
+    core = max(os.sched_getaffinity(0))
+
+    async def scenario(scene: Scene) -> None:
+        script = "grep Cpus_allowed_list /proc/self/status; echo $COLOUR; exit"
+        child = Child("a", ("/bin/sh", "-c", script), {"COLOUR": "green"}, cores=(core,))
+        node = scene.run(child, most=1)
+        await node
+        assert scene.lines[:2] == [f"[a] Cpus_allowed_list:\t{core}", "[a] green"]
+
+    play(scenario)
+
+
+def test_a_last_line_without_an_end_is_in_the_log(play: Callable[[Play], None]) -> None:
+    """It is often the one that says why."""
+
+    async def scenario(scene: Scene) -> None:
+        assert await scene.run(scene.child("a", "printf 'one\\nno mem'; kill -9 $$"), most=1) == 1
+        assert scene.lines == ["[a] one", "[a] no mem"] * 2
+
+    play(scenario)
+
+
+def test_a_pause_ends_with_the_node(play: Callable[[Play], None]) -> None:
+    """A child that waits to be started again is not waited for."""
+
+    async def scenario(scene: Scene) -> None:
+        resting = asyncio.Event()
+
+        async def rest(seconds: float) -> None:
+            resting.set()
+            await asyncio.Event().wait()
+
+        node = scene.run(scene.child("a", "exit 1"), rest=rest)
+        await resting.wait()
+        scene.orders.once_more()
+
+        assert await node == 0
+        assert scene.starts == ["a"]
+
+    play(scenario)

@@ -1,0 +1,222 @@
+"""Several devices behind the gateway's own router and planner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.sim.cli import main
+from rsrv.sim.decisions import decision_lines, fleet_decision_lines
+from rsrv.sim.fleet import MODES, summarize_fleet, with_mode
+from rsrv.sim.record import FleetRecord
+from rsrv.sim.scenario import ScenarioError, load_scenario, parse_scenario
+from rsrv.sim.simulate import simulate, simulate_fleet
+from rsrv_gateway.contract import Act
+from rsrv_gateway.routing import Mode
+
+SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
+
+#: two busy models that begin on one device of two, and two idle ones on the other; all fit anywhere
+CROWDED = """
+    discipline: fifo
+    duration: 20
+    devices: 2
+    device: {weight_budget_bytes: 400, h2d_bytes_per_s: 1000, warm: true}
+    gateway: {mode: lpt_packing, first_rebalance_device_s: 4, rebalance_device_s: 8}
+    models:
+      busy: {cost: {1: 0.01}, weight_bytes: 100}
+      idle: {cost: {1: 0.01}, weight_bytes: 100}
+      brisk: {cost: {1: 0.01}, weight_bytes: 100}
+      lazy: {cost: {1: 0.01}, weight_bytes: 100}
+    arrivals:
+      poisson: {rate: 80, models: {busy: 10, brisk: 10, idle: 1, lazy: 1}}
+"""
+
+
+def fleet(text: str, mode: Mode | None = None) -> FleetRecord:
+    scenario = parse_scenario(dedent(text))
+    return simulate_fleet(scenario if mode is None else with_mode(scenario, mode))
+
+
+def test_a_busy_model_moves_with_its_weights_first() -> None:
+    """Its weights are fetched, then its requests go to the new home, and the old home frees its own."""
+    record = fleet(CROWDED)
+    names = list(record.devices)
+    acts = [(step.act, step.model) for _, step in record.steps]
+    moved = next(model for act, model in acts if act is Act.PREFETCH and model in ("busy", "brisk"))
+    fetch, free = (
+        next((t, step) for t, step in record.steps if (step.act, step.model) == (act, moved))
+        for act in (Act.PREFETCH, Act.EVICT)
+    )
+    sent = [one for one in record.requests if one.request.model == moved]
+    before = {names[one.device] for one in sent if one.arrived < fetch[0]}
+    after = {names[one.device] for one in sent if one.arrived > free[0]}
+
+    assert (before, after) == ({free[1].worker}, {fetch[1].worker})
+    assert before != after
+    assert all(one.hit for one in sent)
+    assert record.moves >= 1
+    assert set(record.repacks) == {"start", "work"}
+
+
+def test_packing_balances_devices() -> None:
+    """What one of them had to do alone is on both in the end."""
+    record = fleet(CROWDED)
+    late = [one for one in record.requests if one.arrived > 12]
+    shares = [sum(one.device == index for one in late) / len(late) for index in range(2)]
+
+    assert max(shares) < 0.6
+    assert summarize_fleet(record)["total"]["moves"] == record.moves
+
+
+def test_round_robin_takes_turns() -> None:
+    """Requests of one model go to all devices one after the other."""
+    record = fleet(
+        """
+        devices: 3
+        gateway: {mode: round_robin}
+        models: {a: {cost: {1: 0.001}}}
+        arrivals: {poisson: {rate: 100, stop: 1}}
+        """
+    )
+
+    devices = [one.device for one in record.requests]
+    assert len(devices) > 50
+    assert all(one == (devices[0] + place) % 3 for place, one in enumerate(devices))
+
+
+def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
+    """To the last decision: the gateway is in nobody's way."""
+    text = (SCENARIOS / "bursts.yaml").read_text(encoding="utf-8")
+    alone = simulate(parse_scenario(text))
+    behind = simulate_fleet(parse_scenario(text + "gateway: {mode: round_robin}\n"))
+
+    (record,) = behind.devices.values()
+    assert list(decision_lines(record)) == list(decision_lines(alone))
+    assert [one.ended for one in behind.requests] == [one.ended for one in alone.requests]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(MODES),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.integers(0, 3),
+    st.sampled_from(("fair", "fifo", "edf")),
+)
+def test_every_request_ends_once_and_runs_agree(
+    mode: Mode, devices: int, models: int, room: int, discipline: str
+) -> None:
+    """Whatever the fleet: a request ends on the device that it went to, and figures of devices add up."""
+    text = f"""
+        discipline: {discipline}
+        duration: 5
+        devices: {devices}
+        device: {{weight_budget_bytes: {100 * room + 50}, h2d_bytes_per_s: 2000, warm: true}}
+        gateway: {{first_rebalance_device_s: 0.5, rebalance_device_s: 1, replicas: 2}}
+        settings: {{max_queue_depth: 8}}
+        models: {{m: {{count: {models}, cost: {{1: 0.01, 8: 0.03}}, cost_jitter: 0.1, weight_bytes: 50}}}}
+        arrivals:
+          zipf: {{rate: 60, deadline_s: 0.3}}
+          closed: {{models: [m-0], clients: 3}}
+    """
+    record, again = fleet(text, mode), fleet(text, mode)
+    total = summarize_fleet(record)["total"]
+
+    assert list(fleet_decision_lines(record)) == list(fleet_decision_lines(again))
+    assert total["arrived"] == sum(total[end] for end in ("served", "shed", "expired", "refused"))
+    executed = {
+        number: index
+        for index, one in enumerate(record.devices.values())
+        for execution in one.executions
+        for number in execution.execute.requests
+    }
+    for sent in record.requests:
+        if sent.outcome is Outcome.ANSWERED:
+            assert executed[sent.request.id] == sent.device
+
+
+def test_settings_of_single_models_may_name_a_group() -> None:
+    """As arrivals may."""
+    scenario = parse_scenario(
+        "devices: 2\ngateway: {models: {m: {replicas: all}}}\n"
+        "models: {m: {count: 2, cost: {1: 0.1}}}\narrivals: []"
+    )
+
+    assert scenario.gateway is not None
+    assert {name: one.replicas for name, one in scenario.gateway.models.items()} == {
+        "m-0": "all",
+        "m-1": "all",
+    }
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{mode: fastest}", "gateway.mode: "),
+        ("{grpc: null}", "gateway: the simulator goes by mode, "),
+        ("{models: {b: {}}}", "gateway.models.b: there is no model 'b' in `models`"),
+        ("{hysteresis: -1}", "gateway.hysteresis: "),
+    ],
+)
+def test_a_wrong_gateway_is_told_by_key(section: str, message: str) -> None:
+    """With the gateway's own rules."""
+    with pytest.raises(ScenarioError, match=r"^scenario: ") as caught:
+        parse_scenario(f"gateway: {section}\nmodels: {{a: {{cost: {{1: 0.1}}}}}}\narrivals: []")
+
+    assert message in str(caught.value)
+
+
+def test_modes_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each, and files with all figures and a picture, the same every time."""
+    path = tmp_path / "scenario.yaml"
+    path.write_text(dedent(CROWDED), encoding="utf-8")
+    for out in ("one", "two"):
+        assert main([str(path), "--modes", "lpt_packing,round_robin", "--out", str(tmp_path / out)]) == 0
+
+    rows = capsys.readouterr().out.splitlines()[:3]
+    assert [row.split()[0] for row in rows] == ["mode", "round_robin", "lpt_packing"]
+    one, two = (sorted((tmp_path / out).iterdir()) for out in ("one", "two"))
+    assert [file.name for file in one] == ["metrics.json", "modes.png"]
+    assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
+    assert list(json.loads(one[0].read_text())["modes"]) == ["round_robin", "lpt_packing"]
+
+
+def test_decisions_of_several_devices_say_whose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what the gateway asked of them."""
+    path = tmp_path / "scenario.yaml"
+    path.write_text(dedent(CROWDED), encoding="utf-8")
+    assert main([str(path), "--decisions"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert any(" gpu1 EXECUTE idle " in line for line in lines)
+    assert any(" ASKED TO PREFETCH " in line for line in lines)
+
+
+def test_modes_need_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One device has no gateway whose modes could be compared."""
+    path = tmp_path / "scenario.yaml"
+    path.write_text("models: {a: {cost: {1: 0.1}}}\narrivals: []", encoding="utf-8")
+
+    assert main([str(path), "--modes", "round_robin"]) == 2
+    assert "say `devices`" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mode", "events", "loads"), [("round_robin", 450_000, 150_000), ("lpt_packing", 300_000, 500)]
+)
+def test_a_thousand_devices(mode: Mode, events: int, loads: int) -> None:
+    """With ten thousand models; as many events and loads as the manual says, or fewer."""
+    record = simulate_fleet(with_mode(load_scenario(SCENARIOS / "thousand.yaml"), mode))
+    total = summarize_fleet(record)["total"]
+
+    assert total["arrived"] == total["served"] == 150_212
+    assert 0.95 * events < total["events"] < 1.05 * events
+    assert total["loads"] < 1.05 * loads

@@ -1,0 +1,46 @@
+"""Starting the runtime: what went wrong when none comes, and what is tried again."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rsrv.stub.launch import Launcher, LaunchError
+from rsrv.stub.session import Session
+
+#: what the interpreter does each time; the shell's "$0.starts" has a line for each
+_SCRIPT = """#!/bin/sh
+echo started >> "$0.starts"
+case $(wc -l < "$0.starts") in
+    1) kill -9 $$ ;;
+    2) exit 0 ;;
+    *) echo "No module named rsrv" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    python = tmp_path / "python"
+    python.write_text(_SCRIPT)
+    python.chmod(0o700)
+    monkeypatch.setenv("RSRV_RUNTIME_PYTHON", str(python))
+    # Not below tmp_path: the name of a socket has room for 107 characters.
+    with tempfile.TemporaryDirectory(prefix="rsrv-test-") as home:
+        monkeypatch.setenv("RSRV_RUNTIME_DIR", home)
+        yield python
+
+
+def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
+    interpreter: Path, tmp_path: Path
+) -> None:
+    """Killed before or after it left its starter: the next one is started; not after one that cannot start."""
+    launcher = Launcher(os.getpid(), "0", tmp_path / "rsrv.yaml", tmp_path, dict(os.environ))
+    session = Session(launcher.open, "m", "/models/m")
+
+    with pytest.raises(LaunchError, match=r"it ended without a word.*RSRV_RUNTIME_PYTHON"):
+        session.begin()
+
+    assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3

@@ -1,0 +1,215 @@
+"""One simulated device, which executes strictly one after another, with its scheduler and its link.
+
+The scheduler is the very object that the runtime uses. The link carries one load at a time, beside the executions.
+Evictions, and giving up a load, take no time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from random import Random
+
+from rsrv.runtime.scheduler.disciplines import DISCIPLINES
+from rsrv.runtime.scheduler.events import (
+    AbandonLoad,
+    Event,
+    EvictWeights,
+    Execute,
+    ExecutionFinished,
+    Finish,
+    LoadAbandoned,
+    LoadWeights,
+    ModelAdded,
+    Outcome,
+    Program,
+    Tick,
+    WeightsLoaded,
+)
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.sim.arrivals import instant
+from rsrv.sim.naive import NAIVE
+from rsrv.sim.record import Execution, Load, Record, Sent, SimulationError
+from rsrv.sim.scenario import Scenario
+
+#: no execution and no pause is shorter: time has to go on.
+SHORTEST = 1e-9
+#: a real execution takes at least this share of its cost, however its jitter falls.
+_LEAST = 0.1
+
+# What happens at one instant, in order; ticks come last and are not in the heap.
+_LOADED, _FINISHED = range(2)
+
+
+class Device:
+    """Played in virtual time: `due` says when something happens next, `step` lets it happen."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        requests: list[Sent],
+        random: Mapping[str, Random],
+        ended: Callable[[Finish, float], None],
+    ) -> None:
+        """`requests` are those of all devices, `random` is what makes executions vary, by model; `ended` is called at
+        the end of each request."""
+        self.scenario = scenario
+        self.record = Record(scenario, requests, [], [], [], [])
+        self.scheduler = Scheduler(scenario.settings, disciplines={**DISCIPLINES, **NAIVE})
+        self._random = random
+        self._ended = ended
+        #: models that the scheduler has.
+        self.known: set[str] = set()
+        #: models whose weights are on the device, and the load that is under way.
+        self.resident: set[str] = set()
+        self.loading: LoadWeights | None = None
+        #: what is going to happen: (when, kind, sequence, what).
+        self._heap: list[tuple[float, int, int, Event]] = []
+        self._sequence = count()
+        #: of the tensors that are there or on their way, for how many models.
+        self._tensors: Counter[str] = Counter()
+        #: bytes that the load which comes next has to move, if others are evicted for it.
+        self._claimed: int | None = None
+        #: until when the device and the link are taken.
+        self._device_free = 0.0
+        self._link_free = 0.0
+        budget = scenario.settings.weight_budget_bytes
+        #: what the budget leaves for weights that are there from the start.
+        self._room = inf if budget is None else budget
+
+    def start(self, program: Program) -> None:
+        """Serve this model from the start: with its weights on the device if the scenario wants that and they fit."""
+        nbytes = self._absent_bytes(program)
+        resident = self.scenario.warm and nbytes <= self._room
+        if resident:
+            self._room -= nbytes
+            self._hold(program)
+            self.resident.add(program.model)
+        self._add(program, resident, 0.0)
+
+    def meet(self, model: str, now: float) -> None:
+        """Serve this model from now on, if it is new: what nobody has asked for is not there, and costs nothing."""
+        if model not in self.known:
+            self._add(self.scenario.programs[model], False, now)
+
+    def due(self, now: float) -> float:
+        """When something happens by itself, `now` or later; inf: never."""
+        t = self._heap[0][0] if self._heap else inf
+        wakeup = self.scheduler.next_wakeup()
+        if wakeup is not None and wakeup < t:
+            # Never before it is due, or the tick would do nothing.
+            t = min(t, max(now, _not_before(wakeup)))
+        return t
+
+    def step(self, now: float) -> None:
+        """Let the first of what is due happen."""
+        if self._heap and self._heap[0][0] == now:
+            self.tell(heappop(self._heap)[3], now)
+        else:
+            self.tell(Tick(), now)
+
+    def tell(self, event: Event, now: float) -> None:
+        """Tell the scheduler, and do what it wants."""
+        if isinstance(event, WeightsLoaded) and self.loading and self.loading.epoch == event.epoch:
+            self.resident.add(event.model)
+            self.loading = None
+        for instruction in self.scheduler.handle(event, now):
+            if isinstance(instruction, Finish):
+                self._end(instruction, now)
+                continue
+            self.record.decisions.append((now, instruction))
+            match instruction:
+                case Execute():
+                    self._execute(instruction, now)
+                case LoadWeights():
+                    self._load(instruction, now)
+                case AbandonLoad():
+                    self._abandon(instruction, now)
+                case EvictWeights():
+                    self._evict(instruction, now)
+
+    # --- what the scheduler wants --------------------------------------------------------------------------
+
+    def _add(self, program: Program, resident: bool, now: float) -> None:
+        self.known.add(program.model)
+        self.tell(ModelAdded(program, resident), now)
+
+    def _push(self, t: float, kind: int, what: Event) -> None:
+        heappush(self._heap, (t, kind, next(self._sequence), what))
+
+    def _end(self, finish: Finish, now: float) -> None:
+        sent = self.record.requests[finish.request - 1]
+        if sent.outcome is not None:
+            raise SimulationError(f"request {finish.request} ended twice: {sent.outcome}, {finish.outcome}")
+        sent.outcome, sent.ended = finish.outcome, now
+        if finish.outcome is not Outcome.ANSWERED:
+            self.record.decisions.append((now, finish))
+        self._ended(finish, now)
+
+    def _execute(self, execute: Execute, now: float) -> None:
+        name = execute.model
+        seconds = self.scenario.programs[name].costs[execute.variant, execute.size]
+        if name in self._random:
+            seconds *= max(_LEAST, self._random[name].gauss(1.0, self.scenario.jitter[name]))
+        seconds = max(instant(seconds), SHORTEST)
+        start = max(now, self._device_free)
+        self._device_free = end = instant(start + seconds)
+        self.record.executions.append(Execution(execute, start, end))
+        for request in execute.requests:
+            self.record.requests[request - 1].started = start
+        self._push(end, _FINISHED, ExecutionFinished(execute.dispatch, seconds))
+
+    def _load(self, load: LoadWeights, now: float) -> None:
+        program = self.scenario.programs[load.model]
+        nbytes = self._claim(load.model)
+        self._claimed = None
+        share = nbytes / program.weight_bytes if program.weight_bytes else 1.0
+        seconds = instant(program.load_seconds * share)
+        start = max(now, self._link_free)
+        self._link_free = end = instant(start + seconds)
+        self.record.loads.append(Load(load.model, load.epoch, start, end, nbytes))
+        self.loading = load
+        self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
+
+    def _evict(self, evict: EvictWeights, now: float) -> None:
+        if evict.heir is not None:
+            self._claim(evict.heir)
+        self.record.evictions.append((evict.model, now))
+        self.resident.remove(evict.model)
+        self._release(evict.model)
+
+    def _abandon(self, abandon: AbandonLoad, now: float) -> None:
+        """What the heap says of its end is of no use to the scheduler any more."""
+        last = self.record.loads[-1]
+        self.record.loads[-1] = replace(last, ended=now)
+        self._link_free = now
+        self.loading = None
+        self._release(abandon.model)
+        self._push(now, _LOADED, LoadAbandoned(abandon.model, abandon.epoch))
+
+    # --- what is on the device -----------------------------------------------------------------------------
+
+    def _absent_bytes(self, program: Program) -> int:
+        return sum(size for key, size in (program.tensors or {}).items() if not self._tensors[key])
+
+    def _claim(self, model: str) -> int:
+        """Hold what a model needs, before others are evicted for it; returns the bytes that its load has to move."""
+        if self._claimed is None:
+            program = self.scenario.programs[model]
+            self._claimed = self._absent_bytes(program)
+            self._hold(program)
+        return self._claimed
+
+    def _hold(self, program: Program) -> None:
+        self._tensors.update(program.tensors or ())
+
+    def _release(self, model: str) -> None:
+        self._tensors.subtract(self.scenario.programs[model].tensors or ())
+
+
+def _not_before(t: float) -> float:
+    """The first instant that is not before `t`."""
+    rounded = instant(t)
+    return rounded if rounded >= t else instant(rounded + 1e-9)

@@ -1,0 +1,163 @@
+"""What a simulation of several devices amounts to, under one mode of the gateway or under several, side by side.
+
+Terms, the window and the rounding are those of `metrics`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, get_args
+
+from rsrv.sim.record import FleetRecord, Record
+from rsrv.sim.scenario import Scenario
+from rsrv.sim.tally import Tally, in_time, ratio, rounded
+from rsrv_gateway.routing import Mode
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def with_mode(scenario: Scenario, mode: Mode) -> Scenario:
+    """The same scenario, which has a gateway, with the gateway in this mode."""
+    assert scenario.gateway is not None
+    return replace(scenario, gateway=scenario.gateway.model_copy(update={"mode": mode}))
+
+
+def summarize_fleet(record: FleetRecord) -> dict[str, Any]:
+    """The metrics of a record: mode, discipline, seed, duration, `total` and, by device, `devices`."""
+    scenario = record.scenario
+    assert scenario.gateway is not None
+    total = Tally()
+    for sent in record.requests:
+        total.add(sent)
+    makespan = max((sent.ended for sent in record.requests), default=0.0)
+    window = makespan if scenario.duration is None else scenario.duration
+    devices = {name: _device(one, window) for name, one in record.devices.items()}
+    sums = {key: sum(one[key] for one in devices.values()) for key in _SUMS}
+    dispatches, whole = sums["dispatches"], window * len(devices)
+    dated = [sent for sent in record.requests if sent.request.deadline is not None]
+    good = sum(in_time(sent, inf) for sent in record.requests)
+    totals = {
+        **total.ended(),
+        "arrived": total.arrived,
+        "hit_ratio": ratio(total.hits, total.arrived),
+        "window_s": window,
+        "makespan_s": makespan,
+        "goodput": ratio(sum(in_time(sent, window) for sent in record.requests), window),
+        "goodput_ratio": ratio(good, total.arrived),
+        "missed": sum(not in_time(sent, inf) for sent in dated),
+        **total.times(),
+        **sums,
+        "utilisation": ratio(sums["device_seconds"], whole),
+        "imbalance": _imbalance([one["device_seconds"] for one in devices.values()]),
+        "rows": ratio(sums["useful_rows"], dispatches),
+        "fill": ratio(sum(_fill(one, window) for one in record.devices.values()), dispatches),
+        "link_utilisation": ratio(sums["load_seconds"], whole),
+        "moves": record.moves,
+        "repacks": sum(times for trigger, times in record.repacks.items() if trigger != "start"),
+        "events": record.events,
+    }
+    echo = {
+        "mode": scenario.gateway.mode,
+        "discipline": scenario.discipline,
+        "seed": scenario.seed,
+        "duration": scenario.duration,
+    }
+    result: dict[str, Any] = rounded({**echo, "total": totals, "devices": devices})
+    return result
+
+
+_SUMS = (
+    "device_seconds",
+    "dispatches",
+    "useful_rows",
+    "padded_rows",
+    "loads",
+    "loaded_bytes",
+    "load_seconds",
+    "evictions",
+)
+
+
+def _device(record: Record, window: float) -> dict[str, Any]:
+    tally = Tally()
+    for one in record.executions:
+        if one.started > window:
+            break
+        tally.execute(one, window)
+    loads = [load for load in record.loads if load.started <= window]
+    for load in loads:
+        tally.load(load)
+    sums = {
+        "device_seconds": tally.device_seconds,
+        "dispatches": tally.dispatches,
+        "useful_rows": tally.useful_rows,
+        "padded_rows": tally.padded_rows,
+        "loads": tally.loads,
+        "loaded_bytes": tally.loaded_bytes,
+        "load_seconds": sum((min(load.ended, window) - load.started for load in loads), 0.0),
+        "evictions": sum(at <= window for _, at in record.evictions),
+    }
+    return {**sums, "utilisation": ratio(tally.device_seconds, window)}
+
+
+def _fill(record: Record, window: float) -> float:
+    """Sum over executions within the window of useful rows / those of the model's largest size."""
+    programs, largest = record.scenario.programs, dict[tuple[str, int], int]()
+    total = 0.0
+    for one in record.executions:
+        if one.started > window:
+            break
+        execute = one.execute
+        key = execute.model, execute.variant
+        if key not in largest:
+            largest[key] = max(size for variant, size in programs[key[0]].costs if variant == key[1])
+        total += execute.rows / largest[key]
+    return total
+
+
+def _imbalance(seconds: Sequence[float]) -> float | None:
+    """Device time of the busiest device, of the mean."""
+    return ratio(max(seconds) * len(seconds), sum(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of a comparison, made of the metrics' `total`."""
+
+    title: str
+    cell: Callable[[Mapping[str, Any]], str]
+
+
+COLUMNS = (
+    Column("goodput", lambda total: f"{total['goodput'] or 0.0:.1f} /s"),
+    Column("in time", lambda total: _percent(total["goodput_ratio"])),
+    Column("missed", lambda total: str(total["missed"])),
+    Column("p50", lambda total: _ms(total["latency_p50_s"])),
+    Column("p99", lambda total: _ms(total["latency_p99_s"])),
+    Column("loads", lambda total: str(total["loads"])),
+    Column("moved", lambda total: f"{total['loaded_bytes'] / 1e9:.0f} GB"),
+    Column("found weights", lambda total: _percent(total["hit_ratio"])),
+    Column("rows", lambda total: _two(total["rows"])),
+    Column("fill", lambda total: _percent(total["fill"])),
+    Column("busy", lambda total: _percent(total["utilisation"])),
+    Column("max / mean", lambda total: _two(total["imbalance"])),
+    Column("moves", lambda total: str(total["moves"])),
+)
+
+
+def rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A comparison of summaries by mode: the header, and a row for each."""
+    head = ("mode", *(column.title for column in COLUMNS))
+    return [head, *((mode, *(column.cell(run["total"]) for column in COLUMNS)) for mode, run in runs.items())]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{1e3 * value:.0f} ms"
+
+
+def _two(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,154 @@
+"""The gateway of a simulation: its own router and planner, before simulated devices instead of servers.
+
+What a real one learns by probes is read from the devices, all at the same moment. A device's scheduler meets a model
+with the first that is asked of it, because ten thousand models on a thousand devices would be ten million; until
+then the planner sees what a server would show of a model that nobody has asked for.
+"""
+
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from rsrv.runtime.scheduler.events import Event, Evict, Prefetch, Program, Request
+from rsrv.settings_fleet import GatewaySection
+from rsrv.sim.arrivals import instant
+from rsrv.sim.device import Device
+from rsrv.sim.scenario import Scenario
+from rsrv_gateway.contract import Act, ModelView, Step, Table, Weights, WorkerView
+from rsrv_gateway.planner import Planner
+from rsrv_gateway.routing import Choice, Router
+
+#: the input whose shape would tell the rows of a request, and its axis
+_ROWS = ("rows", 0)
+
+
+class Gateway:
+    """Devices are told apart by their index; workers' names are in the same order."""
+
+    def __init__(self, scenario: Scenario, options: GatewaySection, devices: Sequence[Device]) -> None:
+        digits = len(str(len(devices) - 1))
+        self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]
+        #: when it looks at the devices next; the first time before anything else happens.
+        self.next_look = 0.0
+        self.steps: list[tuple[float, Step]] = []
+        #: whole repacks by what asked for them, and how often a packed model was given another home.
+        self.repacks: dict[str, int] = {}
+        self.moves = 0
+        self._pause = options.probe_s
+        self._budget = scenario.settings.weight_budget_bytes
+        self._devices = devices
+        self._index = {name: index for index, name in enumerate(self.names)}
+        self._router = Router(options.mode)
+        self._planner = Planner(options)
+        self._table: Table | None = None
+        self._ready = frozenset(scenario.programs)
+        self._unseen = MappingProxyType({name: _unseen(one) for name, one in scenario.programs.items()})
+        #: by request.
+        self._choices: dict[int, Choice] = {}
+
+    def choose(self, request: Request) -> int:
+        """The device that a request goes to; it counts as being under way there until it has `ended`."""
+        model = request.model
+        items = request.rows if self._router.measured(model) else 1
+        choice = self._router.select(model, items)
+        assert choice is not None, (
+            "all devices serve all models, and the first look is before the first request"
+        )
+        self._choices[request.id] = choice
+        return self._index[choice.worker]
+
+    def ended(self, request: int) -> None:
+        self._router.release(self._choices.pop(request))
+
+    def look(self, now: float) -> list[tuple[int, Event]]:
+        """Look at all devices, route by what the planner says of that, and return what devices are to be told."""
+        views = {
+            name: self._view(device, now) for name, device in zip(self.names, self._devices, strict=True)
+        }
+        plan = self._planner.look(views, now)
+        if plan.table is not self._table:
+            self._table = plan.table
+            self._router.update(plan.table)
+        repacks = plan.status.repacks
+        self.repacks = {str(trigger): times for trigger, times in repacks.counts.items()}
+        if repacks.last_at == now:
+            self.moves += repacks.moved
+        self.next_look = instant(now + self._pause)
+        return [self._carry_out(step, now) for step in plan.steps]
+
+    def _carry_out(self, step: Step, now: float) -> tuple[int, Event]:
+        self.steps.append((now, step))
+        index = self._index[step.worker]
+        self._devices[index].meet(step.model, now)
+        match step.act:
+            case Act.PREFETCH:
+                return index, Prefetch(step.model)
+            case Act.EVICT:
+                return index, Evict((step.model,))
+
+    def _view(self, device: Device, now: float) -> WorkerView:
+        loading = None if device.loading is None else device.loading.model
+        seen = {
+            name: ModelView(
+                bytes=load.device_bytes,
+                weights=_weights(name, device.resident, loading),
+                pinned=load.pinned,
+                item_s=load.row_seconds,
+                queued=load.queued,
+                executing=load.executing,
+                requests=load.answered,
+                items=load.useful_rows,
+                device_seconds=load.device_seconds,
+                misses=load.misses,
+                max_items=load.max_rows,
+                batch_input=_ROWS,
+            )
+            for name, load in device.scheduler.load().models.items()
+        }
+        return WorkerView(
+            alive=True,
+            ready=self._ready,
+            instance="simulated",
+            budget_bytes=self._budget,
+            backlog_s=device.scheduler.backlog_seconds(now),
+            models=_Models(seen, self._unseen),
+        )
+
+
+class _Models(Mapping[str, ModelView]):
+    """All models of a device. Only those that it has met are listed; of the others there is nothing to tell."""
+
+    __slots__ = ("_seen", "_unseen")
+
+    def __init__(self, seen: Mapping[str, ModelView], unseen: Mapping[str, ModelView]) -> None:
+        self._seen = seen
+        self._unseen = unseen
+
+    def __getitem__(self, name: str) -> ModelView:
+        return self._seen[name] if name in self._seen else self._unseen[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._seen)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def items(self) -> ItemsView[str, ModelView]:
+        return self._seen.items()
+
+
+def _unseen(program: Program) -> ModelView:
+    """What a device shows of a model that it has not met."""
+    most = program.max_batch_rows or max(size for _, size in program.costs)
+    return ModelView(
+        bytes=sum((program.tensors or {}).values()),
+        weights=Weights.ABSENT,
+        item_s=min(seconds / min(size, most) for (_, size), seconds in program.costs.items()),
+        max_items=most,
+        batch_input=_ROWS,
+    )
+
+
+def _weights(name: str, resident: set[str], loading: str | None) -> Weights:
+    if name in resident:
+        return Weights.RESIDENT
+    return Weights.LOADING if name == loading else Weights.ABSENT

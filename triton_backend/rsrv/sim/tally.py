@@ -1,0 +1,102 @@
+"""Sums of what happened to requests and on devices, and how figures are made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.sim.record import Execution, Load, Sent
+
+#: outcome -> its name in the metrics.
+ENDS = {
+    Outcome.ANSWERED: "served",
+    Outcome.SHED: "shed",
+    Outcome.EXPIRED: "expired",
+    Outcome.REFUSED: "refused",
+    Outcome.CANCELLED: "cancelled",
+    Outcome.FAILED: "failed",
+}
+
+Span = tuple[float, float]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over one model, one device, or all."""
+
+    ends: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    arrived: int = 0
+    hits: int = 0
+    in_time: int = 0
+    waits: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+    device_seconds: float = 0.0
+    dispatches: int = 0
+    useful_rows: int = 0
+    padded_rows: int = 0
+    loads: int = 0
+    loaded_bytes: int = 0
+    evictions: int = 0
+    #: when it had requests in the system: disjoint, ascending.
+    busy: list[Span] = field(default_factory=list)
+
+    def add(self, sent: Sent) -> None:
+        assert sent.outcome is not None
+        self.arrived += 1
+        self.hits += sent.hit
+        self.ends[sent.outcome] += 1
+        if self.busy and sent.arrived <= self.busy[-1][1]:
+            self.busy[-1] = (self.busy[-1][0], max(self.busy[-1][1], sent.ended))
+        elif sent.ended > sent.arrived:
+            self.busy.append((sent.arrived, sent.ended))
+        if sent.outcome is Outcome.ANSWERED:
+            assert sent.started is not None
+            self.waits.append(sent.started - sent.arrived)
+            self.latencies.append(sent.ended - sent.arrived)
+
+    def ended(self) -> dict[str, int]:
+        """Requests by how they ended."""
+        return {name: self.ends[outcome] for outcome, name in ENDS.items()}
+
+    def times(self) -> dict[str, float | None]:
+        self.waits.sort()
+        self.latencies.sort()
+        return {
+            "wait_p50_s": percentile(self.waits, 0.5),
+            "wait_p99_s": percentile(self.waits, 0.99),
+            "latency_p50_s": percentile(self.latencies, 0.5),
+            "latency_p99_s": percentile(self.latencies, 0.99),
+        }
+
+    def execute(self, one: Execution, window: float) -> None:
+        """Count an execution, which started within the window."""
+        self.device_seconds += min(one.ended, window) - one.started
+        self.dispatches += 1
+        self.useful_rows += one.execute.rows
+        self.padded_rows += one.execute.size - one.execute.rows
+
+    def load(self, one: Load) -> None:
+        self.loads += 1
+        self.loaded_bytes += one.nbytes
+
+
+def in_time(sent: Sent, window: float) -> bool:
+    """Whether it was answered by its deadline, if it had one, and within the window."""
+    limit = window if sent.request.deadline is None else min(window, sent.request.deadline)
+    return sent.outcome is Outcome.ANSWERED and sent.ended <= limit
+
+
+def percentile(ascending: Sequence[float], share: float) -> float | None:
+    """The nearest-rank percentile of sorted values; None if there are none."""
+    return ascending[max(1, ceil(share * len(ascending))) - 1] if ascending else None
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return round(value, 9) if isinstance(value, float) else value

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.haproxy.files import Files
+from rsrv_gateway.http_outcomes import STATUSES
+from rsrv_gateway.outcomes import MEANT
 
 GRPC_WORKERS = "grpc_workers"
 HTTP_WORKERS = "http_workers"
-
-#: gRPC codes and HTTP statuses that clients get for what workers have no code for, as in `outcomes`
-_TAGS = {"QUEUE_FULL": (8, 429), "DEADLINE": (4, 504), "NOT_RESIDENT": (9, 412)}
 
 #: nearly the longest that HAProxy can wait
 _FOR_EVER = "24d"
@@ -184,9 +183,9 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "http-response set-var(txn.code) res.hdr(grpc-status)",
         "acl unavailable var(txn.code) -m str 14",
     ]
-    for tag, (code, _) in _TAGS.items():
+    for tag, code in MEANT.items():
         meant = f'if unavailable {{ res.hdr(grpc-message) -m sub "[rsrv:{tag}]" }}'
-        lines.append(f"http-response set-header grpc-status {code} {meant}")
+        lines.append(f"http-response set-header grpc-status {code.value[0]} {meant}")
     lines += [
         "http-response set-var(txn.code) res.hdr(grpc-status) if unavailable",
         _refusal(502, 14, _BROKEN),
@@ -213,9 +212,9 @@ def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "acl refused status 400 503",
         "http-response wait-for-body time 1s if refused",
     ]
-    for tag, (_, status) in _TAGS.items():
+    for tag, code in MEANT.items():
         meant = f'if refused {{ res.body -m sub "[rsrv:{tag}]" }}'
-        lines.append(f"http-response set-status {status} {meant}")
+        lines.append(f"http-response set-status {STATUSES[code]} {meant}")
     lines.append("http-response set-header retry-after 1 if { status 429 }")
     lines += [
         _failure(502, _BROKEN),

@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 
 from rsrv_gateway.outcomes import Refusal, tagged
 
-_STATUSES: Mapping[StatusCode, int] = {
+STATUSES: Mapping[StatusCode, int] = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,
     StatusCode.PERMISSION_DENIED: 403,
@@ -25,7 +25,7 @@ _STATUSES: Mapping[StatusCode, int] = {
     StatusCode.UNAVAILABLE: 503,
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
-_CODES = {status: code for code, status in _STATUSES.items()}
+CODES = {status: code for code, status in STATUSES.items()}
 #: an error in a stream of events
 _EVENT = b"data: "
 #: what a model with a full queue says
@@ -44,7 +44,7 @@ class Told(Refusal):
 def told(status: int, headers: CIMultiDict[str], body: bytes, generated: bool) -> Told:
     """A worker's answer with a status from 400 on. `generated`: one of those calls that say 400 for any error of a model."""
     message = _message(body)
-    code = _CODES.get(status, StatusCode.UNKNOWN)
+    code = CODES.get(status, StatusCode.UNKNOWN)
     if generated and code is StatusCode.INVALID_ARGUMENT and tagged(message):
         code = StatusCode.UNAVAILABLE
     return Told(code, message, status=status, headers=headers, body=body)
@@ -53,7 +53,7 @@ def told(status: int, headers: CIMultiDict[str], body: bytes, generated: bool) -
 def for_client(refusal: Refusal) -> tuple[int, CIMultiDict[str], bytes]:
     """Status, headers and body."""
     code = refusal.for_client()
-    status = _STATUSES.get(code, 500)
+    status = STATUSES.get(code, 500)
     if isinstance(refusal, Told):
         headers, body = CIMultiDict(refusal.headers), refusal.body
         if not tagged(refusal.message):

@@ -14,7 +14,7 @@ from grpc import StatusCode
 _TAG = re.compile(r"\[rsrv:([A-Z_]+)\]")
 
 #: the code that a tagged UNAVAILABLE stands for
-_MEANT = {
+MEANT = {
     "QUEUE_FULL": StatusCode.RESOURCE_EXHAUSTED,
     "DEADLINE": StatusCode.DEADLINE_EXCEEDED,
     "NOT_RESIDENT": StatusCode.FAILED_PRECONDITION,
@@ -66,7 +66,7 @@ def _meant(refusal: Refusal) -> StatusCode | None:
     if refusal.code is not StatusCode.UNAVAILABLE:
         return None
     tag = _TAG.search(refusal.message)
-    return None if tag is None else _MEANT.get(tag[1])
+    return None if tag is None else MEANT.get(tag[1])
 
 
 def tagged(message: str) -> bool:

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.haproxy.files import Files
+from rsrv_gateway.http_outcomes import STATUSES
+from rsrv_gateway.outcomes import MEANT
 
 GRPC_WORKERS = "grpc_workers"
 HTTP_WORKERS = "http_workers"
-
-#: gRPC codes and HTTP statuses that clients get for what workers have no code for, as in `outcomes`
-_TAGS = {"QUEUE_FULL": (8, 429), "DEADLINE": (4, 504), "NOT_RESIDENT": (9, 412)}
 
 #: nearly the longest that HAProxy can wait
 _FOR_EVER = "24d"
@@ -151,7 +150,7 @@ def _http_frontend(section: GatewaySection, address: str, files: Files) -> str:
     lines = [
         f"bind {_bind(section, files, address, 'http/1.1')}",
         "http-request set-log-level silent",
-        "acl infer path_reg ^/v2/models/[^/]+(/versions/[^/]+)?/(infer|generate|generate_stream)$",
+        "acl infer path_reg ^/v2/models/[^/]+(/versions/[0-9]+)?/(infer|generate|generate_stream)$",
         f"http-request wait-for-body time {_ms(section.request_timeout_s)} if infer",
         "http-request set-var(txn.model) path,field(4,/) if infer",
         "acl sequence req.body,bytes(0,1024) -m sub sequence_id",
@@ -184,9 +183,9 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "http-response set-var(txn.code) res.hdr(grpc-status)",
         "acl unavailable var(txn.code) -m str 14",
     ]
-    for tag, (code, _) in _TAGS.items():
+    for tag, code in MEANT.items():
         meant = f'if unavailable {{ res.hdr(grpc-message) -m sub "[rsrv:{tag}]" }}'
-        lines.append(f"http-response set-header grpc-status {code} {meant}")
+        lines.append(f"http-response set-header grpc-status {code.value[0]} {meant}")
     lines += [
         "http-response set-var(txn.code) res.hdr(grpc-status) if unavailable",
         _refusal(502, 14, _BROKEN),
@@ -209,11 +208,14 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
 def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Target | None]) -> str:
     lines = [
         *_choice(section, files),
-        "http-response wait-for-body time 1s if { status 503 }",
-        "acl unavailable status 503",
+        # generate says 400 to any error of a model.
+        "acl refused status 400 503",
+        "http-response wait-for-body time 1s if refused",
     ]
-    for tag, (_, status) in _TAGS.items():
-        lines.append(f'http-response set-status {status} if unavailable {{ res.body -m sub "[rsrv:{tag}]" }}')
+    for tag, code in MEANT.items():
+        meant = f'if refused {{ res.body -m sub "[rsrv:{tag}]" }}'
+        lines.append(f"http-response set-status {STATUSES[code]} {meant}")
+    lines.append("http-response set-header retry-after 1 if { status 429 }")
     lines += [
         _failure(502, _BROKEN),
         _failure(503, _UNREACHABLE),
@@ -222,9 +224,8 @@ def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         *([f"default-server{_tls(section, files, 'http/1.1')}"] if section.worker_ca is not None else []),
     ]
     for slot, target in slots.items():
-        lines.append(
-            f"server {slot} {_where(None if target is None else target.http)} track {GRPC_WORKERS}/{slot}"
-        )
+        where = _where(None if target is None else target.http)
+        lines.append(f"server {slot} {where} track {GRPC_WORKERS}/{slot}")
     return _part(f"backend {HTTP_WORKERS}", lines)
 
 

@@ -39,6 +39,7 @@ class Slots:
         self._free = list(reversed(self.names))
         #: by worker; those seen last are at the end
         self._slots: dict[str, str] = {}
+        self._workers: dict[str, str] = {}
 
     def update(self, workers: Iterable[str]) -> Mapping[str, str]:
         """The slots of these workers, by name. Those that find no slot are not in it."""
@@ -53,11 +54,12 @@ class Slots:
                     self._slots[worker] = self._free.pop()
                 elif (leaver := next(gone, None)) is not None:
                     self._slots[worker] = self._slots.pop(leaver)
+        self._workers = {slot: worker for worker, slot in self._slots.items()}
         return {worker: self._slots[worker] for worker in wanted if worker in self._slots}
 
     def worker(self, slot: str) -> str:
         """Whose it is, or was last; empty: nobody's."""
-        return next((worker for worker, found in self._slots.items() if found == slot), "")
+        return self._workers.get(slot, "")
 
 
 def maps_of(table: Table, slots: Mapping[str, str], *, in_turn: bool) -> Maps:

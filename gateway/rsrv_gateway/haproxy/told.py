@@ -5,25 +5,11 @@ from collections.abc import Callable
 
 import grpc
 
+from rsrv_gateway.http_outcomes import CODES
 from rsrv_gateway.plane import DURATION_BOUNDS, Durations
 
 #: gRPC codes by number, as a header has it
 _CODES: dict[str, str] = {str(code.value[0]): code.name for code in grpc.StatusCode}
-#: what HTTP statuses mean in gRPC's words
-_STATUSES = {
-    "200": "OK",
-    "400": "INVALID_ARGUMENT",
-    "401": "UNAUTHENTICATED",
-    "404": "NOT_FOUND",
-    "408": "DEADLINE_EXCEEDED",
-    "412": "FAILED_PRECONDITION",
-    "429": "RESOURCE_EXHAUSTED",
-    "500": "INTERNAL",
-    "501": "UNIMPLEMENTED",
-    "502": "UNAVAILABLE",
-    "503": "UNAVAILABLE",
-    "504": "DEADLINE_EXCEEDED",
-}
 
 
 class Told:
@@ -69,6 +55,7 @@ def code_of(status: str, code: str, end: str) -> str:
         return "CANCELLED"
     if code != "-":
         return _CODES.get(code, "UNKNOWN")
-    if status == "200" and end[0] != "-":
-        return "UNAVAILABLE"  # the worker was lost amid the answer
-    return _STATUSES.get(status, "UNKNOWN")
+    if status == "200":
+        return "OK" if end[0] == "-" else "UNAVAILABLE"  # the worker was lost amid the answer
+    meant = CODES.get(int(status)) if status.isdigit() else None
+    return "UNKNOWN" if meant is None else str(meant.name)

@@ -179,7 +179,9 @@ def test_a_configuration_says_what_the_settings_say(tmp_path: Path) -> None:
     assert "acl fits req.body,bytes(1,4),hex,hex2i le 1000" in lines
     assert "s3cret" not in said
     assert f"set-var proc.token bin({b'Bearer s3cret'.hex()})" in lines
-    assert [line for line in lines if line.startswith("server w")] == [
+    tls = f"ssl verify required ca-file '{tmp_path}/workers.pem' alpn"
+    assert sum(tls in line for line in lines) == 2
+    assert [line.partition(" ssl")[0] for line in lines if line.startswith("server w")] == [
         "server w1 10.0.0.1:8001",
         "server w2 ipv6@[fd00::1]:8001",
         "server w3 127.0.0.1:1 disabled",

@@ -127,7 +127,7 @@ class Board:
         possible = sum(sizes) <= sum(self.limits) and all(
             piece.bytes <= largest[piece.rooms] for piece in self.pieces
         )
-        if away and possible and self.mend(away, target):
+        if away and possible and self.mend(away):
             away = []
         self.exchange(target)
         self.relieve(slack)
@@ -141,7 +141,7 @@ class Board:
         """
         away = self.place(homes)
         target, stretch = slack * fresh.peak, slack * fresh.stretch
-        if away and not fresh.stretch and self.mend(away, target):
+        if away and not fresh.stretch and self.mend(away):
             away = []
         self.relieve(slack)
         self.squeeze(away, homes, stretch)
@@ -183,11 +183,11 @@ class Board:
                 roomiest = max(limit - used for limit, used in zip(self.limits, self.used, strict=True))
         return left
 
-    def mend(self, away: Sequence[int], target: float) -> bool:
+    def mend(self, away: Sequence[int]) -> bool:
         """Find an arrangement within all limits that has these, too; if none is found, change nothing."""
         before = self.copy()
         self.deal(away, self.excess, self.may)
-        self.exchange(target)
+        self.exchange(inf, max(_EXCHANGES, 200 * len(self.pieces)))
         if self.cost()[0] and not self.complete():
             self.arrange(before)
             return False
@@ -263,7 +263,7 @@ class Board:
 
     # ---- searches
 
-    def exchange(self, target: float) -> None:
+    def exchange(self, target: float, steps: int = _EXCHANGES) -> None:
         """Move pieces out of the worst room, or swap them with another's: until all limits are kept and the busiest
         room has no more than `target`, or steps are used up. The best arrangement that was met stays.
 
@@ -271,7 +271,7 @@ class Board:
         room is worst, and which exchange best, depends on a price of bytes too many, which doubles while there are any
         and halves while there are none: better arrangements lie behind others that break limits.
         """
-        pieces, barred, turn, steps = self.pieces, dict[tuple[int, int], int](), 0, _EXCHANGES
+        pieces, barred, turn = self.pieces, dict[tuple[int, int], int](), 0
         unit = (sum(self.load) or 1) / (sum(self.used) or 1)
         best, kept, price = self.cost(), self.copy(), 8.0
         while best > (0, target) and steps > 0:
@@ -295,7 +295,7 @@ class Board:
                     for at in self.inside[other].values()
                     if barred.get((at, top), 0) < turn and self.may(at, top)
                 ]
-                steps -= 8 + len(mine) * len(theirs)
+                steps -= 24 + len(mine) * len(theirs)
                 for at, at_load, at_bytes in mine:
                     if barred.get((at, other), 0) >= turn or not self.may(at, other):
                         continue

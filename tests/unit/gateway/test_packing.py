@@ -87,7 +87,7 @@ problems = st.integers(1, 6).flatmap(
 
 
 @given(problems, st.floats(0, 1), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_any_problem(
     problem: tuple[list[Load], list[Room]], hysteresis: float, forbid: bool, random: Random
 ) -> None:
@@ -146,7 +146,7 @@ def test_the_least_busy_device_is_full() -> None:
     assert pack(loads, ROOMS).placed == {"cool": ("a",), "hot": ("a",), "warm": ("b",)}
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_jigsaw(seed: int) -> None:
     """Models that fit only in one of very few ways are all placed within budgets."""
     puzzle = jigsaw(seed)

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from local_triton import ServerFailed
 from tests.bench.gateway import workers
 from tests.bench.gateway.clients import OK, WRONG, Requests, asking
@@ -26,7 +28,7 @@ from tests.bench.gateway.workers import Worker
 from tests.bench.load import BenchFailed
 from tests.bench.phases import say
 from tests.bench.places import WORK
-from tests.bench.processes import memory
+from tests.bench.processes import cpu_seconds, memory
 from tests.bench.report import table
 
 RESULT = WORK / "gateway-soak.json"
@@ -70,12 +72,14 @@ class Held:
     #: of what would go with them (USS), 10^6 bytes
     megabytes: float
     files: int
+    #: CPU time so far, in seconds
+    cpu_s: float
 
     @classmethod
     def now(cls, gateway: Gateway) -> Held:
         pids = gateway.processes()
         files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
-        return cls(time.monotonic(), sum(memory(pid).uss for pid in pids), files)
+        return cls(time.monotonic(), sum(memory(pid).uss for pid in pids), files, sum(map(cpu_seconds, pids)))
 
 
 @dataclass
@@ -218,8 +222,7 @@ def report(found: Soak) -> list[str]:
     requests, course = found.requests, found.course
     failed = requests.failed()
     lasted = course.end - course.begin
-    # At first, when each thing has happened once, and in the end.
-    thrice = course.held[0], _settled(course), course.held[-1]
+    first, last = course.held[0], course.held[-1]
     events = Counter(what for _, what, _ in course.events)
     return [
         f"{found.plan.plane}: {lasted:.0f} s, {len(requests.code)} requests, {len(requests.code) / lasted:.0f}/s",
@@ -229,8 +232,8 @@ def report(found: Soak) -> list[str]:
         "events: " + ", ".join(f"{what} {events[what]}" for what in (JOIN, LEAVE, STOP, KILL)),
         f"moves: {course.moves}; packed: "
         + ", ".join(f"{why} {n}" for why, n in sorted(course.repacks.items())),
-        f"MB of the gateway, at first, after a tenth of the time, at the end: {', '.join(f'{held.megabytes:.1f}' for held in thrice)}",
-        f"its open files, likewise: {', '.join(str(held.files) for held in thrice)}",
+        f"held at first: {first.megabytes:.1f} MB, {first.files} open files",
+        f"in the end:    {last.megabytes:.1f} MB, {last.files} open files",
         _minutes(requests, course),
     ]
 
@@ -246,28 +249,27 @@ def blame(requests: Requests, course: Course) -> Counter[tuple[str, str]]:
     return blamed
 
 
-def _settled(course: Course) -> Held:
-    """The first after a tenth of the time."""
-    tenth = course.begin + (course.end - course.begin) / 10
-    return next((held for held in course.held if held.at >= tenth), course.held[-1])
-
-
 def _minutes(requests: Requests, course: Course) -> str:
     rows = []
-    begin = course.begin
-    while begin < course.end - 1:
-        part = requests.between(begin, begin + 60)
+    times = [held.at for held in course.held]
+    for minute in range(max(1, round((course.end - course.begin) / 60))):
+        begin = course.begin + 60 * minute
+        end = min(begin + 60, course.end)
+        part = requests.between(begin, end)
+        cpu = np.interp([begin, end], times, [held.cpu_s for held in course.held])
         rows.append(
             [
-                f"{(begin - course.begin) / 60 + 1:.0f}",
+                f"{minute + 1}",
                 str(len(part.code)),
                 str(sum(part.failed().values())),
                 f"{part.p99_ms():.1f}",
-                f"{float((part.ended - part.began).max() * 1e3):.0f}",
+                f"{float((part.ended - part.began).max(initial=0.0) * 1e3):.0f}",
+                f"{float(cpu[1] - cpu[0]) / max(1, len(part.code)) * 1e6:.0f}",
+                f"{np.interp(end, times, [held.megabytes for held in course.held]):.1f}",
             ]
         )
-        begin += 60
-    return table(["minute", "requests", "failed", "p99 ms", "longest ms"], rows)
+    headers = ["minute", "requests", "failed", "p99 ms", "longest ms", "gateway us", "gateway MB"]
+    return table(headers, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -627,6 +627,22 @@ def test_a_server_whose_models_are_fixed_is_told_of_once(
     assert caplog.text.count("models can't be loaded") == 1
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
+def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """tritonserver lacks --exit-on-error=false; whoever else decides what is loaded decides that, too."""
+    world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}")
+    world.triton.exits_on_error = True
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(60)
+
+    run(main())
+    assert caplog.text.count("--exit-on-error=false") == (mode != "explicit")
+
+
 # --- whatever happens -----------------------------------------------------------------------------------------------
 
 NAMES = {"r": ("a", "b", "c"), "s": ("x", "y")}

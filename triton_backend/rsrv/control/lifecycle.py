@@ -96,6 +96,11 @@ class Lifecycle:
         await self._reach()
         if self._barred:
             log.warning("models can't be loaded, unloaded or mended: %s", self._barred)
+        elif self._triton.exits_on_error and self._lifecycle.mode != "explicit":
+            log.warning(
+                "tritonserver was started without --exit-on-error=false: if it ends while a new version loads that "
+                "fails, it will not start again"
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._again(self._mend), name="mend")

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.control import watching
+from rsrv.control import loads, watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
 from rsrv_gen.aside import version_of
 from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.update import remove
 from rsrv_gen.write import open_repository, our_models
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
@@ -150,6 +151,43 @@ def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: P
 
     run(main())
     assert world.triton.texts() == {"a": "v2", "failed": "v1"}
+
+
+def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
+    """So that nobody takes the server for a broken one."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        await world.triton.unload("a")
+        world.triton.dismissed.add("a")
+        await asyncio.sleep(6)
+        assert lifecycle.unwanted == {"a"}
+        assert world.triton.log == ["unload a"]
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(20)
+        assert not lifecycle.unwanted
+
+    assert story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell).triton.texts() == {"a": "v2", "b": "v1"}
+
+
+def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton has unloaded it by then, and an rsrv-gen may keep the repository's lock for a while."""
+    seen: list[set[str]] = []
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        def look_and_remove(*what: Any) -> None:
+            seen.append(set(lifecycle.unwanted))
+            remove(*what)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loads, "remove", look_and_remove)
+            shutil.rmtree(world.roots["r"] / "a")
+            await asyncio.sleep(20)
+        assert not lifecycle.unwanted
+
+    assert story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell).triton.texts() == {"b": "v1"}
+    assert seen == [{"a"}]
 
 
 def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Lifecycle:
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
+        #: Models that somebody has unloaded by hand, as far as is known.
+        self._dismissed: set[str] = set()
         #: Why nothing can be loaded or unloaded; empty: it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
@@ -90,6 +92,11 @@ class Lifecycle:
     def loading(self) -> Collection[str]:
         """Models that Triton is loading, or unloading."""
         return self._rounds.busy
+
+    @property
+    def unwanted(self) -> Collection[str]:
+        """Models of the repository that need not serve: unloaded by hand, or on their way out of it."""
+        return self._dismissed | self._loads.unloading
 
     async def run(self) -> None:
         """Never returns."""
@@ -260,6 +267,7 @@ class Lifecycle:
             alive = {name for name, pids in self._view.stubs().items() if pids}
             without = ours - alive - set(self._rounds.busy)
             idle &= without
+            self._dismissed &= without
             ready: set[str] = set()
             if without - idle and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
@@ -267,6 +275,7 @@ class Lifecycle:
                     ready = {name for name in without if states.get(name) == "ready"}
                     ready -= set(self._rounds.busy)
                     idle = without - ready
+                    self._dismissed = {name for name in without if states.get(name) == "dismissed"}
             up_since = self._view.since if self._view.up else None
             if dead := self._mending.look(ready, alive, up_since, self._now()):
                 for name in dead - set(self._rounds.busy):

@@ -43,6 +43,8 @@ class Loads:
         self._lock = threading.Lock()
         #: Models that were put and not loaded yet: if that fails, they are taken back.
         self._put: dict[str, Replaced] = {}
+        #: Models whose bundles are gone and that are being taken out of the server, and then of the repository.
+        self.unloading: set[str] = set()
         #: Model -> its directory when Triton loaded it last.
         self.served: dict[str, tuple[int, int] | None] = {}
         #: Model -> the time of the newest file that Triton has seen of it, in nanoseconds.
@@ -156,6 +158,7 @@ class Loads:
                 await self._triton.load(name)
 
     async def _unload(self, name: str) -> None:
+        self.unloading.add(name)
         try:
             await self._triton.unload(name)
             await asyncio.to_thread(remove, self._repository, name, self._link)
@@ -165,6 +168,8 @@ class Loads:
             self.served.pop(name, None)
             self._rounds.done(name)
             log.info("%s is unloaded: its bundle is gone", name)
+        finally:
+            self.unloading.discard(name)
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._rounds.begin(name, self._now())

@@ -593,6 +593,24 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     story(tmp_path, {"r": {"a": "v1"}}, tell)
 
 
+def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
+    """It waits for another one's load, and is mended meanwhile, because it still serves."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        world.triton.seconds = 60
+        place(world.roots["r"] / "slow", "v2")
+        shutil.rmtree(world.roots["r"] / "a")
+        await asyncio.sleep(10)
+        world.triton.seconds = 1
+        world.triton.kill("a")
+        await asyncio.sleep(10)
+        assert world.triton.texts()["a"] == "v1"
+        assert not world.triton.dead
+        await asyncio.sleep(60)
+
+    assert story(tmp_path, {"r": {"slow": "v1", "a": "v1"}}, tell).triton.texts() == {"slow": "v2"}
+
+
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
     """Changes stay on disk until somebody says so, and names that there are not are refused."""
 

@@ -91,7 +91,7 @@ class Loads:
         with self._lock:
             free = name not in self._taken and name not in self._tasks
             if free:
-                self.load(name, anew=True)
+                self._start(name, self._load(name, anew=True), mends=True)
         return free
 
     def unload(self, name: str) -> None:
@@ -171,8 +171,8 @@ class Loads:
         finally:
             self.unloading.discard(name)
 
-    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self._rounds.begin(name, self._now())
+    def _start(self, name: str, work: Coroutine[Any, Any, None], *, mends: bool = False) -> None:
+        self._rounds.begin(name, self._now(), mends=mends)
         task = self._tasks[name] = asyncio.create_task(self._guarded(name, work), name=f"load {name}")
         task.add_done_callback(lambda _: self._ended(name))
 

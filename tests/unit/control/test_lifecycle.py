@@ -611,6 +611,38 @@ def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> N
     assert story(tmp_path, {"r": {"slow": "v1", "a": "v1"}}, tell).triton.texts() == {"slow": "v2"}
 
 
+@pytest.mark.parametrize("mode", ["static", "explicit"])
+def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Nobody has asked for that; what somebody has asked for is tried again."""
+
+    async def refuse(name: str) -> None:
+        raise TritonError("no memory")
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        # Then nobody looks whether it has a stub for a minute.
+        world.triton.mode = "poll"
+        place(world.roots["r"] / "a", "v2")
+        with monkeypatch.context() as patch:
+            patch.setattr(world.triton, "load", refuse)
+            world.triton.kill("a")
+            await asyncio.sleep(8)
+        assert lifecycle.failures
+        await asyncio.sleep(12)
+        assert not lifecycle.failures
+        assert not world.triton.dead
+        assert world.triton.texts() == {"a": "v1"}
+        with monkeypatch.context() as patch:
+            patch.setattr(world.triton, "load", refuse)
+            with pytest.raises(LifecycleError, match="no memory"):
+                await lifecycle.reload("a")
+        await asyncio.sleep(20)
+        assert world.triton.texts() == {"a": "v2"}
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
+
+
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
     """Changes stay on disk until somebody says so, and names that there are not are refused."""
 

@@ -213,14 +213,21 @@ class Lifecycle:
                 await self._bring(None)
                 first = False
             if not first:
-                if due := self._rounds.due(self._now()):
-                    await self._bring(due)
+                await self._do(self._rounds.due(self._now()))
                 await self._let_go()
             at = self._rounds.next_time()
             with contextlib.suppress(TimeoutError):
                 # Not wait_for, which forgets that it was cancelled when something stirs at that moment.
                 async with asyncio.timeout_at(at):
                     await self._stir.wait()
+
+    async def _do(self, due: Collection[str]) -> None:
+        # Where nobody follows the bundles, what failed to be mended is not given another one.
+        mended = set() if self._follows else self._loads.mended & self.failures.keys() & set(due)
+        for name in mended:
+            self._replace(name)
+        if rest := set(due) - mended:
+            await self._bring(rest)
 
     async def _let_go(self) -> None:
         async with self._writing:

@@ -45,6 +45,8 @@ class Loads:
         self._put: dict[str, Replaced] = {}
         #: Models whose bundles are gone and that are being taken out of the server, and then of the repository.
         self.unloading: set[str] = set()
+        #: Models whose last load was for no other reason than a dead stub.
+        self.mended: set[str] = set()
         #: Model -> its directory when Triton loaded it last.
         self.served: dict[str, tuple[int, int] | None] = {}
         #: Model -> the time of the newest file that Triton has seen of it, in nanoseconds.
@@ -173,6 +175,10 @@ class Loads:
 
     def _start(self, name: str, work: Coroutine[Any, Any, None], *, mends: bool = False) -> None:
         self._rounds.begin(name, self._now(), mends=mends)
+        if mends:
+            self.mended.add(name)
+        else:
+            self.mended.discard(name)
         task = self._tasks[name] = asyncio.create_task(self._guarded(name, work), name=f"load {name}")
         task.add_done_callback(lambda _: self._ended(name))
 

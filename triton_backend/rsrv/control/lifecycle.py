@@ -204,12 +204,14 @@ class Lifecycle:
         """Does what is due."""
         if not self._barred:
             await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
-        first = self._follows
+        first, sightings = self._follows, 0
         while True:
             self._stir.clear()
-            if first and self._looks.agreed:
-                # Whatever changed while nobody looked.
-                self._rounds.due(self._now())
+            if self._follows and self._looks.agreed and (first or sightings != self._looks.sightings):
+                # Whatever changed while nobody looked, or nobody could.
+                sightings = self._looks.sightings
+                if first:
+                    self._rounds.due(self._now())
                 await self._bring(None)
                 first = False
             if not first:

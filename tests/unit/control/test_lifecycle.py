@@ -325,6 +325,26 @@ def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_b
     run(main())
 
 
+def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_path: Path) -> None:
+    """A reload that comes when the next process starts: each model has one load at a time."""
+    world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static")
+
+    async def main() -> None:
+        await killed_while_loading(world, {"a": "v2"})
+        world.triton.log.clear()
+        async with living(world) as lifecycle:
+            async with lifecycle._writing:
+                assert lifecycle._loads.take("a")
+                await asyncio.sleep(5)
+                assert not world.triton.log
+                lifecycle._loads.release()
+            await asyncio.sleep(5)
+            assert world.triton.log == ["load a", "loaded a"]
+            assert world.triton.texts() == {"a": "v2"}
+
+    run(main())
+
+
 def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp_path: Path) -> None:
     """There was nothing in its place."""
     world = World(tmp_path, {"r": {"a": "v1"}})

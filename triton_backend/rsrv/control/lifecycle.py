@@ -203,7 +203,8 @@ class Lifecycle:
     async def _tend(self) -> None:
         """Does what is due."""
         if not self._barred:
-            await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
+            async with self._writing:
+                await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
         first, sightings = self._follows, 0
         while True:
             self._stir.clear()

@@ -708,6 +708,22 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
     story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle="mode: static")
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
+def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
+    """No rsrv-gen has made a model of it yet, and nobody may have looked."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        place(world.roots["r"] / "fresh", "v1")
+        place(world.roots["r"] / "other", "v1")
+        # One that follows the bundles has to have seen it.
+        await asyncio.sleep(5.5 if mode == "dynamic" else 0.0)
+        await lifecycle.reload("fresh")
+        assert world.triton.texts()["fresh"] == "v1"
+        assert mode == "dynamic" or "other" not in world.triton.texts()
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
+
+
 def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
     """The name is not Triton's, and stands for those that have its bundle."""
 

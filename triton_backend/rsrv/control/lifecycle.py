@@ -126,9 +126,12 @@ class Lifecycle:
         if self._barred:
             raise LifecycleError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
         names = await asyncio.to_thread(self._stands_for, name)
+        if not names and not self._follows:
+            async with self._writing:
+                await self._look_anew()
         # One that is new and not whole yet is waited for.
-        if not names and not (self._follows and self._looks.settled(name) != ()):
-            raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made")
+        if not names and self._looks.settled(name) == ():
+            raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
         await self._loads.wait(names)
         done = await self._bring(names, anew=True)

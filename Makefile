@@ -40,7 +40,8 @@ demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out d
 
 serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000, 8001 and 8002 until Ctrl-C
 	$(BIN)/rsrv-gen build/bundles -o gen
-	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*'
+	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*' \
+		--exit-on-error=false
 
 node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
 	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)

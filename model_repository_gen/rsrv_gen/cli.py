@@ -50,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rsrv-gen",
         description="Writes a Triton model repository: one Python-backend model for each bundle.",
-        epilog="Serve it with: tritonserver --model-repository=GEN",
+        epilog="Serve it with: tritonserver --model-repository=GEN --model-control-mode=explicit "
+        "--load-model=* --exit-on-error=false",
     )
     parser.add_argument(
         "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a bundle, or a directory of bundles"

@@ -90,6 +90,20 @@ def assert_becomes(call: Caller, name: str, wanted: tuple[int, int] | None) -> N
     wait_until(lambda: served(call, name) == wanted, what=f"{name} to be {wanted}")
 
 
+def place_one_that_fails(path: Path, begun: Path, gate: Path) -> None:
+    """A new version of a bundle that touches `begun` when it is loaded, and fails when there is a `gate`."""
+    new = path.with_name(f".{path.name}.new")
+    shutil.copytree(path, new)
+    (new / "model.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        f"Path({str(begun)!r}).touch()\n"
+        f"while not Path({str(gate)!r}).exists():\n    time.sleep(0.01)\n"
+        "raise RuntimeError('never')\ndef preprocess(inputs): return inputs\n"
+    )
+    place(new, path)
+    shutil.rmtree(new)
+
+
 def test_a_new_bundle_is_served_and_a_removed_one_is_not(
     call: Caller, bundles: Path, folder: Path, versions: dict[str, Path]
 ) -> None:
@@ -170,15 +184,7 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
     place(versions["one"], bundles / "orphan")
     assert_becomes(call, "orphan", (1, 0))
     begun, gate = tmp_path / "begun", tmp_path / "gate"
-    shutil.copytree(bundles / "orphan", bundles / ".orphan.new")
-    (bundles / ".orphan.new" / "model.py").write_text(
-        "import time\nfrom pathlib import Path\n"
-        f"Path({str(begun)!r}).touch()\n"
-        f"while not Path({str(gate)!r}).exists():\n    time.sleep(0.01)\n"
-        "raise RuntimeError('never')\ndef preprocess(inputs): return inputs\n"
-    )
-    place(bundles / ".orphan.new", bundles / "orphan")
-    shutil.rmtree(bundles / ".orphan.new")
+    place_one_that_fails(bundles / "orphan", begun, gate)
     wait_until(begun.exists, what="the new version to load")
     first = life.pid
     os.kill(first, signal.SIGKILL)
@@ -199,6 +205,38 @@ def test_a_control_process_that_is_killed_while_a_model_loads_leaves_the_way_bac
     shutil.rmtree(bundles / "orphan")
     assert_becomes(call, "orphan", None)
     wait_until(lambda: not list(folder.glob(".gen.*")))
+
+
+def test_a_server_that_is_killed_while_a_bad_version_loads_starts_again(
+    versions: dict[str, Path], tmp_path: Path
+) -> None:
+    """With all its processes, as a container is; the next server finds the bad version in the repository."""
+    bundles, begun, gate = tmp_path / "bundles", tmp_path / "begun", tmp_path / "gate"
+    for name in ("crashed", "steady"):
+        place(versions["one"], bundles / name)
+    (tmp_path / "settings.yaml").write_text(SETTINGS)
+    options = ["-o", str(tmp_path / "gen"), "--config", str(tmp_path / "settings.yaml")]
+    assert rsrv_gen.main([str(bundles), *options]) == 0
+
+    flags = [*EXPLICIT, HURRY]
+    with running_triton(tmp_path / "gen", tmp_path / "first.log", extra_args=flags) as first:
+        life = Living(first)
+        place_one_that_fails(bundles / "crashed", begun, gate)
+        wait_until(begun.exists, what="the new version to load")
+        for pid in (life.pid, first.pid, read_status(first.pid)["pid"]):
+            os.kill(pid, signal.SIGKILL)
+        first.server.process.wait()
+        life.close()
+    gate.touch()
+
+    log = tmp_path / "second.log"
+    with running_triton(tmp_path / "gen", log, extra_args=flags, exit_on_error=False) as second:
+        with caller(second) as call:
+            for name in ("crashed", "steady"):
+                assert_becomes(call, name, (1, 0))
+        life = Living(second)
+        wait_until(lambda: "never" in life.failures.get("crashed", ""))
+        life.close()
 
 
 def test_a_chain_of_renames_compiles_nothing(

@@ -289,6 +289,7 @@ class FakeLifecycle:
     def __init__(self) -> None:
         self.failures: dict[str, Failure] = {}
         self.loading: set[str] = set()
+        self.unwanted: set[str] = set()
         self.reloaded: list[str] = []
         self.refusals: dict[str, LifecycleError] = {}
         self.asked = asyncio.Event()
@@ -334,7 +335,10 @@ async def served(
         runtime.models[name] = model_status()
     lifecycle = FakeLifecycle()
     async with linked(tmp_path, silence=silence) as link:
-        health = Health(link, Readiness(link, repository, lambda: lifecycle.loading, decides=decides))
+        readiness = Readiness(
+            link, repository, lambda: lifecycle.loading, lambda: lifecycle.unwanted, decides=decides
+        )
+        health = Health(link, readiness)
         service = ControlService(
             link,
             load_settings(settings or f"control: {{profile_dir: {tmp_path}/profiles}}"),

@@ -91,7 +91,7 @@ async def test_a_mended_model_serves_when_triton_has_loaded_it(tmp_path: Path) -
 def test_a_runtime_that_is_out_of_sight_for_a_moment_loses_no_model(tmp_path: Path) -> None:
     """While Triton loads one anew: as soon as the runtime is seen again, that one serves."""
     view: Any = SimpleNamespace(up=True, entries={"a@1": entry("a")})
-    readiness = Readiness(view, tmp_path, lambda: {"a"}, decides=True)
+    readiness = Readiness(view, tmp_path, lambda: {"a"}, lambda: (), decides=True)
     seen = []
     for view.up in (True, False, True):
         seen.append(readiness.ready())
@@ -178,6 +178,30 @@ async def test_a_model_that_is_removed_is_not_missed(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await check(server, "b")
         assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+@looped
+async def test_a_model_that_is_not_wanted_is_not_missed_until_it_has_served_again(tmp_path: Path) -> None:
+    """Unloaded by hand, or about to leave the repository; later somebody loads it, which takes its time, and it dies."""
+    async with served(tmp_path, models=["a", "b"]) as server:
+        whole = watch(server)
+        server.lifecycle.unwanted.add("b")
+        server.runtime.change("b@1", None)
+        await settled(server, 6)
+        assert (await check(server), await check(server, "b")) == (SERVING, NOT_SERVING)
+
+        server.runtime.change("b@1", entry("b", state="loading"))
+        server.lifecycle.unwanted.clear()
+        await settled(server, 7)
+        assert (await check(server), await check(server, "b")) == (SERVING, NOT_SERVING)
+
+        server.runtime.change("b@1", entry("b"))
+        await settled(server, 8)
+        assert (await check(server), await check(server, "b")) == (SERVING, SERVING)
+        assert (await whole.read()).status == SERVING
+
+        server.runtime.change("b@1", None)
+        assert (await whole.read()).status == NOT_SERVING
 
 
 @looped

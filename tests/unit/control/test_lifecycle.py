@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.control import watching
+from rsrv.control import loads, watching
 from rsrv.control.lifecycle import Lifecycle, LifecycleError
 from rsrv.control.looks import Seen
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
 from rsrv_gen.aside import version_of
 from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.update import remove
 from rsrv_gen.write import open_repository, our_models
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
@@ -134,6 +135,25 @@ def test_another_run_of_rsrv_gen_adds_a_place(tmp_path: Path) -> None:
     run(main())
 
 
+def test_what_went_while_its_root_was_out_of_sight_goes_when_that_is_back(tmp_path: Path) -> None:
+    """Though the control process started meanwhile, and has never seen its bundle; the rest of the root stays."""
+    world = World(tmp_path, {"r": {"a": "v1"}, "s": {"x": "v1", "y": "v1", "z": "v1"}})
+    away = tmp_path / "away"
+    world.roots["s"].rename(away)
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(20)
+            assert sorted(world.triton.served) == ["a", "x", "y", "z"]
+            shutil.rmtree(away / "x")
+            place(away / "z", "v2")
+            away.rename(world.roots["s"])
+            await asyncio.sleep(20)
+
+    run(main())
+    assert world.triton.texts() == {"a": "v1", "y": "v1", "z": "v2"}
+
+
 def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: Path) -> None:
     """Also to a control process that comes later; a model that failed when the server started is tried again."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "failed": "v1"}})
@@ -150,6 +170,43 @@ def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: P
 
     run(main())
     assert world.triton.texts() == {"a": "v2", "failed": "v1"}
+
+
+def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
+    """So that nobody takes the server for a broken one."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        await world.triton.unload("a")
+        world.triton.dismissed.add("a")
+        await asyncio.sleep(6)
+        assert lifecycle.unwanted == {"a"}
+        assert world.triton.log == ["unload a"]
+        place(world.roots["r"] / "a", "v2")
+        await asyncio.sleep(20)
+        assert not lifecycle.unwanted
+
+    assert story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell).triton.texts() == {"a": "v2", "b": "v1"}
+
+
+def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton has unloaded it by then, and an rsrv-gen may keep the repository's lock for a while."""
+    seen: list[set[str]] = []
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        def look_and_remove(*what: Any) -> None:
+            seen.append(set(lifecycle.unwanted))
+            remove(*what)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loads, "remove", look_and_remove)
+            shutil.rmtree(world.roots["r"] / "a")
+            await asyncio.sleep(20)
+        assert not lifecycle.unwanted
+
+    assert story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell).triton.texts() == {"b": "v1"}
+    assert seen == [{"a"}]
 
 
 def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
@@ -264,6 +321,26 @@ def test_a_server_that_ended_while_it_loaded_serves_the_old_version_when_it_is_b
             await asyncio.sleep(60)
             assert world.triton.texts() == {"a": "v1", "b": "v1"}
             assert set(lifecycle.failures) == {"a"}
+
+    run(main())
+
+
+def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_path: Path) -> None:
+    """A reload that comes when the next process starts: each model has one load at a time."""
+    world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle="mode: static")
+
+    async def main() -> None:
+        await killed_while_loading(world, {"a": "v2"})
+        world.triton.log.clear()
+        async with living(world) as lifecycle:
+            async with lifecycle._writing:
+                assert lifecycle._loads.take("a")
+                await asyncio.sleep(5)
+                assert not world.triton.log
+                lifecycle._loads.release()
+            await asyncio.sleep(5)
+            assert world.triton.log == ["load a", "loaded a"]
+            assert world.triton.texts() == {"a": "v2"}
 
     run(main())
 
@@ -555,6 +632,56 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     story(tmp_path, {"r": {"a": "v1"}}, tell)
 
 
+def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
+    """It waits for another one's load, and is mended meanwhile, because it still serves."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        world.triton.seconds = 60
+        place(world.roots["r"] / "slow", "v2")
+        shutil.rmtree(world.roots["r"] / "a")
+        await asyncio.sleep(10)
+        world.triton.seconds = 1
+        world.triton.kill("a")
+        await asyncio.sleep(10)
+        assert world.triton.texts()["a"] == "v1"
+        assert not world.triton.dead
+        await asyncio.sleep(60)
+
+    assert story(tmp_path, {"r": {"slow": "v1", "a": "v1"}}, tell).triton.texts() == {"slow": "v2"}
+
+
+@pytest.mark.parametrize("mode", ["static", "explicit"])
+def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Nobody has asked for that; what somebody has asked for is tried again."""
+
+    async def refuse(name: str) -> None:
+        raise TritonError("no memory")
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        # Then nobody looks whether it has a stub for a minute.
+        world.triton.mode = "poll"
+        place(world.roots["r"] / "a", "v2")
+        with monkeypatch.context() as patch:
+            patch.setattr(world.triton, "load", refuse)
+            world.triton.kill("a")
+            await asyncio.sleep(8)
+        assert lifecycle.failures
+        await asyncio.sleep(12)
+        assert not lifecycle.failures
+        assert not world.triton.dead
+        assert world.triton.texts() == {"a": "v1"}
+        with monkeypatch.context() as patch:
+            patch.setattr(world.triton, "load", refuse)
+            with pytest.raises(LifecycleError, match="no memory"):
+                await lifecycle.reload("a")
+        await asyncio.sleep(20)
+        assert world.triton.texts() == {"a": "v2"}
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
+
+
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
     """Changes stay on disk until somebody says so, and names that there are not are refused."""
 
@@ -579,6 +706,22 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
         assert caught.value.code == "INTERNAL"
 
     story(tmp_path, {"r": {"a": "v1", "b": "v1"}}, tell, lifecycle="mode: static")
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
+def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
+    """No rsrv-gen has made a model of it yet, and nobody may have looked."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        place(world.roots["r"] / "fresh", "v1")
+        place(world.roots["r"] / "other", "v1")
+        # One that follows the bundles has to have seen it.
+        await asyncio.sleep(5.5 if mode == "dynamic" else 0.0)
+        await lifecycle.reload("fresh")
+        assert world.triton.texts()["fresh"] == "v1"
+        assert mode == "dynamic" or "other" not in world.triton.texts()
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell, lifecycle=f"mode: {mode}")
 
 
 def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
@@ -625,6 +768,22 @@ def test_a_server_whose_models_are_fixed_is_told_of_once(
     run(main())
     assert world.triton.log == []
     assert caplog.text.count("models can't be loaded") == 1
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static", "explicit"])
+def test_a_server_that_ends_at_a_model_that_fails_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """tritonserver lacks --exit-on-error=false; whoever else decides what is loaded decides that, too."""
+    world = World(tmp_path, {"r": {"a": "v1"}}, lifecycle=f"mode: {mode}")
+    world.triton.exits_on_error = True
+
+    async def main() -> None:
+        async with living(world):
+            await asyncio.sleep(60)
+
+    run(main())
+    assert caplog.text.count("--exit-on-error=false") == (mode != "explicit")
 
 
 # --- whatever happens -----------------------------------------------------------------------------------------------
@@ -760,8 +919,9 @@ def test_the_models_become_those_on_disk(
         for root, names in NAMES.items():
             for name in names:
                 bundle = world.roots[root] / name
-                # Of what went while nobody looked, nobody can tell whether it is out of sight.
-                if not bundle.exists() and disk.held(root) and "crash" not in deeds_done:
+                # Of what went while nobody looked, nobody can tell where it was: maybe in a root that is out of sight.
+                told = "crash" not in deeds_done or all(map(disk.held, NAMES))
+                if not bundle.exists() and disk.held(root) and told:
                     assert name not in served, f"{name} is gone"
                 elif bundle.exists() and good(bundle):
                     assert served.get(name) == whole(bundle)

@@ -47,6 +47,21 @@ def test_two_looks_have_to_agree(looks: Looks) -> None:
     assert looks.settled("a") == ((ROOT, "3"),)
 
 
+def test_a_root_that_comes_into_sight_is_looked_at_twice_before_anything_counts_as_gone() -> None:
+    """Each time that it does; a bundle that went meanwhile was never seen."""
+    looks, nowhere = Looks(pause=1.0), Seen(None, trouble="is not there")
+    for now in (0.0, 1.0):
+        changed(looks, now, seen(a="1"), nowhere)
+    assert (looks.agreed, looks.gone("x"), looks.sightings) == (True, False, 1)
+    changed(looks, 2.0, seen(a="1"), seen(y="1"))
+    assert (looks.agreed, looks.gone("x"), looks.sightings) == (False, False, 2)
+    changed(looks, 3.0, seen(a="1"), seen(y="1"))
+    assert (looks.agreed, looks.gone("x"), looks.sightings) == (True, True, 2)
+    changed(looks, 4.0, seen(a="1"), nowhere)
+    changed(looks, 5.0, seen(a="1"), seen(y="1"))
+    assert (looks.agreed, looks.sightings) == (False, 3)
+
+
 def test_a_change_that_is_taken_back_was_none(looks: Looks) -> None:
     """Nobody hears of it."""
     assert changed(looks, 2.0, seen(a="2")) == set()

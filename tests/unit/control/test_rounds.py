@@ -32,6 +32,25 @@ def test_what_could_not_be_looked_at_is_looked_at_later() -> None:
     assert rounds.next_time() is None
 
 
+def test_who_leaves_is_mended_and_leaves_all_the_same() -> None:
+    """After what it waits for; whether the mending works or not."""
+    for works in (True, False):
+        rounds = Rounds()
+        rounds.begin("slow", 0)
+        rounds.leave("a")
+        rounds.begin("a", 1, mends=True)
+        rounds.done("slow")
+        assert rounds.leavers(2) == []
+        if works:
+            rounds.done("a")
+        else:
+            rounds.failed("a", "why", 3, wall=0)
+        assert rounds.leavers(3) == ["a"]
+        rounds.begin("a", 3)
+        rounds.done("a")
+        assert rounds.leavers(4) == []
+
+
 def test_failures_are_tried_again_ever_more_seldom() -> None:
     """After 10, 20, 40 seconds, and at last every ten minutes; since when it fails stays."""
     rounds, now, pauses = Rounds(), 0.0, []

@@ -18,6 +18,8 @@ from rsrv.control.triton import Door, _reason, door
         ("tritonserver --log-verbose --grpc-port=7", Door("127.0.0.1:7")),
         ("tritonserver --grpc-use-ssl=false --allow-grpc true", Door()),
         ("tritonserver --model-control-mode=explicit -- --grpc-port=7", Door(mode="explicit")),
+        ("tritonserver --exit-on-error=false", Door(exits_on_error=False)),
+        ("tritonserver --exit-on-error true", Door()),
         ("", Door()),
     ],
 )

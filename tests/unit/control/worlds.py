@@ -26,6 +26,7 @@ class FakeTriton:
         self.mode: Mode = mode
         self.address = "nowhere"
         self.trouble = ""
+        self.exits_on_error = False
         self.seconds = 1.0
         #: Model -> the text of its modules, and the time of the newest file that was seen.
         self.served: dict[str, tuple[str, int]] = {}

@@ -93,7 +93,11 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
     lifecycle = Lifecycle(settings, repository, link, Triton.of(options.server_pid, settings.control.triton))
     readiness = Readiness(
-        link, repository, lambda: lifecycle.loading, decides=settings.lifecycle.mode != "explicit"
+        link,
+        repository,
+        lambda: lifecycle.loading,
+        lambda: lifecycle.unwanted,
+        decides=settings.lifecycle.mode != "explicit",
     )
     health = Health(link, readiness)
     service = ControlService(link, settings, repository, options.server_pid, lifecycle)

@@ -76,6 +76,8 @@ class Lifecycle:
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
+        #: Models that somebody has unloaded by hand, as far as is known.
+        self._dismissed: set[str] = set()
         #: Why nothing can be loaded or unloaded; empty: it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
@@ -91,11 +93,21 @@ class Lifecycle:
         """Models that Triton is loading, or unloading."""
         return self._rounds.busy
 
+    @property
+    def unwanted(self) -> Collection[str]:
+        """Models of the repository that need not serve: unloaded by hand, or on their way out of it."""
+        return self._dismissed | self._loads.unloading
+
     async def run(self) -> None:
         """Never returns."""
         await self._reach()
         if self._barred:
             log.warning("models can't be loaded, unloaded or mended: %s", self._barred)
+        elif self._triton.exits_on_error and self._lifecycle.mode != "explicit":
+            log.warning(
+                "tritonserver was started without --exit-on-error=false: if it ends while a new version loads that "
+                "fails, it will not start again"
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._again(self._mend), name="mend")
@@ -114,9 +126,12 @@ class Lifecycle:
         if self._barred:
             raise LifecycleError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
         names = await asyncio.to_thread(self._stands_for, name)
+        if not names and not self._follows:
+            async with self._writing:
+                await self._look_anew()
         # One that is new and not whole yet is waited for.
-        if not names and not (self._follows and self._looks.settled(name) != ()):
-            raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made")
+        if not names and self._looks.settled(name) == ():
+            raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
         await self._loads.wait(names)
         done = await self._bring(names, anew=True)
@@ -191,24 +206,34 @@ class Lifecycle:
     async def _tend(self) -> None:
         """Does what is due."""
         if not self._barred:
-            await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
-        first = self._follows
+            async with self._writing:
+                await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
+        first, sightings = self._follows, 0
         while True:
             self._stir.clear()
-            if first and self._looks.agreed:
-                # Whatever changed while nobody looked.
-                self._rounds.due(self._now())
+            if self._follows and self._looks.agreed and (first or sightings != self._looks.sightings):
+                # Whatever changed while nobody looked, or nobody could.
+                sightings = self._looks.sightings
+                if first:
+                    self._rounds.due(self._now())
                 await self._bring(None)
                 first = False
             if not first:
-                if due := self._rounds.due(self._now()):
-                    await self._bring(due)
+                await self._do(self._rounds.due(self._now()))
                 await self._let_go()
             at = self._rounds.next_time()
             with contextlib.suppress(TimeoutError):
                 # Not wait_for, which forgets that it was cancelled when something stirs at that moment.
                 async with asyncio.timeout_at(at):
                     await self._stir.wait()
+
+    async def _do(self, due: Collection[str]) -> None:
+        # Where nobody follows the bundles, what failed to be mended is not given another one.
+        mended = set() if self._follows else self._loads.mended & self.failures.keys() & set(due)
+        for name in mended:
+            self._replace(name)
+        if rest := set(due) - mended:
+            await self._bring(rest)
 
     async def _let_go(self) -> None:
         async with self._writing:
@@ -255,6 +280,7 @@ class Lifecycle:
             alive = {name for name, pids in self._view.stubs().items() if pids}
             without = ours - alive - set(self._rounds.busy)
             idle &= without
+            self._dismissed &= without
             ready: set[str] = set()
             if without - idle and not self._triton.trouble:
                 with contextlib.suppress(TritonError):
@@ -262,6 +288,7 @@ class Lifecycle:
                     ready = {name for name in without if states.get(name) == "ready"}
                     ready -= set(self._rounds.busy)
                     idle = without - ready
+                    self._dismissed = {name for name in without if states.get(name) == "dismissed"}
             up_since = self._view.since if self._view.up else None
             if dead := self._mending.look(ready, alive, up_since, self._now()):
                 for name in dead - set(self._rounds.busy):

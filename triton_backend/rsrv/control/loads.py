@@ -43,6 +43,10 @@ class Loads:
         self._lock = threading.Lock()
         #: Models that were put and not loaded yet: if that fails, they are taken back.
         self._put: dict[str, Replaced] = {}
+        #: Models whose bundles are gone and that are being taken out of the server, and then of the repository.
+        self.unloading: set[str] = set()
+        #: Models whose last load was for no other reason than a dead stub.
+        self.mended: set[str] = set()
         #: Model -> its directory when Triton loaded it last.
         self.served: dict[str, tuple[int, int] | None] = {}
         #: Model -> the time of the newest file that Triton has seen of it, in nanoseconds.
@@ -89,7 +93,7 @@ class Loads:
         with self._lock:
             free = name not in self._taken and name not in self._tasks
             if free:
-                self.load(name, anew=True)
+                self._start(name, self._load(name, anew=True), mends=True)
         return free
 
     def unload(self, name: str) -> None:
@@ -156,6 +160,7 @@ class Loads:
                 await self._triton.load(name)
 
     async def _unload(self, name: str) -> None:
+        self.unloading.add(name)
         try:
             await self._triton.unload(name)
             await asyncio.to_thread(remove, self._repository, name, self._link)
@@ -165,9 +170,15 @@ class Loads:
             self.served.pop(name, None)
             self._rounds.done(name)
             log.info("%s is unloaded: its bundle is gone", name)
+        finally:
+            self.unloading.discard(name)
 
-    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self._rounds.begin(name, self._now())
+    def _start(self, name: str, work: Coroutine[Any, Any, None], *, mends: bool = False) -> None:
+        self._rounds.begin(name, self._now(), mends=mends)
+        if mends:
+            self.mended.add(name)
+        else:
+            self.mended.discard(name)
         task = self._tasks[name] = asyncio.create_task(self._guarded(name, work), name=f"load {name}")
         task.add_done_callback(lambda _: self._ended(name))
 

@@ -68,8 +68,10 @@ class Looks:
         #: Name -> a state that differs from that one, and when it was first seen.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
-        #: Whether two looks could agree by now. Before that nothing is known.
+        #: Whether two looks could agree by now on every root in sight. Before that nothing is known.
         self.agreed = False
+        #: How often a root has come into sight: what went meanwhile, or before the first look, shows in no change.
+        self.sightings = 0
 
     @property
     def restless(self) -> bool:
@@ -78,11 +80,13 @@ class Looks:
 
     def look(self, roots: Mapping[Path, Seen], now: float) -> tuple[frozenset[str], list[str]]:
         """One look at all roots: names of the bundles whose change counts from now on, and what to tell people."""
-        self._first = now if self._first is None else self._first
-        self.agreed = now - self._first >= self._pause
         # One that is not to be looked at any more takes its bundles with it.
         self._roots = {path: self._roots.get(path, _Root()) for path in roots}
+        seen_before = self.sightings
         told = [line for path, seen in roots.items() if (line := self._root(path, seen))]
+        if self._first is None or self.sightings != seen_before:
+            self._first = now
+        self.agreed = now - self._first >= self._pause
         states = self._states()
         changed = set()
         for name in {*states, *self._settled, *self._pending}:
@@ -110,6 +114,7 @@ class Looks:
             trouble = "holds no bundles" if root.identity is None else "has become another, empty directory"
         was_missing, root.missing = root.missing, bool(trouble)
         if not trouble:
+            self.sightings += was_missing or root.identity is None
             root.identity, root.bundles = seen.identity, seen.bundles
             return f"{path} is back: its bundles are watched again" if was_missing else ""
         if was_missing:

@@ -9,18 +9,27 @@ from rsrv_gen.plan import BUNDLE_FOLDER
 
 class Readiness:
     """What should serve is what the repository held at the start, and whatever has been ready since, for as long as the
-    repository has it. So a model that is added counts once it is ready, and one that fails from the start counts.
+    repository has it and nobody has unloaded it. So a model that is added counts once it is ready, and one that fails from the start
+    counts.
 
-    `loading`: names of the models that Triton is loading; `decides`: whether the repository says what is served, as it
+    `loading`: names of the models that Triton is loading; `unwanted`: of those that need not serve although the
+    repository has them; `decides`: whether the repository says what is served, as it
     does unless an external control plane decides (explicit mode), and nobody but that knows.
     """
 
     def __init__(
-        self, view: RuntimeView, repository: Path, loading: Callable[[], Collection[str]], *, decides: bool
+        self,
+        view: RuntimeView,
+        repository: Path,
+        loading: Callable[[], Collection[str]],
+        unwanted: Callable[[], Collection[str]],
+        *,
+        decides: bool,
     ) -> None:
         self._view = view
         self._repository = repository
         self._loading = loading
+        self._unwanted = unwanted
         self._decides = decides
         self._expected = (
             {found.parent.parent.name for found in repository.glob(f"*/{BUNDLE_FOLDER}")}
@@ -64,7 +73,8 @@ class Readiness:
         if self._decides:
             self._expected |= ready
         missing = self._expected - ready
-        gone = {name for name in missing if not self._has(name)}
+        unwanted = self._unwanted()
+        gone = {name for name in missing if name in unwanted or not self._has(name)}
         self._expected -= gone
         return missing - gone
 

@@ -75,9 +75,10 @@ class Rounds:
         """It could not be looked at, and wants to be at that time."""
         self._later[name] = at
 
-    def begin(self, name: str, now: float) -> None:
-        """A load or an unload begins."""
-        self._leaving.pop(name, None)
+    def begin(self, name: str, now: float, *, mends: bool = False) -> None:
+        """A load or an unload begins. `mends`: for no other reason than a dead stub; who is to leave still is."""
+        if not mends:
+            self._leaving.pop(name, None)
         self._busy[name] = now
 
     def done(self, name: str) -> None:

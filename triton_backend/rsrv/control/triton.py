@@ -17,7 +17,7 @@ Mode = Literal["none", "poll", "explicit"]
 #: How a model is. `dismissed`: somebody has unloaded it. `other`: it comes, goes, or could not be loaded.
 State = Literal["ready", "dismissed", "other"]
 
-HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-model=*"
+HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-model=* --exit-on-error=false"
 
 #: Seconds for what Triton answers at once.
 _SOON = 10.0
@@ -34,6 +34,8 @@ class Door:
     #: host:port
     address: str = "127.0.0.1:8001"
     mode: Mode = "none"
+    #: Whether it ends, instead of serving the others, when a model can't be loaded at its start.
+    exits_on_error: bool = True
     #: What a restricted repository API wants to see with each call. A secret: not to be shown.
     metadata: tuple[tuple[str, str], ...] = ()
     #: Why it can't be spoken to; empty: it can.
@@ -60,6 +62,7 @@ def door(arguments: Sequence[str], address: str | None = None) -> Door:
     return Door(
         address or f"{reached}:{port}",
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
+        _true(flags.get("exit-on-error", ["true"])[-1]),
         tuple(_restrictions(flags.get("grpc-restricted-protocol", []))),
         trouble,
     )
@@ -128,6 +131,7 @@ class Triton:
         self.mode: Mode = door.mode
         self.address = door.address
         self.trouble = door.trouble
+        self.exits_on_error = door.exits_on_error
         self._metadata = door.metadata
         self._channel = grpc.aio.insecure_channel(
             door.address,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from contextlib import AsyncExitStack
@@ -43,6 +44,7 @@ def run(config: Path | None, workers: str | None) -> int:
     except (SettingsError, MembersError, OSError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 2
+    _open_many()
     try:
         asyncio.run(serve(section))
     except (ListenError, ControlError, ContactError, MembersError, RuntimeDirectoryError) as error:
@@ -141,6 +143,12 @@ def _until_signalled() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     return stop
+
+
+def _open_many() -> None:
+    """As many files as the system lets us: each client is one, and without any left no worker can be reached either."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _log_to_stderr() -> None:

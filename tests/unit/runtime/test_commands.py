@@ -203,6 +203,50 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
     engine.close()
 
 
+@pytest.mark.parametrize("newer", ["a", "c"])
+def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
+    start_runtime: StartRuntime, doublings: dict[str, Path], newer: str
+) -> None:
+    """The same with another stub, or a new one: served without a word from anybody, until it is evicted."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
+    old = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
+        operator.do("prefetch", model="a")
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        if newer == "a":
+            old.close()
+            until(lambda: not runtime.device.resident)
+        new = make_engine(runtime, doublings[newer], name="a")
+        old.close()
+        assert answered(ask(new)) == {"a": 1, "c": 3}[newer]
+
+        operator.do("evict", model="a")
+        new.close()
+        until(lambda: not runtime.device.resident)
+        newest = make_engine(runtime, doublings["b"], name="a")
+        assert refused(answer(ask(newest)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+    newest.close()
+
+
+def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """It was prefetched before, but left when it was unpinned; so does the next version."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
+    old = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
+        operator.do("prefetch", model="a")
+        operator.do("residency", model="a", residency="device")
+        watcher.until(lambda: watcher.is_("a", weights="resident", residency="device"))
+        operator.do("residency", model="a", residency="system")
+        watcher.until(lambda: watcher.is_("a", weights="absent"))
+        new = make_engine(runtime, doublings["c"], name="a")
+
+        assert refused(answer(ask(new)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+    old.close()
+    new.close()
+
+
 # --- policy ------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ STRIKE = "strike"
 TELLS_WITHIN = 1.0
 #: answers that a 99th percentile needs at least
 _ENOUGH = 50
+#: so many times as slow as before is worth a remark
+_SLOW = 2.0
 
 
 class Record(NamedTuple):
@@ -240,8 +242,14 @@ def cells(row: Row, expected: Expected) -> list[str]:
         _back_text(row.victims_back),
         "-" if everybody else _back_text(row.bystanders_back),
         "-" if row.told is None else _back_text(row.told),
-        "FAILED" if row.problems else "ok",
+        _verdict(row),
     ]
+
+
+def _verdict(row: Row) -> str:
+    verdict = "FAILED" if row.problems else "ok"
+    # No failure: others may need the machine, too.
+    return verdict if row.slower is None or row.slower <= _SLOW else f"{verdict}, p99 x {row.slower:.1f}"
 
 
 def _back_text(seconds: float) -> str:

@@ -134,6 +134,16 @@ def test_bystanders_are_compared_with_themselves_before() -> None:
     assert judge("fault", [*before[-20:], *during], STRETCH, HURT).slower is None
 
 
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.019, "ok"), (0.03, "ok, p99 x 3.0")])
+def test_bystanders_that_are_much_slower_are_remarked(seconds: float, verdict: str) -> None:
+    """It is no failure: the machine may have had others to serve."""
+    back = [record("victim", 15.5, 15.6)]
+    before, during = steady("bystander", 4.0, 10.0, 0.01), steady("bystander", 10.0, 20.0, seconds)
+    row = judge("fault", [*before, *during, *back], STRETCH, HURT)
+    assert row.problems == ()
+    assert cells(row, HURT)[-1] == verdict
+
+
 def test_strikes_of_a_fault_are_added_up_and_the_worst_is_told() -> None:
     first = judge("fault", [record("victim", 9.9, 10.5, DOWN), record("victim", 15, 16)], STRETCH, HURT)
     second = judge(

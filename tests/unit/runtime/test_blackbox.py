@@ -17,6 +17,8 @@ from rsrv.runtime.underway import PLACES, SLOT, Phase, Underway
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
+from rsrv.wire.frames import Kind, pack_json
+from rsrv.wire.socket import send
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import StartRuntime, until
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, refused, rows
@@ -285,6 +287,25 @@ def test_a_crash_while_executing_counts_and_a_kill_does_not(
     assert (box.deaths.verdict("m@1") is not None) == counts
     assert ("Fatal Python error" in caplog.text) == counts
     assert "while m@1 was executing" in caplog.text
+
+
+def test_a_first_load_is_not_proven_before_it_ends(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """That some of its weights were read says nothing of how the load ends."""
+    box = BlackBox(tmp_path)
+    runtime = start_runtime(blackbox=box)
+    runtime.device.uploads.clear()
+    greeted = runtime.open()
+    send(greeted.sock, pack_json(Kind.REGISTER, {"model": "m", "bundle": str(doublings["a"])}))
+    assert runtime.device.uploads.waiting.wait(10)
+
+    (found,) = read_slots(bytes(box.memory))
+
+    assert (found.phase, found.ended) == (Phase.LOADING, 0)
+    runtime.device.uploads.set()
+    until(lambda: runtime.loop.underway.weights.task is None)
+    greeted.sock.close()
 
 
 # --- models that are not tried any more ---------------------------------------------------------------------------

@@ -203,6 +203,50 @@ def test_in_explicit_mode_only_what_was_fetched_is_served(
     engine.close()
 
 
+@pytest.mark.parametrize("newer", ["a", "c"])
+def test_in_explicit_mode_a_version_that_takes_over_is_where_the_older_one_was(
+    start_runtime: StartRuntime, doublings: dict[str, Path], newer: str
+) -> None:
+    """The same with another stub, or a new one: served without a word from anybody, until it is evicted."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
+    old = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
+        operator.do("prefetch", model="a")
+        watcher.until(lambda: watcher.is_("a", weights="resident"))
+        if newer == "a":
+            old.close()
+            until(lambda: not runtime.device.resident)
+        new = make_engine(runtime, doublings[newer], name="a")
+        old.close()
+        assert answered(ask(new)) == {"a": 1, "c": 3}[newer]
+
+        operator.do("evict", model="a")
+        new.close()
+        until(lambda: not runtime.device.resident)
+        newest = make_engine(runtime, doublings["b"], name="a")
+        assert refused(answer(ask(newest)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+    newest.close()
+
+
+def test_in_explicit_mode_what_was_unpinned_does_not_come_back(
+    start_runtime: StartRuntime, doublings: dict[str, Path]
+) -> None:
+    """It was prefetched before, but left when it was unpinned; so does the next version."""
+    runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nlifecycle: {mode: explicit}"))
+    old = make_engine(runtime, doublings["a"], name="a")
+    with Watcher(runtime) as watcher, Operator(runtime) as operator:
+        operator.do("prefetch", model="a")
+        operator.do("residency", model="a", residency="device")
+        watcher.until(lambda: watcher.is_("a", weights="resident", residency="device"))
+        operator.do("residency", model="a", residency="system")
+        watcher.until(lambda: watcher.is_("a", weights="absent"))
+        new = make_engine(runtime, doublings["c"], name="a")
+
+        assert refused(answer(ask(new)), FakeError.UNAVAILABLE, "[rsrv:NOT_RESIDENT]")
+    old.close()
+    new.close()
+
+
 # --- policy ------------------------------------------------------------------------------------------------
 
 
@@ -382,9 +426,9 @@ def test_a_profile_is_recorded_in_a_private_directory(
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert (directory / "trace").exists()
         again = operator.do("profile", directory=str(tmp_path / "third"))
-        assert again["code"] == "FAILED_PRECONDITION"
+        assert again == {"error": "a profile runs already: stop it first", "code": "FAILED_PRECONDITION"}
         assert operator.do("profile") == {}
-    assert operator.do("profile")["code"] == "FAILED_PRECONDITION"
+    assert operator.do("profile") == {"error": "no profile runs", "code": "FAILED_PRECONDITION"}
 
 
 def test_commands_that_follow_a_profile_are_answered_after_it(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from rsrv.runtime.scheduler.events import (
@@ -15,6 +17,7 @@ from rsrv.runtime.scheduler.events import (
     LoadFailed,
     LoadWeights,
     Outcome,
+    Pinned,
     Prefetch,
     Reason,
     WarmUp,
@@ -260,6 +263,128 @@ def test_a_model_that_found_memory_after_all_starts_anew() -> None:
 
     assert isinstance(finish, Finish)
     assert finish.retry_after == 1.0
+
+
+def no_memory_for(driver: Driver, name: str) -> None:
+    for _ in range(2):
+        driver.fail_load(name, out_of_memory=True)
+    assert not driver.loading
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+def test_a_pinned_model_that_found_no_memory_is_tried_again_by_itself(on_demand: bool) -> None:
+    """A second later, then two, and so on up to a minute; nobody has to ask, and then it is there."""
+    driver = driver_of()
+    driver.change(on_demand=on_demand)
+    driver.add(program("a", pinned=True), resident=False)
+    rests = []
+    for _ in range(8):
+        no_memory_for(driver, "a")
+        wakeup = driver.scheduler.next_wakeup()
+        assert wakeup is not None
+        rests.append(round(wakeup - driver.now))
+        driver.tick(wakeup)
+        assert driver.loading.keys() == {"a"}
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.load("a")
+    driver.finish_all()
+
+    assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert driver.outcome(request) is Outcome.ANSWERED
+    assert driver.scheduler.next_wakeup() is None
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+@pytest.mark.parametrize("how", ["removed", "evicted"])
+def test_a_pinned_model_is_tried_again_when_somebody_leaves(how: str, on_demand: bool) -> None:
+    """It need not wait for the end of its rest."""
+    driver = driver_of()
+    driver.change(on_demand=on_demand)
+    driver.add(program("a", pinned=True), resident=False)
+    no_memory_for(driver, "a")
+    driver.add(program("b"))
+
+    out = driver.remove("b") if how == "removed" else driver.evict("b")
+
+    assert out == [EvictWeights("b", 3), LoadWeights("a", 4)]
+
+
+def test_an_unpinned_model_is_not_tried_again_by_itself() -> None:
+    """Nor one that left while it rested."""
+    driver = driver_of()
+    for name in "ab":
+        driver.add(program(name, pinned=True), resident=False)
+        no_memory_for(driver, name)
+    driver.send(Pinned("a", False))
+    driver.remove("b")
+
+    assert driver.scheduler.next_wakeup() is None
+    driver.tick(100.0)
+    assert not driver.loading
+
+
+def relieving(driver: Driver) -> dict[str, Callable[[], object]]:
+    """What an operator may do about others that ends the rest of `large`."""
+    return {
+        "removed": lambda: driver.remove("other"),
+        "unpinned": lambda: driver.send(Pinned("other", False)),
+        "evicted": lambda: driver.evict("idle"),
+    }
+
+
+@pytest.mark.parametrize("how", ["removed", "unpinned", "evicted"])
+def test_an_operator_who_makes_room_ends_a_rest(how: str) -> None:
+    """Requests cause a load again; if that fails, too, the next rest is twice as long all the same."""
+    driver = driver_of()
+    driver.add(program("other", pinned=True))
+    waiting_for(driver, "large", "idle")
+    driver.arrive(driver.request("large"))
+    no_memory_for(driver, "large")
+    driver.arrive(driver.request("idle"))
+    driver.settle()
+    refused = driver.request("large")
+    driver.arrive(refused)
+    assert driver.outcome(refused) is Reason.NO_MEMORY
+
+    relieving(driver)[how]()
+
+    request = driver.request("large")
+    driver.arrive(request)
+    assert driver.outcome(request) is None
+    assert driver.loading.keys() == {"large"}
+    no_memory_for(driver, "large")
+    (finish,) = driver.arrive(driver.request("large"))
+    assert isinstance(finish, Finish)
+    assert finish.retry_after == 2.0
+
+
+@pytest.mark.parametrize("wish", [Prefetch("large"), Pinned("large", True)])
+def test_requests_wait_for_what_is_to_be_tried_again(wish: Prefetch | Pinned) -> None:
+    """An operator has it loaded while it rests, and the link is busy."""
+    driver = driver_of()
+    waiting_for(driver, "large", "other")
+    driver.arrive(driver.request("large"))
+    no_memory_for(driver, "large")
+    driver.arrive(driver.request("other"))
+    driver.send(wish)
+    request = driver.request("large")
+    driver.arrive(request)
+    driver.settle()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
+
+
+def test_weights_that_leave_after_a_warm_up_end_no_rest() -> None:
+    """They came later than the lack of memory, so there is no more of it than before."""
+    driver = driver_of()
+    driver.change(on_demand=False)
+    driver.add(program("large", pinned=True), resident=False)
+    no_memory_for(driver, "large")
+    driver.add(program("new"), resident=False, warm_up=True)
+    driver.load("new")
+
+    assert driver.warm_up_ends("new") == [EvictWeights("new", 3)]
 
 
 def test_the_second_load_waits_for_what_executes() -> None:

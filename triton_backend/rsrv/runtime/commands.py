@@ -254,18 +254,21 @@ class Commands:
         keys = self._catalog.built(names)
         if names and not keys:
             raise Refused("FAILED_PRECONDITION", f"model {model!r:.200} is not built yet; try again later")
+        self._policy.prefetch(names)
         for key in keys:
             self._feed(ev.Prefetch(key))
 
     def _evict(self, model: str | None) -> list[str]:
         """Returns the names of those that have something to free."""
-        keys = self._catalog.built(None if model is None else self._names(model))
+        wanted = None if model is None else self._names(model)
+        keys = self._catalog.built(wanted)
         found = (self._catalog.listed[key] for key in keys)
         names = {
             listed.name
             for listed in found
             if listed.weights != "absent" and self._policy.residency(listed.name) != "device"
         }
+        self._policy.evict(wanted)
         self._feed(ev.Evict(keys))
         return sorted(names)
 

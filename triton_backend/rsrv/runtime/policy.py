@@ -53,6 +53,8 @@ class Policy:
         #: of those that are not in `_paused`
         self._all_paused: Pause | None = None
         self._paused: dict[str, Pause | None] = {}
+        #: whose weights somebody has prefetched, and nobody evicted since
+        self._prefetched: set[str] = set()
 
     def residency(self, name: str) -> Residency:
         return self.settings.for_model(name).residency
@@ -65,6 +67,9 @@ class Policy:
     def paused(self, name: str) -> Pause | None:
         return self._paused.get(name, self._all_paused)
 
+    def prefetched(self, name: str) -> bool:
+        return name in self._prefetched
+
     def program(self, program: Program, name: str) -> Program:
         """A model's program as it is wanted now."""
         return replace(program, paused=self.paused(name), **terms(self.settings, name))
@@ -76,9 +81,20 @@ class Policy:
     def change_models(self, names: Iterable[str], changes: Mapping[str, Any]) -> None:
         """Other values for keys of these models' sections. Raises SettingsError; then nothing has changed."""
         settings = self.settings
+        names = list(names)
         for name in names:
             settings = change_model(settings, name, changes)
+        unpinned = [name for name in names if self.residency(name) == "device"]
         self.settings = settings
+        # Who is not pinned any more leaves.
+        self.evict(name for name in unpinned if self.residency(name) != "device")
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        self._prefetched.update(names)
+
+    def evict(self, names: Iterable[str] | None) -> None:
+        """None: all."""
+        self._prefetched.difference_update(list(self._prefetched) if names is None else names)
 
     def pause(self, names: Iterable[str] | None, mode: Pause | None) -> None:
         """None: all that there are and that come, and let them go on."""

@@ -30,11 +30,11 @@ class Profiler:
             raise Refused("FAILED_PRECONDITION", "a profile is being started or ended; try again later")
         if directory is None:
             if self._state == "idle":
-                raise Refused("FAILED_PRECONDITION", "no profile runs; start one with a directory")
+                raise Refused("FAILED_PRECONDITION", "no profile runs")
             action = device.stop_profile
         else:
             if self._state == "recording":
-                raise Refused("FAILED_PRECONDITION", "a profile runs already; end it with no directory")
+                raise Refused("FAILED_PRECONDITION", "a profile runs already: stop it first")
             path = Path(directory)
             if not path.is_absolute() or "\0" in directory:
                 raise Refused("INVALID_ARGUMENT", f"directory {directory!r:.200} is not an absolute path")

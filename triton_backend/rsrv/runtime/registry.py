@@ -294,6 +294,9 @@ class Registry:
         # Its executions need room beside all weights: first they get it, then its weights may come.
         self.placement.decide()
         self._feed(ev.ModelAdded(result.program, warm_up=True))
+        if self.catalog.policy.prefetched(entry.name):
+            # It takes over from a version that is there, or that was when its stub ended.
+            self._feed(ev.Prefetch(key))
 
     def warm_up(self, key: str, *, again: bool) -> None:
         """A model's weights are there: execute every size of it, and then serve it. `again`: it found no memory."""

@@ -64,7 +64,7 @@ class Tiers:
 
         def read(index: int) -> Array:
             # Where the host has no copy, storage may take as long as it likes: that is not the device's work.
-            self._place.end()
+            self._place.rest()
             try:
                 return model.host.read(index)
             finally:

@@ -126,9 +126,13 @@ class Place:
         self._number = number = number or next(self._numbers)
         return number
 
-    def end(self) -> None:
+    def rest(self) -> None:
+        """Nothing is under way, but nothing has ended either: it goes on with the next `begin`."""
         self._number = 0
         self._memory[self._at] = 0
+
+    def end(self) -> None:
+        self.rest()
         self._ended = ended = self._ended + 1
         if not ended & (ended - 1):
             # Near enough, and far cheaper than each time.

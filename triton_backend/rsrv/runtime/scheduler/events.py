@@ -317,7 +317,10 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The weights of a model that was to be warmed up, pinned or prefetched do not come; nobody tries again by himself."""
+    """The weights of a model that was to be warmed up, pinned or prefetched do not come.
+
+    Nobody tries again by himself, but for a pinned model that found no memory, after a rest.
+    """
 
     model: str
     error: str

@@ -19,6 +19,7 @@ from rsrv.runtime.scheduler.events import (
 from rsrv.runtime.scheduler.loads import Loads, evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.queues import Queues
+from rsrv.runtime.scheduler.rests import Rests
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.runtime.scheduler.weights import Residency, Weights
@@ -35,6 +36,7 @@ class Memory:
         "compaction",
         "leaving",
         "loads",
+        "rests",
         "warming",
         "weights",
     )
@@ -55,8 +57,9 @@ class Memory:
         self._interval = settings.compaction_interval
         #: models that are being warmed up.
         self.warming = 0
-        #: models whose weights are to go as soon as they may (a dictionary for its order).
-        self.leaving: dict[ModelState, None] = {}
+        #: models whose weights are to go as soon as they may (a dictionary for its order), and whether an operator said so.
+        self.leaving: dict[ModelState, bool] = {}
+        self.rests = Rests()
 
     @property
     def idle(self) -> bool:
@@ -80,9 +83,11 @@ class Memory:
         """Let a removed model go, once nothing uses its weights or loads them; whether it is gone."""
         self.loads.forget(model.name)
         self.leaving.pop(model, None)
+        self.rests.forget(model)
         if model.busy or model.holding.residency is Residency.LOADING:
             return False
         if model.holding.residency is Residency.RESIDENT:
+            self.rests.relieve()
             evict = self.weights.evict(model.holding)
             model.story.add(now, "evict weights", evict)
             out.append(evict)
@@ -98,10 +103,14 @@ class Memory:
             model.story.add(now, "pinned" if pinned else "unpinned", "")
         if pinned:
             model.holding.asked = True
+            model.holding.end_rest()
             self.leaving.pop(model, None)
             if model.holding.residency is Residency.ABSENT:
                 self.loads.want(model)
         elif changed:
+            if model.holding.residency is not Residency.ABSENT:
+                # Others have its room now if they need it.
+                self.rests.relieve()
             model.holding.asked = False
             if not model.warm_up:
                 self._unwant(model)
@@ -113,6 +122,7 @@ class Memory:
     def prefetch(self, model: ModelState, now: float) -> None:
         """Bring a model's weights to the device, if they are not there or will not stay."""
         model.story.add(now, "prefetch", "")
+        model.holding.end_rest()
         self.leaving.pop(model, None)
         self._ask(model)
         self._queues.touched[model] = None
@@ -136,7 +146,7 @@ class Memory:
                 self._unwant(model)
             self.loads.withdraw(model.name)
             if holding.residency is not Residency.ABSENT:
-                self.leaving[model] = None
+                self.leaving[model] = True
             # A load that requests wait for goes on, and a model that warms up does so first.
             needed = model.warm_up or (self.loads.on_demand and model.place is not None)
             if holding.residency is Residency.LOADING and not (needed or self.weights.abandoning):
@@ -166,7 +176,7 @@ class Memory:
         model.warming = False
         self.warming -= 1
         if not (self.loads.on_demand or model.holding.asked):
-            self.leaving[model] = None
+            self.leaving[model] = False
         self._queues.touched[model] = None
 
     def warm_up_again(self, model: ModelState) -> None:
@@ -246,7 +256,7 @@ class Memory:
             self.loads.want(model)
             return
         if holding.starved and event.out_of_memory:
-            holding.give_up(now)
+            self.rests.begin(model, now)
         holding.starved = False
         self.loads.forget(model.name)
         if holding.pinned or holding.asked or model.warm_up:
@@ -254,6 +264,14 @@ class Memory:
             out.append(GiveUp(model.name, event.error))
             model.warm_up = False
         self._queues.fail(model, event.error, out)
+
+    def rise(self, now: float) -> None:
+        """Try pinned models again that have rested; others come for requests."""
+        for model in self.rests.over(now):
+            if model.holding.pinned:
+                model.holding.asked = True
+                if model.holding.residency is Residency.ABSENT:
+                    self.loads.want(model)
 
     def _warm(self, model: ModelState, out: list[Instruction]) -> None:
         if model.warm_up:
@@ -316,6 +334,8 @@ class Memory:
     def let_go(self, now: float, out: list[Instruction]) -> None:
         """Evict those that are to go and may: nothing executes on them, or must before."""
         for model in [model for model in self.leaving if evictable(model) and not self._must_execute(model)]:
+            if self.leaving[model]:
+                self.rests.relieve()
             self.evict(model, now, out)
             self.loads.retry()
 

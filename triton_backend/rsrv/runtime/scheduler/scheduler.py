@@ -345,6 +345,7 @@ class Scheduler:
         """Start the load that comes next, after making room; evict what is above the budget."""
         if self._memory.leaving:
             self._memory.let_go(now, out)
+        self._memory.rise(now)
         self._memory.trim(now, out)
         # Who was evicted with work is in line at once: nothing else may happen for a long time.
         self._settle(now)
@@ -450,10 +451,10 @@ class Scheduler:
         """When a `Tick` is due; None if nothing happens by time alone.
 
         The soonest of: a queued request's or a waiting run's deadline, or when it becomes certain to be missed; the end of
-        holding a model back for more requests, or of keeping weights that others wait to replace; the time to
-        give the device its next execution.
+        holding a model back for more requests, or of keeping weights that others wait to replace; the next try of a
+        pinned model that found no memory; the time to give the device its next execution.
         """
-        times = [self._queues.deadlines.next(), self._gate.next_deadline()]
+        times = [self._queues.deadlines.next(), self._gate.next_deadline(), self._memory.rests.next()]
         if self._discipline.sheds:
             start = self._queues.starts.next()
             times.append(None if start is None else start + 2 * SLACK)

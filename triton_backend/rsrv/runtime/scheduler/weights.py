@@ -120,6 +120,10 @@ class Holding:
         self.rest = min(max(2.0 * self.rest, _FIRST_REST), _LONGEST_REST)
         self.rests_until = now + self.rest
 
+    def end_rest(self) -> None:
+        """It may find memory now; if it does not, the next rest is longer all the same."""
+        self.rests_until = -inf
+
     def resting(self, now: float) -> float:
         """Seconds for which requests do not cause a load of it; 0: they do, or need none."""
         return max(0.0, self.rests_until - now) if self.residency is Residency.ABSENT else 0.0

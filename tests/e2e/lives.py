@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import jax.numpy as jnp
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
@@ -92,6 +93,13 @@ class Living:
     def failures(self) -> dict[str, str]:
         status = self._stub.GetStatus(pb.GetStatusRequest(), timeout=20)
         return {failure.name: failure.text for failure in status.failures}
+
+    @property
+    def serves(self) -> bool:
+        """Whether the server as a whole is healthy."""
+        health = health_pb2_grpc.HealthStub(self._channel)
+        status = health.Check(health_pb2.HealthCheckRequest(), timeout=20).status
+        return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
         self._channel.close()

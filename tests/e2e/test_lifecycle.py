@@ -304,7 +304,8 @@ def test_a_model_is_loaded_anew_when_asked(call: Caller, server: RunningTriton, 
 
 
 def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living) -> None:
-    """Triton says that it was, and nothing loads it."""
+    """Triton says that it was, nothing loads it, and nothing misses it."""
+    assert life.serves
     server.grpc.unload_model("idle")
 
     async def states() -> Mapping[str, State]:
@@ -314,6 +315,7 @@ def test_what_was_unloaded_by_hand_stays_so(server: RunningTriton, life: Living)
     wait_until(lambda: asyncio.run(states())["idle"] == "dismissed")
     life.reload("steady")
     assert asyncio.run(states())["idle"] == "dismissed"
+    wait_until(lambda: life.serves, what="the server not to miss it")
 
 
 def test_a_killed_stub_comes_back(call: Caller, server: RunningTriton, life: Living) -> None:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.chaos.faults import FAULTS, DeviceFails, Fault
+from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.figures import remarks
 from tests.chaos.house import House, houses
 from tests.chaos.run import QUICK, run_fault
-
-#: those whose tests always run; the others take longer, or repeat what tests of single parts have
-ESSENTIAL = (DeviceFails,)
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +20,8 @@ def house_for() -> Iterator[Callable[[bool], House]]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, id=kind.__name__, marks=[] if kind in ESSENTIAL else [pytest.mark.long])
-        for kind in FAULTS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_a_fault_harms_nobody_else_and_passes(kind: type[Fault], house_for: Callable[[bool], House]) -> None:
     """Under load from clients of several models: right answers or errors, bystanders untouched, and all come back."""
     row = run_fault(kind(), house_for(kind.needs_clock), QUICK, seed=0)

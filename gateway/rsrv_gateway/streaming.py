@@ -1,7 +1,10 @@
-"""ModelStreamInfer: one stream of a client, and one to each worker that its messages go to.
+"""ModelStreamInfer: one stream of a client, and one to the worker of each model that its messages are for.
 
 All messages of a model go to one worker, so that sequences stay together and answers of a model stay in order. Answers of
 several workers come in the order in which they come.
+
+Models do not share a stream, even where they have one worker: tritonserver (24.10) writes the answers of several at once,
+and ends itself when that happens (triton-inference-server/server issue 7472).
 """
 
 import asyncio
@@ -83,10 +86,11 @@ class _Message:
 
 
 class _Upstream:
-    """The stream to one worker."""
+    """The stream to one worker, for one model."""
 
-    def __init__(self, worker: str, call: Any) -> None:
+    def __init__(self, worker: str, model: str, call: Any) -> None:
         self.worker = worker
+        self.key = worker, model
         self.call = call
         #: in the order in which they were sent
         self.waiting: deque[_Message] = deque()
@@ -133,8 +137,8 @@ class _Stream:
         self._metadata = house.forwarded(context)
         #: by model
         self._homes: dict[str, str] = {}
-        #: by worker, those that can be written to
-        self._upstreams: dict[str, _Upstream] = {}
+        #: by worker and model, those that can be written to
+        self._upstreams: dict[tuple[str, str], _Upstream] = {}
         #: all that have not ended
         self._ending: set[_Upstream] = set()
         #: workers whose stream has failed
@@ -186,7 +190,7 @@ class _Stream:
             router.move(choice, home)
         message = _Message(model, items, choice)
         try:
-            upstream = self._upstreams.get(home) or self._open(home)
+            upstream = self._upstreams.get((home, model)) or self._open(home, model)
         except _Refused as refused:
             self._over(message, refused.refusal.code.name)
             raise
@@ -205,12 +209,13 @@ class _Stream:
 
     # --- from the workers ------------------------------------------------------------------------------
 
-    def _open(self, worker: str) -> _Upstream:
+    def _open(self, worker: str, model: str) -> _Upstream:
         channels = self._channels.get(worker)
         if channels is None:
             raise _Refused(gone(worker))
         call = channels.link().stream(timeout=time_left(self._context), metadata=self._metadata)
-        upstream = self._upstreams[worker] = _Upstream(worker, call)
+        upstream = _Upstream(worker, model, call)
+        self._upstreams[upstream.key] = upstream
         self._ending.add(upstream)
         self._tasks.create_task(self._answer(upstream))
         return upstream
@@ -233,8 +238,8 @@ class _Stream:
                 raise
             refusal = gone(upstream.worker)
         self._ending.discard(upstream)
-        if self._upstreams.get(upstream.worker) is upstream:
-            del self._upstreams[upstream.worker]
+        if self._upstreams.get(upstream.key) is upstream:
+            del self._upstreams[upstream.key]
         if refusal is not None and refusal.broken():
             self._traffic.brain.failed(upstream.worker)
         if refusal is not None and refusal.lost:
@@ -248,8 +253,8 @@ class _Stream:
             raise _Refused(refusal)
 
     async def _move(self, failed: _Upstream) -> bool:
-        """Sends what one worker has not answered to another one that serves all these models; whether there is one, and
-        it may be tried."""
+        """Sends what one worker has not answered to another one that serves the model; whether there is one, and it may
+        be tried."""
         self._failed.add(failed.worker)
         messages = list(failed.waiting)
         if any(message.losses == MOST_LOSSES for message in messages):
@@ -265,12 +270,12 @@ class _Stream:
         if not common:
             return False
         failed.waiting.clear()
-        self._homes = {model: home for model, home in self._homes.items() if home != failed.worker}
-        upstream = self._upstreams.get(common[0]) or self._open(common[0])
+        _, model = failed.key
+        upstream = self._open(common[0], model)
+        self._homes[model] = upstream.worker
         for message, data in zip(messages, datas, strict=True):
             self._traffic.moved(failed.worker)
             self._traffic.router.move(message.choice, upstream.worker)
-            self._homes[message.model] = upstream.worker
             message.data = b""
             upstream.expect(message, data)
         # Nothing was waited for since the new home is known, so what the client sends now comes after these.
@@ -283,7 +288,7 @@ class _Stream:
 
     async def _close(self, upstream: _Upstream) -> None:
         """The worker is told that no more comes."""
-        self._upstreams.pop(upstream.worker, None)
+        self._upstreams.pop(upstream.key, None)
         await upstream.close()
 
     def _over(self, message: _Message, code: str) -> None:

@@ -77,6 +77,17 @@ async def test_models_of_several_workers() -> None:
 
 
 @looped
+async def test_models_do_not_share_a_stream_to_a_worker() -> None:
+    """A tritonserver that answers several models in one stream may end itself."""
+    async with serving(1, {name: Routes(ready=("a",)) for name in "mn"}) as house:
+        call = await opened(house, "m", "n", "m", "n")
+        await call.done_writing()
+
+        assert sorted(name for name, _, _ in await answers(call)) == ["m0", "m2", "n1", "n3"]
+        assert len(house.workers[0].metadata["ModelStreamInfer"]) == 2
+
+
+@looped
 async def test_streams_share_the_workers() -> None:
     """Two streams of one model are at two workers."""
     async with serving(2, TWO) as house:

@@ -131,7 +131,7 @@ def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
     assert plain == {"parameters": {}, "timeout": 0}
 
 
-@pytest.mark.parametrize("pairing", ["numpy1", "numpy2"])
+@pytest.mark.parametrize("pairing", ["numpy1", pytest.param("numpy2", marks=pytest.mark.long)])
 def test_tensors_of_every_dtype_go_and_come(start_triton: StartTriton, tmp_path: Path, pairing: str) -> None:
     """Small, empty and large ones, of any memory layout, also with the numpy that this Triton does not get on with."""
     env = {"PATH": f"{Installation().numpy2_bin()}:{os.environ['PATH']}"} if pairing == "numpy2" else None

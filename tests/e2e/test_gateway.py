@@ -114,7 +114,7 @@ class Load:
                         self.answered += 1
 
 
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("plane", ["python", "haproxy", pytest.param("processes", marks=pytest.mark.long)])
 def test_models_are_packed_and_their_weights_are_where_requests_go(
     start_triton: StartTriton, repository: Path, tmp_path: Path, plane: str
 ) -> None:

@@ -164,8 +164,7 @@ def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
     return list(got.queue)
 
 
-# Long, because Triton 24.10 itself may leave such a stream open for ever when it is asked directly.
-@pytest.mark.long
+@pytest.mark.long  # many rounds, because what could go wrong does so once in a while
 def test_a_stream(fleet: Fleet) -> None:
     """Answers of several models, one of which gives many for one request, and errors, come in one stream."""
     requests = [("echo", 1), ("several", 3), ("nothing", 5), ("refusing", 3), ("echo", 2)]

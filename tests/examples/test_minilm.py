@@ -236,7 +236,7 @@ def test_rows_are_as_short_as_the_longest_sentence_allows(minilm: Pipeline, word
     assert minilm.calls[0][1]["input_ids"].shape == (2, length)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     st.text(max_size=60) | st.sampled_from([*WEATHER, *ODD, LONG]),
     st.lists(st.integers(0, 140).map(lambda words: "north " * words), min_size=1, max_size=15),

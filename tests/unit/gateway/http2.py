@@ -17,7 +17,7 @@ async def status(
     port: int, method: bytes, message: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> int | None:
     """The gRPC status of a call; None: the connection ended without. Of 127.0.0.1, and headers of less than 16 kB."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await _connect(port)
     every = [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -41,6 +41,16 @@ async def status(
         return int(found[1])
     finally:
         writer.close()
+
+
+async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """As clients do, again and again: while a server is replaced nobody listens for a moment."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

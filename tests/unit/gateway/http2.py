@@ -6,7 +6,7 @@ import asyncio
 import re
 import struct
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 #: frames' types and flags
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
@@ -64,20 +64,27 @@ async def refusing(code: int, message: bytes, trailers: Iterable[tuple[bytes, by
         *trailers,
     ]
 
+    connections: list[asyncio.StreamWriter] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
         got = b""
         writer.write(_frame(_SETTINGS, 0, 0, b""))
         while b"/inference." not in got and (data := await reader.read(65536)):
             got += data
         writer.write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, 1, _block(every)))
         await reader.read()
-        writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
+        # a connection that is open when the loop ends becomes a warning in some later test
         server.close()
+        for writer in connections:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
 
 
 def _block(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

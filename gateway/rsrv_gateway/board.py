@@ -114,7 +114,7 @@ class Board:
     def seat(self, slack: float) -> None:
         """Give every piece a room.
 
-        None is left where another room would be less busy with it than its own is, by more than a factor of `slack`.
+        None is left where one with space would be less busy with it than its own is, by more than a factor of `slack`.
         """
         sizes, loads = [piece.bytes for piece in self.pieces], [piece.load for piece in self.pieces]
         # No arrangement can do better; a thousandth more is as good.

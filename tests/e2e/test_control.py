@@ -330,6 +330,30 @@ def test_a_story_has_what_happened(control: Control) -> None:
     control.rsrv("story", "nobody", status=1)
 
 
+def test_a_timeline_of_what_the_device_did(
+    control: Control, requests: Callable[[str], Requests], tmp_path: Path
+) -> None:
+    """A trace has the load, and an execution that three requests shared."""
+    control.rsrv("evict", "exact")
+    control.rsrv("pause", "exact")
+    sent = requests("exact")
+    for number in range(3):
+        sent.send(number)
+    wait_until(lambda: queued(control, "exact") == 3, what="3 requests to wait")
+    control.rsrv("continue", "exact")
+    sent.wait(3)
+
+    control.rsrv("timeline", "-o", str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    load = next(event for event in reversed(events) if event["name"] == "load exact")
+    executed = next(event for event in reversed(events) if event["name"] == "exact")
+    assert executed["args"]["requests"] == 3
+    assert load["ts"] + load["dur"] <= executed["ts"] + 1000
+    assert executed["dur"] > 0
+    assert "evict exact" in {event["name"] for event in events}
+
+
 def test_a_watcher_sees_each_change_once_and_in_order(control: Control) -> None:
     """Weights go and come; its copy of the state is the server's at the end."""
     control.rsrv("pin", "exact", "--wait")

@@ -167,6 +167,35 @@ def test_a_call_is_one_command(tmp_path: Path, call: str, request_: Message, com
     run()
 
 
+@looped
+async def test_a_timeline_that_is_read_on(tmp_path: Path) -> None:
+    """A client goes on where it was; when another runtime is there by then it gets that one's from the start."""
+    span = ["execute", "a@1", 1.5, 0.25, 3, 4, 2, False]
+
+    def told(said: dict[str, Any]) -> dict[str, Any]:
+        since = said["since"]
+        return {"instance": "new", "first": since, "next": since + 1, "end": 9, "spans": [span]}
+
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.answers = told
+        ask = server.control.GetTimeline
+        assert (await ask(pb.GetTimelineRequest(instance="new", since=5))).next == 6
+        assert (await ask(pb.GetTimelineRequest(instance="old"))).next == 1
+        answer = await ask(pb.GetTimelineRequest(instance="old", since=5))
+        assert (answer.instance, answer.first, answer.next, answer.end) == ("new", 0, 1, 9)
+        (found,) = answer.spans
+        assert found == pb.Span(
+            kind=pb.SPAN_KIND_EXECUTE,
+            model="a",
+            key="a@1",
+            start_unix_s=-1.5,
+            seconds=0.25,
+            rows=3,
+            size=4,
+            requests=2,
+        )
+
+
 @pytest.mark.parametrize(
     ("call", "request_", "text"),
     [

@@ -50,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     command("load", "what waits, and what it will take")
     story = command("story", "what the scheduler did with a model of late, and why")
     story.add_argument("model", metavar="MODEL")
+    timeline = command("timeline", "what the device did of late, as a trace for Perfetto or chrome://tracing")
+    timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")
+    timeline.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
     command("watch", "the models' states, and every change until Ctrl-C")
 
     pin = command("pin", "keep a model's weights on the device")

@@ -1,6 +1,7 @@
 """What each subcommand of `rsrv` asks for, and what it prints."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rsrv.control import find, pages
 from rsrv.control.enums import member
 from rsrv.control.output import one_line, print_json
+from rsrv.control.trace import chrome_trace
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 
@@ -162,6 +164,39 @@ def _story(server: Server) -> int:
     return server.show(answer, pages.story_page)
 
 
+def _timeline(server: Server) -> int:
+    spans = _spans(server)
+    since = max((_end(span) for span in spans), default=0.0) - server.options.seconds
+    text = json.dumps(chrome_trace(span for span in spans if _end(span) >= since))
+    output = server.options.output
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text)
+        print(f"{output}: to be opened at https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _spans(server: Server) -> list[pb.Span]:
+    """All that are kept."""
+    spans: list[pb.Span] = []
+    answer = pb.GetTimelineResponse()
+    while not spans or answer.next < answer.end:
+        wanted = pb.GetTimelineRequest(instance=answer.instance, since=answer.next)
+        later = server.ask("GetTimeline", wanted)
+        if later.instance != answer.instance:
+            spans = []
+        spans += later.spans
+        answer = later
+        if not later.spans:
+            break
+    return spans
+
+
+def _end(span: pb.Span) -> float:
+    return span.start_unix_s + span.seconds
+
+
 def _watch(server: Server) -> int:
     for update in server.stream("WatchState", pb.WatchStateRequest()):
         if server.json:
@@ -277,6 +312,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "health": _health,
     "load": _load,
     "story": _story,
+    "timeline": _timeline,
     "watch": _watch,
     "pin": lambda server: _set_residency(server, "device", server.options.wait),
     "unpin": lambda server: _set_residency(server, "system"),

@@ -165,6 +165,30 @@ def _batch_input(said: tuple[str, int] | None) -> pb.BatchInput | None:
     return None if said is None else pb.BatchInput(name=said[0], axis=said[1])
 
 
+def timeline(said: Json, now: float) -> pb.GetTimelineResponse:
+    """`now`: Unix time of the runtime's answer, seconds."""
+    return pb.GetTimelineResponse(
+        instance=said["instance"],
+        first=said["first"],
+        next=said["next"],
+        end=said["end"],
+        spans=[
+            pb.Span(
+                kind=member(pb.SpanKind, kind),
+                model=key.rpartition("@")[0],
+                key=key,
+                start_unix_s=now - ago,
+                seconds=seconds,
+                rows=rows,
+                size=size,
+                requests=requests,
+                failed=failed,
+            )
+            for kind, key, ago, seconds, rows, size, requests, failed in said["spans"]
+        ],
+    )
+
+
 def snapshot(instance: str, revision: int, entries: Mapping[str, Entry]) -> pb.Snapshot:
     return pb.Snapshot(
         instance=instance,

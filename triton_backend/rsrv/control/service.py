@@ -164,6 +164,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
             stories=[pb.Story(key=key, lines=lines) for key, lines in said["stories"].items()]
         )
 
+    @_answers
+    async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
+        said = await self._link.command({"command": "timeline", "since": request.since})
+        if request.since and request.instance not in ("", said["instance"]):
+            said = await self._link.command({"command": "timeline", "since": 0})
+        return messages.timeline(said, self._clock())
+
     async def WatchState(
         self, request: pb.WatchStateRequest, context: Any
     ) -> AsyncIterator[pb.WatchStateResponse]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rsrv.explain import explain, nearest
 from rsrv.runtime.connection import Connection
@@ -21,6 +21,7 @@ from rsrv.runtime.requests import Requests
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import load
+from rsrv.runtime.timeline import Timeline, answer
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
@@ -95,6 +96,10 @@ class _Load(_Command):
     pass
 
 
+class _Timeline(_Command):
+    since: int = Field(0, ge=0)
+
+
 class _Profile(_Command):
     directory: str | None = None
 
@@ -112,6 +117,7 @@ _KINDS: dict[str, type[_Command]] = {
     "story": _Story,
     "load": _Load,
     "profile": _Profile,
+    "timeline": _Timeline,
 }
 
 
@@ -126,6 +132,7 @@ class Commands:
         watching: Watching,
         transport: Transport,
         inbox: Inbox,
+        timeline: Timeline,
         feed: Callable[[ev.Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -137,6 +144,7 @@ class Commands:
         self._requests = requests
         self._watching = watching
         self._transport = transport
+        self._timeline = timeline
         self._feed = feed
         self._clock = clock
         self._profiler = Profiler(inbox)
@@ -230,6 +238,8 @@ class Commands:
             case _Load():
                 backlog = self._scheduler.backlog_seconds(self._clock())
                 return load(self._registry, self._watching.instance, self._scheduler.load(), backlog)
+            case _Timeline(since=since):
+                return answer(self._timeline, self._watching.instance, since, self._clock())
             case _:
                 raise AssertionError(f"nobody does {type(command).__name__}")
         return {}

@@ -24,6 +24,7 @@ from rsrv.runtime.requests import Requests
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import status
+from rsrv.runtime.timeline import Timeline
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.watching import Watching
@@ -91,6 +92,7 @@ class Loop:
         )
         self._catalog, self._placement = self._registry.catalog, self._registry.placement
         self._requests = Requests(self._registry, self._transport, self._feed)
+        self._timeline = Timeline()
         self._commands = Commands(
             self._registry,
             scheduler,
@@ -98,6 +100,7 @@ class Loop:
             self._watching,
             self._transport,
             self._inbox,
+            self._timeline,
             self._feed,
             clock,
         )
@@ -238,19 +241,26 @@ class Loop:
         self._flush_arrivals()
 
     def _handle(self, event: ev.Event, finished: Job | None = None, seconds: float = 0.0) -> None:
-        for instruction in self._scheduler.handle(event, self._clock()):
+        now = self._clock()
+        instructions = self._scheduler.handle(event, now)
+        self._timeline.happened(event, now)
+        for instruction in instructions:
             match instruction:
                 case ev.Finish():
                     self._requests.finish(instruction, finished, seconds)
                 case ev.Execute():
+                    self._timeline.begins(instruction, now)
                     self._execute(instruction)
                 case ev.LoadWeights(key, epoch):
+                    self._timeline.begins(instruction, now)
                     self._placement.load(key, epoch)
                 case ev.EvictWeights(key, _, heir):
+                    self._timeline.begins(instruction, now)
                     self._placement.evict(key, heir)
                 case ev.AbandonLoad(_, epoch):
                     self._placement.abandon(epoch)
                 case ev.WarmUp(key, again):
+                    self._timeline.begins(instruction, now)
                     self._when_moved(partial(self._registry.warm_up, key, again=again), again)
                 case ev.GiveUp(key, error):
                     self._registry.give_up(key, error)

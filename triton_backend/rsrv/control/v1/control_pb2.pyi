@@ -55,6 +55,14 @@ class Eviction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_UNSPECIFIED: _ClassVar[Eviction]
     EVICTION_LRU: _ClassVar[Eviction]
     EVICTION_COST: _ClassVar[Eviction]
+
+class SpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPAN_KIND_UNSPECIFIED: _ClassVar[SpanKind]
+    SPAN_KIND_EXECUTE: _ClassVar[SpanKind]
+    SPAN_KIND_WARM_UP: _ClassVar[SpanKind]
+    SPAN_KIND_LOAD: _ClassVar[SpanKind]
+    SPAN_KIND_EVICT: _ClassVar[SpanKind]
 RESIDENCY_UNSPECIFIED: Residency
 RESIDENCY_UNPINNED: Residency
 RESIDENCY_SYSTEM: Residency
@@ -83,6 +91,11 @@ DISCIPLINE_EDF: Discipline
 EVICTION_UNSPECIFIED: Eviction
 EVICTION_LRU: Eviction
 EVICTION_COST: Eviction
+SPAN_KIND_UNSPECIFIED: SpanKind
+SPAN_KIND_EXECUTE: SpanKind
+SPAN_KIND_WARM_UP: SpanKind
+SPAN_KIND_LOAD: SpanKind
+SPAN_KIND_EVICT: SpanKind
 
 class GetStatusRequest(_message.Message):
     __slots__ = ("model",)
@@ -557,6 +570,50 @@ class Story(_message.Message):
     key: str
     lines: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, key: _Optional[str] = ..., lines: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetTimelineRequest(_message.Message):
+    __slots__ = ("instance", "since")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    since: int
+    def __init__(self, instance: _Optional[str] = ..., since: _Optional[int] = ...) -> None: ...
+
+class GetTimelineResponse(_message.Message):
+    __slots__ = ("instance", "spans", "first", "next", "end")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    first: int
+    next: int
+    end: int
+    def __init__(self, instance: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., first: _Optional[int] = ..., next: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("kind", "model", "key", "start_unix_s", "seconds", "rows", "size", "requests", "failed")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    START_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    kind: SpanKind
+    model: str
+    key: str
+    start_unix_s: float
+    seconds: float
+    rows: int
+    size: int
+    requests: int
+    failed: bool
+    def __init__(self, kind: _Optional[_Union[SpanKind, str]] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., start_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., requests: _Optional[int] = ..., failed: bool = ...) -> None: ...
 
 class WatchStateRequest(_message.Message):
     __slots__ = ()

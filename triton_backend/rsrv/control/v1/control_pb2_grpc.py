@@ -109,6 +109,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryResponse.FromString,
                 _registered_method=True)
+        self.GetTimeline = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetTimeline',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.FromString,
+                _registered_method=True)
         self.WatchState = channel.unary_stream(
                 '/rsrv.control.v1.Control/WatchState',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchStateRequest.SerializeToString,
@@ -224,6 +229,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimeline(self, request, context):
+        """What the device did of late: executions, loads of weights, evictions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchState(self, request, context):
         """A snapshot of the models' states, then every change of them, in order; never ends by itself. After a runtime that is
         gone, or was silent, there is a new snapshot.
@@ -309,6 +321,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetStory,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryResponse.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.SerializeToString,
             ),
             'WatchState': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchState,
@@ -721,6 +738,33 @@ class Control(object):
             '/rsrv.control.v1.Control/GetStory',
             rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/GetTimeline',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,76 @@
+"""What the device did of late."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.runtime.scheduler import events as ev
+from rsrv.runtime.timeline import Span, Timeline, answer
+
+
+def test_what_the_device_did() -> None:
+    """Each thing is there when it is over, with when it began and what it was."""
+    timeline = Timeline()
+    timeline.begins(ev.LoadWeights("a@1", 1), 10.0)
+    timeline.happened(ev.WeightsLoaded("a@1", 1, 0.5), 11.0)
+    timeline.begins(ev.WarmUp("a@1"), 11.0)
+    timeline.happened(ev.WarmUpEnded("a@1", {}), 13.0)
+    timeline.begins(ev.Execute(7, "a@1", 0, 4, 3, (1, 2)), 13.0)
+    timeline.begins(ev.Execute(8, "a@1", 0, 4, 4, (3,)), 13.5)
+    timeline.happened(ev.ExecutionFinished(7, 0.25), 14.0)
+    timeline.happened(ev.ExecutionFinished(8, 0.5, "broken"), 14.5)
+    timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
+    assert timeline.since(0) == (
+        0,
+        [
+            Span("load", "a@1", 10.5, 11.0),
+            Span("warm_up", "a@1", 11.0, 13.0),
+            Span("execute", "a@1", 13.75, 14.0, 3, 4, 2),
+            Span("execute", "a@1", 14.0, 14.5, 4, 4, 1, failed=True),
+            Span("evict", "a@1", 15.0, 15.0),
+        ],
+    )
+
+
+def test_loads_that_end_without_weights() -> None:
+    """They are there, from their beginning on, as failed ones."""
+    timeline = Timeline()
+    for epoch in (1, 2):
+        timeline.begins(ev.LoadWeights("a@1", epoch), float(epoch))
+    timeline.happened(ev.LoadAbandoned("a@1", 1), 3.0)
+    timeline.happened(ev.LoadFailed("a@1", 2, "no"), 4.0)
+    assert timeline.since(0)[1] == [
+        Span("load", "a@1", 1.0, 3.0, failed=True),
+        Span("load", "a@1", 2.0, 4.0, failed=True),
+    ]
+
+
+def test_an_answer() -> None:
+    """It says when spans began by how long that is ago, and where to go on."""
+    timeline = Timeline()
+    timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
+    assert answer(timeline, "i", 0, 17.5) == {
+        "instance": "i",
+        "first": 0,
+        "next": 1,
+        "end": 1,
+        "spans": [("evict", "a@1", 2.5, 0.0, 0, 0, 0, False)],
+    }
+
+
+@given(length=st.integers(1, 10), count=st.integers(0, 30), most=st.integers(1, 7))
+def test_reading_on(length: int, count: int, most: int) -> None:
+    """Whoever goes on where the answer before ended gets all that is kept, once and in order."""
+    timeline = Timeline(length)
+    for at in range(count):
+        timeline.begins(ev.EvictWeights("a", at), float(at))
+    found: list[float] = []
+    at = 0
+    while at < timeline.next:
+        first, spans = timeline.since(at, most)
+        assert spans
+        found += [span.start for span in spans]
+        at = first + len(spans)
+    assert found == [float(number) for number in range(max(0, count - length), count)]
+    assert timeline.since(at + 5) == (timeline.next, [])

@@ -1,0 +1,61 @@
+"""A timeline in Chrome's trace event format, which Perfetto and chrome://tracing show. Pure.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rsrv.control.v1 import control_pb2 as pb
+
+#: what is shown in which group: executions share the device with warm-ups, loads the link with evictions
+_GROUPS = {
+    pb.SPAN_KIND_EXECUTE: "device",
+    pb.SPAN_KIND_WARM_UP: "device",
+    pb.SPAN_KIND_LOAD: "weights",
+    pb.SPAN_KIND_EVICT: "weights",
+}
+_PROCESSES = {"device": 1, "weights": 2}
+
+
+def chrome_trace(spans: Iterable[pb.Span]) -> dict[str, Any]:
+    """The trace as an object for json.dumps; times in it are microseconds of Unix time.
+
+    A group has as many lanes as there is at once at most: the format has no overlapping events in one.
+    """
+    events: list[dict[str, Any]] = []
+    #: by group, when each lane is free
+    lanes: dict[str, list[float]] = {group: [] for group in _PROCESSES}
+    for span in sorted(spans, key=lambda span: (span.start_unix_s, span.seconds)):
+        group = _GROUPS.get(span.kind)
+        if group is None:
+            continue
+        free = lanes[group]
+        lane = next((at for at, end in enumerate(free) if end <= span.start_unix_s + 1e-6), len(free))
+        free[lane : lane + 1] = [span.start_unix_s + span.seconds]
+        events.append(_event(span, _PROCESSES[group], lane + 1))
+    names = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": group}}
+        for group, pid in _PROCESSES.items()
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
+
+
+def _event(span: pb.Span, process: int, lane: int) -> dict[str, Any]:
+    what = pb.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
+    args: dict[str, Any] = {"version": span.key}
+    if span.kind == pb.SPAN_KIND_EXECUTE:
+        args |= {"rows": span.rows, "size": span.size, "requests": span.requests}
+    if span.failed:
+        args["failed"] = True
+    event = {
+        "name": span.model if span.kind == pb.SPAN_KIND_EXECUTE else f"{what} {span.model}",
+        "cat": what,
+        "pid": process,
+        "tid": lane,
+        "ts": round(span.start_unix_s * 1e6, 1),
+        "args": args,
+    }
+    if span.kind == pb.SPAN_KIND_EVICT:
+        return event | {"ph": "i", "s": "t"}
+    return event | {"ph": "X", "dur": round(span.seconds * 1e6, 1)}

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rsrv.explain import explain, nearest
 from rsrv.runtime.connection import Connection
+from rsrv.runtime.metrics import metrics
 from rsrv.runtime.profiling import Profiler
 from rsrv.runtime.refused import Refused
 from rsrv.runtime.registry import Registry
+from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -95,6 +97,10 @@ class _Load(_Command):
     pass
 
 
+class _Metrics(_Command):
+    pass
+
+
 class _Profile(_Command):
     directory: str | None = None
 
@@ -111,6 +117,7 @@ _KINDS: dict[str, type[_Command]] = {
     "abort": _Abort,
     "story": _Story,
     "load": _Load,
+    "metrics": _Metrics,
     "profile": _Profile,
 }
 
@@ -123,6 +130,7 @@ class Commands:
         registry: Registry,
         scheduler: Scheduler,
         requests: Requests,
+        reports: Reports,
         watching: Watching,
         transport: Transport,
         inbox: Inbox,
@@ -135,6 +143,7 @@ class Commands:
         self._placement = registry.placement
         self._scheduler = scheduler
         self._requests = requests
+        self._reports = reports
         self._watching = watching
         self._transport = transport
         self._feed = feed
@@ -230,6 +239,9 @@ class Commands:
             case _Load():
                 backlog = self._scheduler.backlog_seconds(self._clock())
                 return load(self._registry, self._watching.instance, self._scheduler.load(), backlog)
+            case _Metrics():
+                kept = self._requests.runs.kept_bytes
+                return metrics(self._registry, self._scheduler, self._reports, kept)
             case _:
                 raise AssertionError(f"nobody does {type(command).__name__}")
         return {}

@@ -279,6 +279,20 @@ class ControlSection(Section):
     )
 
 
+class MetricsSection(Section):
+    """What Prometheus is given."""
+
+    listen: str | None = Field(
+        "0.0.0.0:8004",
+        description="host:port of the control process's GET /metrics, as open as Triton's own. null: none. A port that is "
+        "taken costs a line in the log, and the metrics.",
+    )
+    triton: bool = Field(
+        True,
+        description="Whether each model also shows a few of its figures in Triton's own metrics, where that is possible.",
+    )
+
+
 #: where the weights of a model are for sure
 Residency = Literal["unpinned", "system", "device"]
 
@@ -331,6 +345,7 @@ class Settings(BaseSettings):
     meta: MetaSection = MetaSection()
     lifecycle: LifecycleSection = LifecycleSection()
     control: ControlSection = ControlSection()
+    metrics: MetricsSection = MetricsSection()
     gateway: GatewaySection = GatewaySection()
     node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.health import Health
 from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.metrics import Metrics
 from rsrv.control.overrides import Overrides
 from rsrv.control.readiness import Readiness
 from rsrv.control.rounds import Failure
@@ -345,6 +346,7 @@ async def served(
             repository,
             os.getpid(),
             lifecycle,
+            Metrics(link, lambda: lifecycle.failures.keys()),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

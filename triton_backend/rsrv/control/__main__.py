@@ -75,7 +75,9 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     """Until the server ends, of which `server` is a pidfd. Raises whatever ends it before."""
     # After the claim: who is not needed loads nothing.
     from rsrv.control.health import Health
+    from rsrv.control.http import MetricsServer
     from rsrv.control.lifecycle import Lifecycle
+    from rsrv.control.metrics import Metrics
     from rsrv.control.overrides import Overrides
     from rsrv.control.readiness import Readiness
     from rsrv.control.runtime import RuntimeLink
@@ -100,13 +102,22 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         decides=settings.lifecycle.mode != "explicit",
     )
     health = Health(link, readiness)
-    service = ControlService(link, settings, repository, options.server_pid, lifecycle)
+    metrics = Metrics(link, lambda: lifecycle.failures.keys())
+    service = ControlService(link, settings, repository, options.server_pid, lifecycle, metrics)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
             listeners.append((await listen(settings.control, service, health))[0])
         except ListenError as error:
             log.error("%s. Control listens on its Unix socket only", error)
+    if settings.metrics.listen is not None:
+        page = MetricsServer(metrics.text)
+        try:
+            port = await page.start(settings.metrics.listen)
+            listeners.append(page)
+            log.info("metrics.listen: port %d", port)
+        except (OSError, ValueError) as error:
+            log.warning("metrics.listen: %s: there is no /metrics of rsrv's own", error)
     log.info(
         "control process %d of tritonserver %d listens in %s",
         os.getpid(),

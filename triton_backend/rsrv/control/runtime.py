@@ -90,6 +90,8 @@ class RuntimeLink:
         self._changed = self._loop.create_future()
         self._entries: dict[str, Entry] = {}
         self.instance = ""
+        #: runtimes that it has met
+        self.lives = 0
         self.revision = 0
         #: names of models that the runtime still has to be told of
         self._untold: set[str] = set()
@@ -239,6 +241,7 @@ class RuntimeLink:
                 self._entries = dict(state["entries"])
                 self._since = self._loop.time()
                 new = state["instance"] != self.instance
+                self.lives += new
                 self.instance, self.revision = str(state["instance"]), revision
                 log.info("connected to the runtime, instance %s", self.instance)
                 self._come_up()

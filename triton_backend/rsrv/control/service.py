@@ -15,6 +15,7 @@ import grpc
 from rsrv.control import messages
 from rsrv.control.enums import member, member_name
 from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.metrics import Metrics
 from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
@@ -84,6 +85,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         repository: Path,
         server_pid: int,
         lifecycle: Reloading,
+        metrics: Metrics,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._link = link
@@ -91,6 +93,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._repository = repository
         self._server_pid = server_pid
         self._lifecycle = lifecycle
+        self._metrics = metrics
         self._clock = clock
 
     # --- what is ------------------------------------------------------------------------------------------
@@ -156,6 +159,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @_answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
         return messages.load(await self._link.command({"command": "load"}))
+
+    @_answers
+    async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
+        return pb.GetMetricsResponse(text=await self._metrics.text())
 
     @_answers
     async def GetStory(self, request: pb.GetStoryRequest) -> pb.GetStoryResponse:

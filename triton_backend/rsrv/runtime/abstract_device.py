@@ -1,12 +1,13 @@
 """What the runtime needs of a device, and what it hears from one. `device` has the one that there is."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy.typing as npt
 
+from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv_bundle.modules import Signature
 
 Array = npt.NDArray[Any]
@@ -133,3 +134,5 @@ class CacheCounts:
     compiled: int = 0
     from_cache: int = 0
     shared: int = 0
+    #: of those compiled anew; who compiles goes on counting in it
+    seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS))

@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rsrv.explain import explain, nearest
 from rsrv.runtime.connection import Connection
+from rsrv.runtime.metrics import metrics
 from rsrv.runtime.profiling import Profiler
 from rsrv.runtime.refused import Refused
 from rsrv.runtime.registry import Registry
+from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -100,6 +102,10 @@ class _Timeline(_Command):
     since: int = Field(0, ge=0)
 
 
+class _Metrics(_Command):
+    pass
+
+
 class _Profile(_Command):
     directory: str | None = None
 
@@ -116,6 +122,7 @@ _KINDS: dict[str, type[_Command]] = {
     "abort": _Abort,
     "story": _Story,
     "load": _Load,
+    "metrics": _Metrics,
     "profile": _Profile,
     "timeline": _Timeline,
 }
@@ -129,6 +136,7 @@ class Commands:
         registry: Registry,
         scheduler: Scheduler,
         requests: Requests,
+        reports: Reports,
         watching: Watching,
         transport: Transport,
         inbox: Inbox,
@@ -142,6 +150,7 @@ class Commands:
         self._placement = registry.placement
         self._scheduler = scheduler
         self._requests = requests
+        self._reports = reports
         self._watching = watching
         self._transport = transport
         self._timeline = timeline
@@ -240,6 +249,9 @@ class Commands:
                 return load(self._registry, self._watching.instance, self._scheduler.load(), backlog)
             case _Timeline(since=since):
                 return answer(self._timeline, self._watching.instance, since, self._clock())
+            case _Metrics():
+                kept = self._requests.runs.kept_bytes
+                return metrics(self._registry, self._scheduler, self._reports, kept)
             case _:
                 raise AssertionError(f"nobody does {type(command).__name__}")
         return {}

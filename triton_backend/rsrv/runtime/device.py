@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from rsrv.histogram import LONG_SECONDS, Histogram
 from rsrv.runtime.abstract_device import (
     Abandoned,
     Array,
@@ -104,6 +105,7 @@ class JaxDevice:
         #: what is compiled and in use, by what it was compiled from
         self._executables: WeakValueDictionary[tuple[bytes, Signature], Any] = WeakValueDictionary()
         self._shared = 0
+        self._compile_seconds = Histogram(LONG_SECONDS)
         self._jax = jax
         # Compiled for each pair of shapes when it first comes up, however many rows are merged.
         self._merge = jax.jit(_merge, static_argnums=3)
@@ -134,7 +136,7 @@ class JaxDevice:
     @property
     def cache_counts(self) -> CacheCounts:
         hits, misses = self._counts.values()
-        return CacheCounts(compiled=misses, from_cache=hits, shared=self._shared)
+        return CacheCounts(misses, hits, self._shared, self._compile_seconds)
 
     def compile(self, module: bytes, signature: Signature) -> Executable:
         from rsrv_bundle.modules import as_exported
@@ -144,9 +146,12 @@ class JaxDevice:
         if (shared := self._executables.get(key)) is not None:
             self._shared += 1
             return Executable(shared)
+        started, found = time.perf_counter(), self.cache_counts.from_cache
         exported = as_exported(module, signature)
         structs = [self._jax.ShapeDtypeStruct(a.shape, a.dtype) for a in exported.in_avals]
         compiled = self._jax.jit(exported.call).lower(*structs).compile()
+        if self.cache_counts.from_cache == found:
+            self._compile_seconds.observe(time.perf_counter() - started)
         # jax keeps what it traced and lowered in case the same function comes again; none ever does, and for
         # a small model of six sizes that is 6 MB of host memory.
         self._jax.clear_caches()

@@ -18,8 +18,10 @@ from rsrv.runtime.commands import Commands
 from rsrv.runtime.connection import Connection
 from rsrv.runtime.execution import CallPart, Job
 from rsrv.runtime.executor import Executor, Failure
+from rsrv.runtime.metrics import figures
 from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.registry import Registry
+from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -93,10 +95,12 @@ class Loop:
         self._catalog, self._placement = self._registry.catalog, self._registry.placement
         self._requests = Requests(self._registry, self._transport, self._feed)
         self._timeline = Timeline()
+        self._reports = Reports()
         self._commands = Commands(
             self._registry,
             scheduler,
             self._requests,
+            self._reports,
             self._watching,
             self._transport,
             self._inbox,
@@ -204,6 +208,8 @@ class Loop:
                 connection.send(pack_json(Kind.CONFIGURED, self._commands.configure(unpack_json(frame))))
             case Kind.COMMAND:
                 self._commands.take(connection, unpack_json(frame))
+            case Kind.REPORT:
+                self._report(connection, unpack_json(frame))
             case Kind.WATCH:
                 self._watching.watch(connection)
             case _:
@@ -218,6 +224,14 @@ class Loop:
             stub = self.stubs.pop(connection.peer, None)
             if stub is not None:
                 os.close(stub)
+
+    def _report(self, connection: Connection, report: dict[str, Any]) -> None:
+        group = connection.group
+        if group is None or not self._catalog.ready(group):
+            raise ProtocolError("REPORT before REGISTERED")
+        self._reports.take(group.name, group.calls, report)
+        shown = figures(group, self._scheduler) if report.get("figures") is True else {}
+        connection.send(pack_json(Kind.REPORTED, shown))
 
     def status(self) -> dict[str, Any]:
         return {

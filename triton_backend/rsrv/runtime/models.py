@@ -128,6 +128,7 @@ def build(
     weights = host.open(bundle, keep=of_model.residency == "system")
     program = Program(
         model=model_key(name, bundle),
+        name=name,
         costs=dict.fromkeys(executables, _UNKNOWN_COST),
         coalesce=coalesces(bundle),
         max_batch_rows=of_model.max_batch_size,

@@ -42,6 +42,8 @@ class Placement:
         #: None until they are made
         self.device: Device | None = None
         self.tiers: Tiers | None = None
+        #: bytes of the device that executions may take beside weights
+        self.scratch = 0
         #: models that are built or warmed up now
         self.builds = 0
 
@@ -138,12 +140,14 @@ class Placement:
         pinned = {
             key: size for m in models if m.residency == "device" for key, size in m.host.distinct.items()
         }
+        # As many executions have their inputs, outputs and intermediate results there at once; a warm-up's, too.
+        largest = max((model.scratch for model in models), default=0)
+        self.scratch = (depth + (self.builds > 0)) * largest
         budget = solve_budget(
             arena=None if self.device is None else self.device.memory_limit,
             fraction=runtime.weight_fraction,
             slack=runtime.weight_slack_fraction,
-            # As many executions have their inputs, outputs and intermediate results there at once; a warm-up's, too.
-            scratch=(depth + (self.builds > 0)) * max((model.scratch for model in models), default=0),
+            scratch=self.scratch,
             pinned=sum(pinned.values()),
             limit=runtime.weight_budget_bytes,
         )

@@ -392,6 +392,7 @@ class Registry:
         concurrency = self._scheduler.settings.meta_concurrency
         settings = {
             "stub": self.catalog.policy.settings.stub.model_dump(mode="json"),
+            "metrics": {"triton": self.catalog.policy.settings.metrics.triton},
             "meta": {**self.catalog.policy.settings.meta.model_dump(mode="json"), "concurrency": concurrency},
         }
         connection.send_document(

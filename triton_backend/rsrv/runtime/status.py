@@ -24,7 +24,7 @@ def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dic
         "compiled": counts.compiled,
         "from_cache": counts.from_cache,
         "shared": counts.shared,
-        "memory": _memory(snapshot, placement.tiers, placement.device),
+        "memory": memory(snapshot, placement.tiers, placement.device),
         "models": {
             listed.name: _model(key, listed, snapshot.models[key], catalog.policy.residency(listed.name))
             for key, listed in _by_rank(catalog)
@@ -110,7 +110,7 @@ def _meta(group: Group, snapshot: Snapshot, runs: Iterable[Run], catalog: Catalo
     }
 
 
-def _memory(snapshot: Snapshot, tiers: Tiers | None, device: Device | None) -> dict[str, Any]:
+def memory(snapshot: Snapshot | Load, tiers: Tiers | None, device: Device | None) -> dict[str, Any]:
     """Bytes of weights on both tiers: as if no model shared a tensor (logical), and each tensor once (physical)."""
     host = None if tiers is None else tiers.host.counts
     return {

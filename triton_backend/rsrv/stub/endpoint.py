@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,8 +56,12 @@ class Endpoint:
     `preprocess_seconds` and `postprocess_seconds` are what the hooks take of late.
     """
 
-    def __init__(self, interface: Interface, hooks: Hooks, guard: HookGuard) -> None:
+    def __init__(
+        self, interface: Interface, hooks: Hooks, guard: HookGuard, measure: Callable[[str, float], None]
+    ) -> None:
+        """`measure` is told how long each hook took, by its name in metrics; seconds."""
         self.hooks = hooks
+        self._measure = measure
         self._guard = guard
         self._interface = interface
         self._plans: dict[tuple[tuple[int, ...], ...], Plan] = {}
@@ -68,8 +72,12 @@ class Endpoint:
         """The module's inputs, in its order, and how they are executed. Raises Failure."""
         if self.hooks.preprocess is not None:
             started = time.perf_counter()
-            arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who, self._guard)
-            self.preprocess_seconds += _EMA * (time.perf_counter() - started - self.preprocess_seconds)
+            try:
+                arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who, self._guard)
+            finally:
+                seconds = time.perf_counter() - started
+                self._measure("pre", seconds)
+            self.preprocess_seconds += _EMA * (seconds - self.preprocess_seconds)
         inputs: list[Any] = []
         for spec in self._interface.variants[0].inputs.tensors:
             array = arrays.get(spec.name)
@@ -103,8 +111,12 @@ class Endpoint:
         if self.hooks.postprocess is None:
             return arrays
         started = time.perf_counter()
-        arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who, self._guard)
-        self.postprocess_seconds += _EMA * (time.perf_counter() - started - self.postprocess_seconds)
+        try:
+            arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who, self._guard)
+        finally:
+            seconds = time.perf_counter() - started
+            self._measure("post", seconds)
+        self.postprocess_seconds += _EMA * (seconds - self.postprocess_seconds)
         return arrays
 
 

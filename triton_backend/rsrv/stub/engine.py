@@ -18,6 +18,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
+from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
@@ -64,6 +65,7 @@ class Engine:
         self._internal = internal
         self._session = session
         self._guard = HookGuard()
+        self.meters = Meters()
         self._farewell = Farewell(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
@@ -91,7 +93,9 @@ class Engine:
         self._link, self._direct, self._slab = link, link.direct, None
         (model,) = link.models
         self._largest = model.interface.variants[0].sizes[-1]
-        self._endpoint = endpoint = Endpoint(model.interface, self._hooks, self._guard)
+        self._endpoint = endpoint = Endpoint(
+            model.interface, self._hooks, self._guard, partial(self.meters.hook, model.name)
+        )
         # Until they are measured.
         endpoint.preprocess_seconds = _SLOW_HOOK if self._hooks.preprocess else 0.0
         endpoint.postprocess_seconds = _SLOW_HOOK if self._hooks.postprocess else 0.0
@@ -117,9 +121,9 @@ class Engine:
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
         """Triton's entry: a list of responses, or None when they come later."""
-        link = self._session.link
+        now, link = time.perf_counter(), self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
+            return [self._end(now, Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         if link is not self._link:
             self._switch(link)
         try:
@@ -128,13 +132,18 @@ class Engine:
         except Exception:
             log.exception("a batch failed")
             self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
-            return [self._responses.failure(Status.INTERNAL, _OUR_FAULT) for _ in requests]
+            return [self._end(now, Status.INTERNAL, _OUR_FAULT) for _ in requests]
         try:
             self._answer_later(link, requests)
         except Exception:
             # Those that have no answer yet get it when their replies are dropped.
             log.exception("a batch failed")
         return None
+
+    def _end(self, since: float, status: Status, text: str) -> Any:
+        """The response of a request that came at `since` and gets no further."""
+        self.meters.answered(status, since)
+        return self._responses.failure(status, text)
 
     def _soon(self, link: Link, count: int) -> bool:
         """Whether to wait inside execute(): the executions take at most stub.in_place_ms and start before long.
@@ -244,8 +253,9 @@ class Engine:
         jobs = [
             Job(id, request, lane) for id, request in zip(lane.next_ids(len(requests)), requests, strict=True)
         ]
-        now_ns, unix_ns = time.monotonic_ns(), time.time_ns()
+        now_ns, unix_ns, now = time.monotonic_ns(), time.time_ns(), time.perf_counter()
         for job in jobs:
+            job.since = now
             try:
                 terms = read_terms(job.request, now_ns, unix_ns)
                 if self._internal and not terms.run:
@@ -308,7 +318,9 @@ class Engine:
         if job.execute_ns:
             self._learn(job.execute_ns)
         try:
-            return self._responses.answer(self._outputs_of(job))
+            response = self._responses.answer(self._outputs_of(job))
+            self.meters.answered(Status.OK, job.since)
+            return response
         except Failure as failure:
             return self._failed(job, failure)
         except Exception:
@@ -317,6 +329,7 @@ class Engine:
             return self._failed(job, Failure(Status.INTERNAL, why))
 
     def _failed(self, job: Job, failure: Failure) -> Any:
+        self.meters.answered(failure.status, job.since)
         return self._responses.failure(failure.status, failure.text, sub_call=job.run != 0)
 
     def _outputs_of(self, job: Job) -> list[Any]:

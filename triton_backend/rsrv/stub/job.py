@@ -15,6 +15,7 @@ class Job:
     id: int  # unique on its lane
     request: Any
     lane: Lane
+    since: float = 0.0  # when it came, of time.perf_counter
     deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
     priority: int = 0
     run: int = 0  # token of the meta model's run that it belongs to

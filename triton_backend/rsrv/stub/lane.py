@@ -111,6 +111,22 @@ class Lane:
             for fd in fds:
                 os.close(fd)
 
+    def report(self, report: dict[str, Any], patience: float) -> dict[str, Any]:
+        """Say what was measured; what the runtime answers. On a lane for nothing else.
+
+        Raises TimeoutError when it says nothing for `patience` seconds, Closed, ProtocolError.
+        """
+        if not self._send(frames.pack_json(Kind.REPORT, report), patience):
+            raise TimeoutError("the runtime does not read")
+        if not self._readable.poll(patience * 1e3):
+            raise TimeoutError("the runtime does not answer")
+        frame, fds = self._receiver.receive()
+        for fd in fds:
+            os.close(fd)
+        if frames.read_header(frame)[0] is not Kind.REPORTED:
+            raise ProtocolError("something else where REPORTED was expected")
+        return frames.unpack_json(frame)
+
     # --- memory -------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, users: int) -> Slab:

@@ -26,6 +26,7 @@ from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
+from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Reply, Responses
 from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
@@ -57,6 +58,7 @@ class Visit:
     request: Any
     link: Link
     lane: Lane  # that its ENTER goes by, if it has to wait
+    since: float  # when it came, of time.perf_counter
     deadline_ns: int = 0
     priority: int = 0
     #: random, so that nobody else can name it
@@ -127,6 +129,7 @@ class MetaEngine:
         self._batched = batched
         self._session = session
         self._guard = HookGuard()
+        self.meters = Meters()
         self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
@@ -157,7 +160,7 @@ class MetaEngine:
     def _watch(self, link: Link) -> None:
         with self._lock:
             old, self._lanes = self._lanes, [link.direct]
-            self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard)
+            self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard, self.meters)
         for lane in old:
             lane.close()
         self._later.watch(link)
@@ -189,7 +192,7 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._responses.failure(Status.RUNTIME_DOWN, self._session.down) for _ in requests]
+            return [self._end(time.perf_counter(), Status.RUNTIME_DOWN, self._session.down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
@@ -209,7 +212,7 @@ class MetaEngine:
         return zip(link.later.next_ids(len(requests)), requests, strict=True)
 
     def _receive(self, link: Link, id: int, request: Any) -> Visit:
-        visit = Visit(id, request, link, link.later)
+        visit = Visit(id, request, link, link.later, time.perf_counter())
         try:
             visit.deadline_ns, visit.priority, _ = read_terms(request, time.monotonic_ns(), time.time_ns())
         except Failure as failure:
@@ -283,20 +286,27 @@ class MetaEngine:
 
     def _failed(self, visit: Visit) -> Any:
         assert visit.failure is not None
-        return self._responses.failure(visit.failure.status, visit.failure.text)
+        return self._end(visit.since, visit.failure.status, visit.failure.text)
+
+    def _end(self, since: float, status: Status, text: str) -> Any:
+        """The response of a request that came at `since` and fails."""
+        self.meters.answered(status, since)
+        return self._responses.failure(status, text)
 
     def _serve(self, visit: Visit) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
-            return self._responses.answer(self._answer(visit))
+            response = self._responses.answer(self._answer(visit))
+            self.meters.answered(Status.OK, visit.since)
+            return response
         except Failure as failure:
             if failure.status is Status.INTERNAL:
                 log.error("request %r failed: %s", visit.request.request_id(), failure.text)
-            return self._responses.failure(failure.status, failure.text)
+            return self._end(visit.since, failure.status, failure.text)
         except Exception:
             log.exception("request %r failed", visit.request.request_id())
-            return self._responses.failure(Status.INTERNAL, "the request failed; the server's log says why")
+            return self._end(visit.since, Status.INTERNAL, "the request failed; the server's log says why")
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -345,7 +355,7 @@ class MetaEngine:
             self._guard,
             through_triton=self._through_triton,
         )
-        who = visit.request.request_id()
+        who, started = visit.request.request_id(), time.perf_counter()
         try:
             with self._guard.within("run", who):
                 if inspect.iscoroutinefunction(self._run):
@@ -357,6 +367,7 @@ class MetaEngine:
             raise _failure_of(error, who, self._guard) from None
         finally:
             stages.over = True
+            self.meters.hook(self._session.model, "run", time.perf_counter() - started)
 
     # --- connections --------------------------------------------------------------------------------------
 

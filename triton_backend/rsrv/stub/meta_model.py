@@ -12,6 +12,7 @@ from rsrv.stub.hooks import HookError, load_hooks, load_run
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.model import Setup, set_up
 from rsrv.stub.replies import Responses
+from rsrv.stub.reporting import Reporting
 from rsrv.stub.session import UNREACHABLE
 from rsrv.stub.tensors import BrokenPairing, Tensors
 
@@ -51,6 +52,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
         self._engine.guard_hooks()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
@@ -61,6 +63,7 @@ class TritonPythonModel:
         return self._engine.ready
 
     def finalize(self) -> None:
+        self._reporting.close()
         self._engine.close()
 
 

@@ -14,7 +14,9 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import HookError, load_hooks
 from rsrv.stub.launch import Launcher, LaunchError, server_pid
+from rsrv.stub.mirror import TritonMirror, make_mirror
 from rsrv.stub.replies import Responses
+from rsrv.stub.reporting import Reporting
 from rsrv.stub.session import UNREACHABLE, Session
 from rsrv.stub.tensors import BrokenPairing, Tensors
 
@@ -48,6 +50,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
         self._engine.guard_hooks()
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
@@ -58,6 +61,7 @@ class TritonPythonModel:
         return self._engine.ready
 
     def finalize(self) -> None:
+        self._reporting.close()
         self._engine.close()
 
 
@@ -73,10 +77,19 @@ class Setup:
     #: whether Triton batches this model
     batched: bool
     launcher: Launcher
+    #: as Triton counts it
+    version: str
 
     def session(self, calls: Mapping[str, str] | None = None) -> Session:
         """`calls`: of a meta model, the bundles of those that it calls, by name."""
         return Session(self.launcher.open, self.name, str(self.bundle), calls)
+
+    def mirror(self, session: Session, pb_utils: Any) -> TritonMirror | None:
+        """If the settings want one: `session` has been told them."""
+        link = session.link
+        if link is None or not link.settings["metrics"]["triton"]:
+            return None
+        return make_mirror(pb_utils, self.launcher.server_pid, self.name, self.version)
 
 
 def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
@@ -108,6 +121,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
             Path.cwd(),
             dict(os.environ),
         ),
+        args["model_version"],
     )
 
 

@@ -94,6 +94,7 @@ class Session:
         calls: Mapping[str, str] | None = None,
     ) -> None:
         self._open = open_connection
+        self.model = model
         self._wanted: dict[str, Any] = {"model": model, "bundle": bundle}
         if calls is not None:
             self._wanted["calls"] = dict(calls)
@@ -103,6 +104,8 @@ class Session:
         self.link: Link | None = None
         self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
+        #: called after `link` has become another, or None
+        self.on_change: Callable[[], object] = lambda: None
 
     def begin(self) -> Link:
         """`establish` for the first time. Raises one of UNREACHABLE.
@@ -151,6 +154,7 @@ class Session:
             # First: whoever sees the link may already use it.
             self.on_link(link)
             self.link = link
+        self.on_change()
         return link
 
     def open_lane(self, key: str) -> Lane:
@@ -180,6 +184,7 @@ class Session:
             if self.link is not link:
                 return
             self.link, self.down = None, DOWN
+        self.on_change()
         if not self._closed.is_set():
             log.error("the runtime is gone; reconnecting")
             threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()

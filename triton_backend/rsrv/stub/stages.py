@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from rsrv.stub.calls import Keep
 from rsrv.stub.endpoint import Endpoint
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
+from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import Remote
 from rsrv.wire.frames import Status
@@ -37,10 +39,16 @@ class Stage:
     endpoint: Endpoint
 
 
-def make_stages(remotes: Sequence[Remote], hooks: Mapping[str, Hooks], guard: HookGuard) -> dict[str, Stage]:
+def make_stages(
+    remotes: Sequence[Remote], hooks: Mapping[str, Hooks], guard: HookGuard, meters: Meters
+) -> dict[str, Stage]:
     """By name."""
     return {
-        remote.name: Stage(index, remote, Endpoint(remote.interface, hooks[remote.name], guard))
+        remote.name: Stage(
+            index,
+            remote,
+            Endpoint(remote.interface, hooks[remote.name], guard, partial(meters.hook, remote.name)),
+        )
         for index, remote in enumerate(remotes)
     }
 

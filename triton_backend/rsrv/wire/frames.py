@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -40,6 +40,8 @@ class Kind(IntEnum):
     RELEASE = 13
     # of whoever follows what changes: snapshot first, then every change
     WATCH = 14
+    # of whoever answers clients: what it has measured
+    REPORT = 15
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17
@@ -49,6 +51,7 @@ class Kind(IntEnum):
     CONFIGURED = 21
     COMMANDED = 22
     STATE = 23
+    REPORTED = 24
 
 
 class Status(IntEnum):

@@ -104,6 +104,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/rsrv.control.v1.Control/GetMetrics',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.GetStory = channel.unary_unary(
                 '/rsrv.control.v1.Control/GetStory',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetStoryRequest.SerializeToString,
@@ -222,6 +227,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """What Prometheus is given at metrics.listen, here for whoever merges it with others'.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStory(self, request, context):
         """What the scheduler did with a model of late, and why.
         """
@@ -316,6 +328,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsResponse.SerializeToString,
             ),
             'GetStory': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStory,
@@ -711,6 +728,33 @@ class Control(object):
             '/rsrv.control.v1.Control/GetLoad',
             rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rsrv.control.v1.Control/GetMetrics',
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

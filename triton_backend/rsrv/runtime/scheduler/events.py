@@ -62,6 +62,8 @@ class Program:
     max_delay: float = 0.0
     #: whether, and how, it is paused from the start.
     paused: Pause | None = None
+    #: what versions of one model have in common: what they count goes on from one to the next.
+    name: str = ""
 
 
 class Request(NamedTuple):

@@ -175,6 +175,11 @@ class Gate:
         """By meta; each of which a run was ever asked for."""
         return {name: meta.snapshot() for name, meta in self._metas.items()}
 
+    def meta(self, name: str) -> MetaSnapshot | None:
+        """One of them."""
+        meta = self._metas.get(name)
+        return None if meta is None else meta.snapshot()
+
     def _calls_held(self, run: Run) -> bool:
         return any(model in self._models and self._models[model].held for model in run.models)
 

@@ -129,7 +129,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     for request in executing:
         _require(scheduler._queues.live[request].lane is None, f"request {request} executes and waits (1)")
 
-    ended = scheduler._queues.departed.total() + sum(state.counts.total() for state in states)
+    ended = scheduler._queues.departed.total() + sum(state.totals.counts.total() for state in states)
     _require(
         scheduler._queues.arrived == ended + len(ids),
         f"{scheduler._queues.arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",

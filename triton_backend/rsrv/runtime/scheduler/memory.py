@@ -21,6 +21,7 @@ from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.rests import Rests
 from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.totals import Cause
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.runtime.scheduler.weights import Residency, Weights
 
@@ -223,6 +224,7 @@ class Memory:
             case WeightsLoaded():
                 self.loads.forget(model.name)
                 self.weights.loaded(model.holding, event.seconds, now)
+                model.totals.load.observe(event.seconds)
                 model.holding.fresh = model.place is not None
                 self.compaction.count(self.weights.loads, self._interval)
                 model.story.add(now, "weights loaded", event)
@@ -305,7 +307,7 @@ class Memory:
         # Where all residency was asked for, who makes room for a warm-up comes back after it.
         returns = not self.loads.on_demand and model.warm_up
         for victim in victims:
-            self.evict(victim, now, out, heir=model.name, returns=returns)
+            self.evict(victim, Cause.ROOM, now, out, heir=model.name, returns=returns)
         self.loads.started(model)
         self._queues.discipline.link(not victims)
         model.story.add(now, "load weights", load)
@@ -336,7 +338,7 @@ class Memory:
         for model in [model for model in self.leaving if evictable(model) and not self._must_execute(model)]:
             if self.leaving[model]:
                 self.rests.relieve()
-            self.evict(model, now, out)
+            self.evict(model, Cause.ASKED, now, out)
             self.loads.retry()
 
     def stops(self, model: ModelState) -> bool:
@@ -358,7 +360,7 @@ class Memory:
             return
         overdue = self.loads.overdue(self._queues.discipline, now)
         for model in overdue:
-            self.evict(model, now, out)
+            self.evict(model, Cause.BUDGET, now, out)
         if overdue:
             self.loads.retry()
 
@@ -373,7 +375,7 @@ class Memory:
         evicted.sort(key=lambda model: model.holding.used, reverse=True)
         working = [model for model in evicted if model.place is not None]
         for model in evicted:
-            self.evict(model, now, out, returns=not self.loads.on_demand)
+            self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
         self.loads.retry()
         if self.compaction.done(self.weights.loads, len(evicted)):
             self.loads.come_back(evicted)
@@ -386,6 +388,7 @@ class Memory:
     def evict(
         self,
         model: ModelState,
+        cause: Cause,
         now: float,
         out: list[Instruction],
         *,
@@ -398,7 +401,7 @@ class Memory:
         """
         evict = self.weights.evict(model.holding, heir)
         model.story.add(now, "evict weights", evict)
-        model.holding.evictions += 1
+        model.totals.evict(cause)
         self.leaving.pop(model, None)
         out.append(evict)
         self._queues.touched[model] = None

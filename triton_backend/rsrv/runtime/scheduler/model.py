@@ -8,8 +8,9 @@ from rsrv.runtime.scheduler.coalesce import Batch, plan_batch
 from rsrv.runtime.scheduler.costs import VariantCosts
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import Execute, Pause, PolicyChanged, Program, Request
-from rsrv.runtime.scheduler.snapshot import Counts, ModelLoad, ModelSnapshot
+from rsrv.runtime.scheduler.snapshot import ModelLoad, ModelSnapshot
 from rsrv.runtime.scheduler.story import Story
+from rsrv.runtime.scheduler.totals import Stage, Totals
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Lane, Place
 from rsrv.runtime.scheduler.weights import Holding, Residency
 
@@ -61,9 +62,6 @@ class ModelState:
         "backlog_seconds",
         "barred",
         "batch_seconds",
-        "counts",
-        "device_seconds",
-        "dispatches",
         "draining",
         "executing",
         "executions",
@@ -71,9 +69,7 @@ class ModelState:
         "front",
         "holding",
         "lanes",
-        "misses",
         "name",
-        "padded_rows",
         "paused",
         "place",
         "program",
@@ -81,8 +77,8 @@ class ModelState:
         "ripe",
         "sizes",
         "story",
+        "totals",
         "turn_seconds",
-        "useful_rows",
         "warm_up",
         "warming",
         "weight",
@@ -116,8 +112,6 @@ class ModelState:
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others gave way for it and shall get their turn.
         self.barred = -inf
-        #: requests that found its weights elsewhere.
-        self.misses = 0
         # The next six are derived from the lanes and costs by `recount`. Who is held has no work to speak of.
         #: the lane whose front request is first in the order of service, and where that stands.
         self.front: Lane | None = None
@@ -129,11 +123,7 @@ class ModelState:
         self.batch_seconds = 0.0
         #: until when it is held back: it is barred, or more requests can share its next execution.
         self.ripe = -inf
-        self.counts = Counts()
-        self.dispatches = 0
-        self.useful_rows = 0
-        self.padded_rows = 0
-        self.device_seconds = 0.0
+        self.totals = Totals()
         self.sizes: dict[tuple[int, int], int] = {}
         self.story = Story(story_length)
 
@@ -151,6 +141,16 @@ class ModelState:
     def busy(self) -> bool:
         """Whether something executes on its weights."""
         return self.executions > 0 or self.warming
+
+    @property
+    def family(self) -> str:
+        """What it counts under, with other versions of it."""
+        return self.program.name or self.name
+
+    @property
+    def stage(self) -> Stage:
+        """What its requests wait for."""
+        return Stage.QUEUE if self.holding.residency is Residency.RESIDENT else Stage.LOAD
 
     @property
     def held(self) -> bool:
@@ -223,9 +223,11 @@ class ModelState:
         self.queued -= requests
         self.executing += requests
         self.executions += 1
-        self.dispatches += 1
-        self.useful_rows += execute.rows
-        self.padded_rows += execute.size - execute.rows
+        totals = self.totals
+        totals.dispatches += 1
+        totals.useful_rows += execute.rows
+        totals.padded_rows += execute.size - execute.rows
+        totals.rows.observe(execute.rows)
         key = (execute.variant, execute.size)
         self.sizes[key] = self.sizes.get(key, 0) + 1
 
@@ -236,7 +238,7 @@ class ModelState:
 
     def load(self) -> ModelLoad:
         """The part of its statistics that is asked for often. Costs O(variants)."""
-        tables = [lane.costs for lane in self.lanes.values()]
+        tables, totals = [lane.costs for lane in self.lanes.values()], self.totals
         return ModelLoad(
             self.queued,
             self.executing,
@@ -244,14 +246,15 @@ class ModelState:
             self.holding.bytes,
             min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
             max(table.max_rows for table in tables),
-            self.misses,
-            self.counts.answered,
-            self.device_seconds,
-            self.useful_rows,
+            totals.misses,
+            totals.counts.answered,
+            totals.device_seconds,
+            totals.useful_rows,
         )
 
     def snapshot(self) -> ModelSnapshot:
         """Its statistics now."""
+        totals = self.totals
         return ModelSnapshot(
             residency=self.holding.residency,
             pinned=self.holding.pinned,
@@ -260,12 +263,12 @@ class ModelState:
             queued=self.queued,
             queued_rows=sum(lane.rows for lane in self.lanes.values()),
             executing=self.executing,
-            outcomes=self.counts.outcomes(),
-            refused=dict(self.counts.refused),
-            dispatches=self.dispatches,
-            useful_rows=self.useful_rows,
-            padded_rows=self.padded_rows,
-            device_seconds=self.device_seconds,
+            outcomes=totals.counts.outcomes(),
+            refused=dict(totals.counts.refused),
+            dispatches=totals.dispatches,
+            useful_rows=totals.useful_rows,
+            padded_rows=totals.padded_rows,
+            device_seconds=totals.device_seconds,
             sizes=dict(self.sizes),
             costs={
                 (variant, size): seconds
@@ -274,9 +277,9 @@ class ModelState:
             },
             weight_bytes=self.program.weight_bytes,
             device_bytes=self.holding.bytes,
-            misses=self.misses,
+            misses=totals.misses,
             loads=self.holding.loads,
-            evictions=self.holding.evictions,
+            evictions=sum(totals.evictions.values()),
             load_seconds=self.holding.load_seconds,
             backlog_seconds=self.backlog_seconds,
         )

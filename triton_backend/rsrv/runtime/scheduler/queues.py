@@ -14,7 +14,7 @@ from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Finish, Instruction, Outcome, Reason, Request
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.popularity import remember
-from rsrv.runtime.scheduler.snapshot import Counts
+from rsrv.runtime.scheduler.totals import Counts, Stage
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane
 from rsrv.runtime.scheduler.weights import Residency
 
@@ -112,7 +112,8 @@ class Queues:
                 continue
             deadline = request.deadline
             if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
-                model.counts.expired += 1
+                model.totals.counts.expired += 1
+                model.totals.miss(Stage.ARRIVAL)
                 model.story.add(now, "expired on arrival", (request.id,))
                 out.append(Finish(request.id, Outcome.EXPIRED))
                 continue
@@ -149,7 +150,7 @@ class Queues:
             if model.queued == len(ids) and not model.executions:
                 model.holding.needed(now)
             if model.holding.residency is not Residency.RESIDENT:
-                model.misses += len(ids)
+                model.totals.misses += len(ids)
             model.holding.uses = remember(model.holding.uses, len(ids), now)
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
@@ -173,7 +174,7 @@ class Queues:
             entry = self.live.get(request)
             if entry is not None and entry.lane is not None:
                 model = self._withdraw(entry, entry.lane)
-                model.counts.cancelled += 1
+                model.totals.counts.cancelled += 1
                 model.story.add(now, "cancelled", (request,))
                 out.append(Finish(request, Outcome.CANCELLED))
 
@@ -181,7 +182,8 @@ class Queues:
         """End those that wait and whose deadline is `now` or earlier."""
         for entry, lane in self.deadlines.due(now):
             model = self._withdraw(entry, lane)
-            model.counts.expired += 1
+            model.totals.counts.expired += 1
+            model.totals.miss(model.stage)
             model.story.add(now, "expired", (entry.request.id,))
             out.append(Finish(entry.request.id, Outcome.EXPIRED))
 
@@ -190,7 +192,8 @@ class Queues:
         model = self._withdraw(entry, lane)
         if not model.held:
             lane.costs.doubt()
-        model.counts.shed += 1
+        model.totals.counts.shed += 1
+        model.totals.miss(model.stage)
         model.story.add(now, "shed", (entry.request.id,))
         out.append(Finish(entry.request.id, Outcome.SHED))
 
@@ -217,13 +220,16 @@ class Queues:
     def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
         """End all of a model that wait, because its weights did not come."""
         ids = self._withdraw_all(model)
-        model.counts.failed += len(ids)
+        model.totals.counts.failed += len(ids)
         out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
 
-    def take(self, model: ModelState, lane: Lane, count: int) -> tuple[int, ...]:
+    def take(self, model: ModelState, lane: Lane, count: int, now: float) -> tuple[int, ...]:
         """Take the first `count` of a lane for an execution: in flight still, but not queued."""
         self.queued -= count
         self.touched[model] = None
+        observe = model.totals.queue_wait.observe
+        for entry in lane.entries[:count]:
+            observe(now - entry.arrived)
         if not self.runs:
             return lane.take(count)
         of_runs = [entry for entry in lane.entries[:count] if entry.request.run]
@@ -231,11 +237,13 @@ class Queues:
         self._promote(of_runs)
         return ids
 
-    def forget(self, requests: Sequence[int]) -> None:
+    def forget(self, model: ModelState, requests: Sequence[int], now: float) -> None:
         """They executed, and were ended by the scheduler."""
         live = self.live
         for request in requests:
-            del live[request]
+            deadline = live.pop(request).request.deadline
+            if deadline is not None and deadline < now:
+                model.totals.miss(Stage.EXECUTE)
 
     def _withdraw(self, entry: Entry, lane: Lane) -> ModelState:
         lane.remove(entry)
@@ -285,6 +293,6 @@ def _refuse(
     out: list[Instruction],
 ) -> None:
     if ids:
-        model.counts.refuse(reason, len(ids))
+        model.totals.counts.refuse(reason, len(ids))
         model.story.add(now, f"refused {reason.value}", ids)
         out.extend([Finish(request, Outcome.REFUSED, reason, retry_after) for request in ids])

@@ -64,7 +64,8 @@ from rsrv.runtime.scheduler.queues import Queues
 from rsrv.runtime.scheduler.ranking import Ranking
 from rsrv.runtime.scheduler.settings import SchedulerSettings
 from rsrv.runtime.scheduler.shedding import SLACK, hopeless
-from rsrv.runtime.scheduler.snapshot import Counts, Load, Snapshot
+from rsrv.runtime.scheduler.snapshot import Load, MetaSnapshot, ModelSnapshot, Snapshot
+from rsrv.runtime.scheduler.totals import Counts, Totals
 from rsrv.runtime.scheduler.waiting import Lane
 from rsrv.runtime.scheduler.weights import Residency
 
@@ -87,6 +88,8 @@ class Scheduler:
         #: loaded models. A removed one moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
+        #: by name of a model: what versions of it have counted that are gone.
+        self._past: dict[str, Totals] = {}
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
         self._gate = Gate(self._models, self._discipline, self.settings.meta_concurrency)
@@ -200,7 +203,7 @@ class Scheduler:
                 lane.variant,
                 batch.size,
                 batch.rows,
-                self._queues.take(model, lane, batch.count),
+                self._queues.take(model, lane, batch.count, now),
                 batch.seconds,
             )
             self._running.start(execute, model, now)
@@ -216,7 +219,8 @@ class Scheduler:
     def _finish_execution(self, event: ExecutionFinished, now: float, out: list[Instruction]) -> None:
         running = self._running.end(event.dispatch, now)
         model, execute = running.model, running.execute
-        model.device_seconds += event.seconds
+        model.totals.device_seconds += event.seconds
+        model.totals.execute.observe(event.seconds)
         model.holding.used = now
         if execute.again:
             self._memory.compaction.retrying = False
@@ -226,15 +230,15 @@ class Scheduler:
             return
         model.ended(execute)
         self._discipline.end(running.charged, event.seconds)
-        self._queues.forget(execute.requests)
+        self._queues.forget(model, execute.requests, now)
         if event.error is None:
             model.lanes[execute.variant].costs.learn(execute.size, event.seconds)
-            model.counts.answered += len(execute.requests)
+            model.totals.counts.answered += len(execute.requests)
             model.story.add(now, "answered", event)
             out.extend([Finish(request, _ANSWERED) for request in execute.requests])
         else:
             # How long it took to fail says nothing about the cost of success.
-            model.counts.failed += len(execute.requests)
+            model.totals.counts.failed += len(execute.requests)
             model.story.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in execute.requests])
         if model.draining:
@@ -337,7 +341,16 @@ class Scheduler:
         """Let a removed model go once nothing executes on its weights and no load of them is under way."""
         if self._memory.release(model, now, out):
             del self._draining[model.name]
-            self._queues.departed.add(model.counts)
+            self._queues.departed.add(model.totals.counts)
+            self._keep(model)
+
+    def _keep(self, model: ModelState) -> None:
+        """What a model that is gone has counted is kept for as long as there is another version of it."""
+        name = model.family
+        if any(other.family == name for other in (*self._models.values(), *self._draining.values())):
+            self._past.setdefault(name, Totals()).add(model.totals)
+        else:
+            self._past.pop(name, None)
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -513,13 +526,40 @@ class Scheduler:
     def load(self) -> Load:
         """What `snapshot` says of loaded models, as far as it is asked for often. Costs O(models)."""
         models = {name: state.load() for name, state in self._models.items()}
-        return Load(models, self._memory.weights.bytes, self._memory.weights.budget)
+        weights = self._memory.weights
+        return Load(models, weights.bytes, weights.pinned_bytes, self._logical_bytes(), weights.budget)
+
+    def totals(self) -> dict[str, Totals]:
+        """By name of each loaded or draining model: what all versions have counted since there is one."""
+        found: dict[str, Totals] = {}
+        for state in (*self._models.values(), *self._draining.values()):
+            found.setdefault(state.family, Totals()).add(state.totals)
+        for name, past in self._past.items():
+            found[name].add(past)
+        return found
+
+    def model(self, key: str) -> ModelSnapshot | None:
+        """Statistics of one loaded or draining model."""
+        state = self._models.get(key) or self._draining.get(key)
+        return None if state is None else state.snapshot()
+
+    def meta(self, name: str) -> MetaSnapshot | None:
+        """Those of the runs of a meta model; None if nobody has ever asked for one."""
+        return self._gate.meta(name)
+
+    def metas(self) -> dict[str, MetaSnapshot]:
+        """Those of all of them."""
+        return self._gate.snapshot()
+
+    def _logical_bytes(self) -> int:
+        states = (*self._models.values(), *self._draining.values())
+        return sum(s.program.weight_bytes for s in states if s.holding.residency is not Residency.ABSENT)
 
     def snapshot(self) -> Snapshot:
         """Statistics of all loaded and draining models."""
         states = [*self._models.values(), *self._draining.values()]
         totals = Counts()
-        for counts in (self._queues.departed, *(state.counts for state in states)):
+        for counts in (self._queues.departed, *(state.totals.counts for state in states)):
             totals.add(counts)
         return Snapshot(
             models={state.name: state.snapshot() for state in states},
@@ -532,11 +572,7 @@ class Scheduler:
             running=len(self._running),
             weight_bytes=self._memory.weights.bytes,
             pinned_bytes=self._memory.weights.pinned_bytes,
-            logical_bytes=sum(
-                state.program.weight_bytes
-                for state in states
-                if state.holding.residency is not Residency.ABSENT
-            ),
+            logical_bytes=self._logical_bytes(),
             weight_budget_bytes=self._memory.weights.budget,
         )
 

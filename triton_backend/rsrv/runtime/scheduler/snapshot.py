@@ -4,56 +4,11 @@ Counters rise from the moment a model was added (or the scheduler was made); not
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rsrv.runtime.scheduler.events import Outcome, Pause, Reason
 from rsrv.runtime.scheduler.weights import Residency
-
-
-@dataclass(slots=True)
-class Counts:
-    """How requests ended, while counting."""
-
-    answered: int = 0
-    expired: int = 0
-    shed: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    refused: dict[Reason, int] = field(default_factory=dict)
-
-    def refuse(self, reason: Reason, count: int = 1) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + count
-
-    def total(self) -> int:
-        return (
-            self.answered
-            + self.expired
-            + self.shed
-            + self.cancelled
-            + self.failed
-            + sum(self.refused.values())
-        )
-
-    def add(self, other: "Counts") -> None:
-        self.answered += other.answered
-        self.expired += other.expired
-        self.shed += other.shed
-        self.cancelled += other.cancelled
-        self.failed += other.failed
-        for reason, count in other.refused.items():
-            self.refuse(reason, count)
-
-    def outcomes(self) -> dict[Outcome, int]:
-        """By outcome, zeros included."""
-        return {
-            Outcome.ANSWERED: self.answered,
-            Outcome.REFUSED: sum(self.refused.values()),
-            Outcome.EXPIRED: self.expired,
-            Outcome.SHED: self.shed,
-            Outcome.CANCELLED: self.cancelled,
-            Outcome.FAILED: self.failed,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +79,8 @@ class Load:
 
     models: Mapping[str, ModelLoad]
     weight_bytes: int
+    pinned_bytes: int
+    logical_bytes: int
     weight_budget_bytes: int | None
 
 

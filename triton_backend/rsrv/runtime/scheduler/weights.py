@@ -40,7 +40,6 @@ class Holding:
         "abandoned",
         "asked",
         "epoch",
-        "evictions",
         "fresh",
         "gap",
         "load_seconds",
@@ -80,9 +79,8 @@ class Holding:
         #: time all others had given way for it.
         self.rests_until = -inf
         self.rest = 0.0
-        #: completed loads, and evictions other than the one at the model's end.
+        #: completed loads.
         self.loads = 0
-        self.evictions = 0
         #: how long a load of all its bytes takes: as the latest telling one, or as the program says.
         self.load_seconds = program.load_seconds
         #: how long the latest load took; before the first: as long as one of all its bytes.

@@ -1,0 +1,156 @@
+"""Every metric that the control process serves: docs/metrics.md is made of this, and nothing else may be served."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Histograms have samples NAME_bucket, NAME_sum and NAME_count."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    help: str
+
+
+FAMILIES: tuple[Family, ...] = (
+    # requests
+    Family(
+        "rsrv_requests_total",
+        "counter",
+        ("model", "outcome"),
+        "Requests that are over, as the runtime saw them, those of meta models among them: answered, refused, expired "
+        "(the deadline passed), shed (it could not be met any more), cancelled, failed. Of a meta model: its runs.",
+    ),
+    Family(
+        "rsrv_responses_total",
+        "counter",
+        ("model", "status"),
+        "Answers to clients, by status as docs/protocol.md has them. Other than rsrv_requests_total it has what never "
+        "reached the runtime (wrong shapes, hooks that raised), and has no calls of meta models.",
+    ),
+    Family(
+        "rsrv_request_seconds",
+        "histogram",
+        ("model",),
+        "From a request's arrival in its model's process to its answer: hooks, waiting, execution, copies.",
+    ),
+    Family("rsrv_queue_depth", "gauge", ("model",), "Requests that wait. Of a meta model: runs that wait."),
+    Family(
+        "rsrv_queue_wait_seconds",
+        "histogram",
+        ("model",),
+        "From a request's arrival in the runtime until it is given to the device, a load of weights that it waited for "
+        "included; no execution of its own is in it.",
+    ),
+    Family(
+        "rsrv_refused_total",
+        "counter",
+        ("model", "reason"),
+        "Requests that were refused: queue_full, paused, not_resident, no_memory, too_many_rows, unknown_variant, "
+        "unloaded.",
+    ),
+    Family(
+        "rsrv_deadline_missed_total",
+        "counter",
+        ("model", "stage"),
+        "Requests whose deadline passed, or was certain to, by where they were: arrival (it had passed when they came), "
+        "queue, load (they waited for weights), execute (they were answered all the same).",
+    ),
+    Family(
+        "rsrv_hook_seconds",
+        "histogram",
+        ("model", "stage"),
+        "Time in functions of model.py: pre, post, run. Waiting for calls of other models is in run.",
+    ),
+    Family("rsrv_meta_runs", "gauge", ("model",), "Runs of a meta model that are under way."),
+    Family(
+        "rsrv_meta_calls_total",
+        "counter",
+        ("model",),
+        "Calls that a meta model's runs have made, executed ones.",
+    ),
+    # the device
+    Family("rsrv_executions_total", "counter", ("model",), "Executions that were started."),
+    Family(
+        "rsrv_execute_seconds",
+        "histogram",
+        ("model",),
+        "Time that an execution had the device, failed ones included.",
+    ),
+    Family(
+        "rsrv_device_seconds_total",
+        "counter",
+        ("model",),
+        "Time that the model had the device. Of a meta model: that of its calls, which count for the called models, too.",
+    ),
+    Family("rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."),
+    Family("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),
+    Family("rsrv_padded_rows_total", "counter", ("model",), "Rows of padding in all executions."),
+    # weights
+    Family("rsrv_model_resident", "gauge", ("model",), "1 while the weights are on the device."),
+    Family(
+        "rsrv_model_weight_bytes",
+        "gauge",
+        ("model", "tier"),
+        "Bytes of the model's weights that are in host memory, and on the device or on their way (each tensor once); "
+        "what models share counts for each of them.",
+    ),
+    Family(
+        "rsrv_weight_loads_total", "counter", ("model",), "Loads of weights onto the device that ended well."
+    ),
+    Family("rsrv_weight_load_seconds", "histogram", ("model",), "How long these took."),
+    Family(
+        "rsrv_weight_evictions_total",
+        "counter",
+        ("model", "reason"),
+        "Times that weights left the device: room (another's load needed it), asked, budget (that fell), compaction.",
+    ),
+    Family("rsrv_weight_misses_total", "counter", ("model",), "Requests that found the weights elsewhere."),
+    Family(
+        "rsrv_weight_bytes",
+        "gauge",
+        ("tier", "kind"),
+        "Bytes of all weights in host memory, and on the device or on their way: logical, as if no model shared a "
+        "tensor with another, and physical, each tensor once.",
+    ),
+    Family(
+        "rsrv_device_memory_bytes",
+        "gauge",
+        ("kind",),
+        "limit: what the device's allocator may take; budget: what weights may; pinned: weights that stay; held: weights "
+        "that are there at this moment; scratch: what executions may need; kept: what runs of meta models keep. "
+        "What has no limit has no sample.",
+    ),
+    # compiling
+    Family(
+        "rsrv_compile_seconds", "histogram", (), "Compilations of modules; what the cache had is not in it."
+    ),
+    Family(
+        "rsrv_executables_total",
+        "counter",
+        ("source",),
+        "Executables that were needed: compiled, from the cache on disk, or shared with another model.",
+    ),
+    # the server
+    Family(
+        "rsrv_reload_failed",
+        "gauge",
+        ("model",),
+        "1 while the model is not as its bundle says: a change could not be loaded. An older version may be serving.",
+    ),
+    Family(
+        "rsrv_runtime_up",
+        "gauge",
+        (),
+        "1 while the runtime answers; without it all but this section is missing.",
+    ),
+    Family(
+        "rsrv_runtime_restarts_total",
+        "counter",
+        (),
+        "Runtimes that came after the first one that this control process knew. All counts above begin anew with each.",
+    ),
+    Family("rsrv_build_info", "gauge", ("version",), "Always 1."),
+)

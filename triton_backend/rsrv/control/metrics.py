@@ -1,0 +1,166 @@
+"""What Prometheus is given: the runtime's figures, and what the control process itself knows."""
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rsrv.control.families import FAMILIES
+from rsrv.control.runtime import Refused, RuntimeDown, RuntimeLink
+from rsrv.histogram import LONG_SECONDS, ROWS, SECONDS, Histogram
+
+log = logging.getLogger("rsrv.control")
+
+_CLASSES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the control process knows without the runtime."""
+
+    #: runtimes that came after the first
+    restarts: int
+    #: names of models, and of those that are not as their bundles say
+    models: Collection[str]
+    failed: Collection[str]
+    version: str
+
+
+class Metrics:
+    """The text for whoever asks; many at once are given the same."""
+
+    def __init__(self, link: RuntimeLink, failed: Callable[[], Collection[str]]) -> None:
+        """`failed`: names of models that are not as their bundles say."""
+        self._link = link
+        self._failed = failed
+        self._version = importlib.metadata.version("rsrv")
+        self._underway: asyncio.Task[str] | None = None
+
+    async def text(self) -> str:
+        """In Prometheus' text format. Also while there is no runtime."""
+        if self._underway is None:
+            self._underway = asyncio.create_task(self._make())
+            self._underway.add_done_callback(self._made)
+        # Who asks and goes does not end what others wait for.
+        return await asyncio.shield(self._underway)
+
+    def _made(self, _: asyncio.Task[str]) -> None:
+        self._underway = None
+
+    async def _make(self) -> str:
+        link = self._link
+        try:
+            said = await link.command({"command": "metrics"})
+        except (RuntimeDown, Refused) as error:
+            if isinstance(error, Refused):
+                log.error("the runtime does not say its figures: %s", error)
+            said = None
+        server = Server(
+            restarts=max(0, link.lives - 1),
+            models=frozenset(entry["name"] for entry in link.entries.values()) if link.up else frozenset(),
+            failed=frozenset(self._failed()),
+            version=self._version,
+        )
+        # Of hundreds of models that takes longer than a probe should wait.
+        return await asyncio.to_thread(expose, said, server)
+
+
+def expose(said: Mapping[str, Any] | None, server: Server) -> str:
+    """`said`: the runtime's answer to the command `metrics` (docs/protocol.md); None: there is none."""
+    page = _Page()
+    if said is not None:
+        for name, model in said["models"].items():
+            _put_model(page, name, model)
+        for name, meta in said["metas"].items():
+            _put_common(page, name, meta)
+            page.put("rsrv_meta_runs", (name,), meta["running"])
+            page.put("rsrv_meta_calls_total", (name,), meta["calls"])
+        _put_memory(page, said["memory"])
+        page.measure("rsrv_compile_seconds", (), LONG_SECONDS, said["compile"])
+        page.put_each("rsrv_executables_total", (), said["executables"])
+    for name in {*server.models, *server.failed}:
+        page.put("rsrv_reload_failed", (name,), float(name in server.failed))
+    page.put("rsrv_runtime_up", (), float(said is not None))
+    page.put("rsrv_runtime_restarts_total", (), server.restarts)
+    page.put("rsrv_build_info", (server.version,), 1.0)
+    return page.text()
+
+
+def _put_common(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
+    """What models and meta models have."""
+    page.put_each("rsrv_requests_total", (name,), model["requests"])
+    page.put_each("rsrv_responses_total", (name,), model["responses"])
+    page.measure("rsrv_request_seconds", (name,), SECONDS, model["request"])
+    page.put("rsrv_queue_depth", (name,), model["queued"])
+    page.put("rsrv_device_seconds_total", (name,), model["device_seconds"])
+    for hook, seconds in model["hooks"].items():
+        page.measure("rsrv_hook_seconds", (name, hook), SECONDS, seconds)
+
+
+def _put_model(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
+    _put_common(page, name, model)
+    page.measure("rsrv_queue_wait_seconds", (name,), SECONDS, model["queue_wait"])
+    page.put_each("rsrv_refused_total", (name,), model["refused"])
+    page.put_each("rsrv_deadline_missed_total", (name,), model["missed"])
+    page.put("rsrv_executions_total", (name,), model["executions"])
+    page.measure("rsrv_execute_seconds", (name,), SECONDS, model["execute"])
+    page.measure("rsrv_batch_rows", (name,), ROWS, model["batch_rows"])
+    page.put("rsrv_rows_total", (name,), model["rows"])
+    page.put("rsrv_padded_rows_total", (name,), model["padded_rows"])
+    page.put("rsrv_model_resident", (name,), float(model["resident"]))
+    page.put("rsrv_model_weight_bytes", (name, "host"), model["host_bytes"])
+    page.put("rsrv_model_weight_bytes", (name, "device"), model["device_bytes"])
+    loads = page.measure("rsrv_weight_load_seconds", (name,), SECONDS, model["load"])
+    page.put("rsrv_weight_loads_total", (name,), loads)
+    page.put_each("rsrv_weight_evictions_total", (name,), model["evictions"])
+    page.put("rsrv_weight_misses_total", (name,), model["misses"])
+
+
+def _put_memory(page: "_Page", memory: Mapping[str, Any]) -> None:
+    for tier in ("host", "device"):
+        for kind in ("logical", "physical"):
+            page.put("rsrv_weight_bytes", (tier, kind), memory[tier][f"{kind}_bytes"])
+    device = memory["device"]
+    kinds = {kind: device[f"{kind}_bytes"] for kind in ("limit", "budget", "pinned", "held")}
+    kinds |= {"scratch": memory["scratch_bytes"], "kept": memory["kept_bytes"]}
+    page.put_each("rsrv_device_memory_bytes", (), {k: v for k, v in kinds.items() if v is not None})
+
+
+class _Page(Collector):
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {
+            family.name: _CLASSES[family.kind](family.name, family.help, labels=family.labels)
+            for family in FAMILIES
+        }
+
+    def put(self, family: str, labels: Sequence[str], value: float) -> None:
+        self._families[family].add_metric(labels, value)
+
+    def put_each(self, family: str, labels: Sequence[str], values: Mapping[str, float]) -> None:
+        """The last label is the key."""
+        for key, value in values.items():
+            self.put(family, (*labels, key), value)
+
+    def measure(self, family: str, labels: Sequence[str], bounds: Sequence[float], said: Any) -> int:
+        """A histogram; returns how many values it has."""
+        found = Histogram.from_json(bounds, said)
+        edges = [*map(str, bounds), "+Inf"]
+        self._families[family].add_metric(
+            labels, list(zip(edges, accumulate(found.counts), strict=True)), found.sum
+        )
+        return sum(found.counts)
+
+    def collect(self) -> Iterable[Metric]:
+        return [family for family in self._families.values() if family.samples]
+
+    def text(self) -> str:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry).decode()

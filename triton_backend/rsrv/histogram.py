@@ -1,0 +1,82 @@
+"""What is measured many times a second, counted in intervals of fixed bounds, as Prometheus has it."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+#: upper bounds of intervals. Seconds: what a request or an execution may take; what compiling may take
+SECONDS: tuple[float, ...] = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+LONG_SECONDS: tuple[float, ...] = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+    600.0,
+)
+#: rows of an execution
+ROWS: tuple[float, ...] = tuple(float(2**k) for k in range(13))
+
+
+class Histogram:
+    """Not safe for threads. An interval includes its upper bound; above the last bound is one more."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        #: one more than there are bounds
+        self.counts = [0] * (len(bounds) + 1)
+        #: of all values
+        self.sum = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether anything was observed."""
+        return any(self.counts)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def add(self, other: "Histogram") -> None:
+        """All that another one of the same bounds has."""
+        for index, count in enumerate(other.counts):
+            self.counts[index] += count
+        self.sum += other.sum
+
+    def to_json(self) -> list[float]:
+        """Sum, number of empty intervals before the first that is not, and the counts from that one to the last."""
+        filled = [index for index, count in enumerate(self.counts) if count]
+        if not filled:
+            return [0.0, 0]
+        first, last = filled[0], filled[-1]
+        return [self.sum, first, *self.counts[first : last + 1]]
+
+    @classmethod
+    def from_json(cls, bounds: Sequence[float], value: Any) -> "Histogram":
+        """Raises ValueError: that is none of these bounds."""
+        found = cls(bounds)
+        if not isinstance(value, list) or len(value) < 2:
+            raise ValueError(f"not a histogram: {value!r:.80}")
+        total, first, *counts = value
+        if (
+            not isinstance(total, (int, float))
+            or not abs(total) < 1e18  # nor a NaN
+            or not all(type(one) is int and 0 <= one < 1 << 53 for one in (first, *counts))
+            or first + len(counts) > len(found.counts)
+        ):
+            raise ValueError(f"not a histogram of {len(bounds)} bounds: {value!r:.80}")
+        found.counts[first : first + len(counts)] = counts
+        found.sum = float(total)
+        return found

@@ -1,0 +1,123 @@
+"""What is counted and measured since the start, as the JSON of the command `metrics`. Keys as in docs/protocol.md."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rsrv.runtime.connection import Group, MetaCounts
+from rsrv.runtime.registry import Registry
+from rsrv.runtime.reports import Reported, Reports
+from rsrv.runtime.scheduler.events import Outcome
+from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.runtime.scheduler.totals import Totals
+from rsrv.runtime.status import memory
+
+#: how a run of a meta model ended -> how requests of other models do; by any other status it is refused
+_OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}
+
+
+def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_bytes: int) -> dict[str, Any]:
+    """Of all models by name, versions of one added up; costs O(models). `kept_bytes`: on the device, by runs of metas."""
+    catalog, placement = registry.catalog, registry.placement
+    load, totals, metas = scheduler.load(), scheduler.totals(), registry.metas()
+    reported = reports.keep({*totals, *(group.name for group in metas)})
+    counts = placement.cache_counts
+    models = {name: _model(total, reported.get(name)) for name, total in totals.items()}
+    for key, listed in catalog.listed.items():
+        now, model = load.models.get(key), models.get(listed.name)
+        if model is None or listed.model is None:
+            continue  # it is not built yet
+        model["resident"] |= listed.weights == "resident"
+        model["host_bytes"] += listed.model.host.nbytes if listed.model.host.kept else 0
+        model["device_bytes"] += listed.model.host.device_bytes if listed.weights != "absent" else 0
+        model["queued"] += 0 if now is None else now.queued
+    return {
+        "models": models,
+        "metas": _metas(metas, scheduler, reported),
+        "memory": {
+            **memory(load, placement.tiers, placement.device),
+            "scratch_bytes": placement.scratch,
+            "kept_bytes": kept_bytes,
+        },
+        "executables": {"compiled": counts.compiled, "cache": counts.from_cache, "shared": counts.shared},
+        "compile": counts.seconds.to_json(),
+    }
+
+
+def figures(group: Group, scheduler: Scheduler) -> dict[str, Any]:
+    """The few numbers of one model that its stub shows in Triton's own metrics; of this version alone."""
+    if group.counts is not None:
+        meta = scheduler.meta(group.name)
+        queued, seconds = 0 if meta is None else meta.waiting, group.counts.device_seconds
+        outcomes: dict[str, int] = _outcomes(group.counts)
+    else:
+        model = scheduler.model(group.key)
+        if model is None:
+            return {}
+        queued, seconds = model.queued, model.device_seconds
+        outcomes = {outcome.value: count for outcome, count in model.outcomes.items()}
+    return {"queued": queued, "requests": outcomes, "device_seconds": seconds}
+
+
+def _model(totals: Totals, reported: Reported | None) -> dict[str, Any]:
+    return {
+        "queued": 0,
+        "resident": False,
+        "host_bytes": 0,
+        "device_bytes": 0,
+        "requests": {outcome.value: count for outcome, count in totals.counts.outcomes().items()},
+        "refused": {reason.value: count for reason, count in totals.counts.refused.items()},
+        "missed": {stage.value: count for stage, count in totals.missed.items()},
+        "executions": totals.dispatches,
+        "rows": totals.useful_rows,
+        "padded_rows": totals.padded_rows,
+        "device_seconds": totals.device_seconds,
+        "misses": totals.misses,
+        "evictions": {cause.value: count for cause, count in totals.evictions.items()},
+        "queue_wait": totals.queue_wait.to_json(),
+        "execute": totals.execute.to_json(),
+        "load": totals.load.to_json(),
+        "batch_rows": totals.rows.to_json(),
+        **_reported(reported),
+    }
+
+
+def _metas(
+    metas: list[Group], scheduler: Scheduler, reported: Mapping[str, Reported]
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    gates = scheduler.metas()
+    for group in metas:
+        counts, gate = group.counts or MetaCounts(), gates.get(group.name)
+        meta = found.setdefault(
+            group.name,
+            {
+                "queued": 0 if gate is None else gate.waiting,
+                "running": 0 if gate is None else gate.running,
+                "requests": dict.fromkeys((outcome.value for outcome in Outcome), 0),
+                "calls": 0,
+                "device_seconds": 0.0,
+                **_reported(reported.get(group.name)),
+            },
+        )
+        for outcome, count in _outcomes(counts).items():
+            meta["requests"][outcome] += count
+        meta["calls"] += counts.calls
+        meta["device_seconds"] += counts.device_seconds
+    return found
+
+
+def _reported(reported: Reported | None) -> dict[str, Any]:
+    told = reported or Reported()
+    return {
+        "hooks": {hook: seconds.to_json() for hook, seconds in told.hooks.items()},
+        "request": told.requests.to_json(),
+        "responses": told.responses,
+    }
+
+
+def _outcomes(counts: MetaCounts) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for status, count in counts.outcomes.items():
+        found[_OUTCOMES.get(status, "refused")] += count
+    return found

@@ -80,7 +80,7 @@ class GrpcFront:
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        await self._server.stop(seconds)
+        await self._server.drain(seconds)
 
     async def stop(self) -> None:
         await self._server.stop(None)

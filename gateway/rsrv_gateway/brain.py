@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from rsrv_gateway.contract import Table, Worker
 from rsrv_gateway.members import Members
@@ -14,12 +15,14 @@ from rsrv_gateway.status import Status
 
 log = logging.getLogger("rsrv.gateway")
 
+T = TypeVar("T")
+
 #: seconds between two refreshes that requests for unknown models ask for
 _LEAST_PAUSE = 1.0
 
 
 class Gateway:
-    """All on one event loop. What a plane may ask for is in `plane.Brain`."""
+    """All on one event loop, but for the planner's looks. What a plane may ask for is in `plane.Brain`."""
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class Gateway:
         self.status: Status | None = None
         self._rounded = asyncio.Event()
         self._round_lock = asyncio.Lock()
+        self._rounding: set[asyncio.Task[None]] = set()
         self._applied: tuple[Mapping[str, Worker], Table] | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed = -_LEAST_PAUSE
@@ -86,21 +90,36 @@ class Gateway:
             await self.plane.drain(self._drain)
         finally:
             self._serving = False
+            await asyncio.gather(*self._rounding)
             await self.plane.stop()
             await self._errands.close()
             await self.probes.close()
 
     async def round(self) -> None:
-        """Plan by what is seen now, and have it carried out."""
+        """Plan by what is seen now, and have it carried out. A caller that gives up does not end it in the middle."""
+        task = asyncio.create_task(self._round())
+        self._rounding.add(task)
+        task.add_done_callback(self._rounding.discard)
+        await asyncio.shield(task)
+
+    async def steer(self, change: Callable[[Planner], T]) -> T:
+        """Change the planner's settings between two of its looks, and plan anew. Raises what `change` raises."""
         async with self._round_lock:
-            views = self.probes.views()
+            answer = change(self.planner)
+        await self.round()
+        return answer
+
+    async def _round(self) -> None:
+        async with self._round_lock:
+            views, workers = self.probes.views(), self.probes.workers()
             try:
-                plan = self.planner.look(views, self.clock())
+                # Of a large fleet it takes longer than requests should wait.
+                plan = await asyncio.to_thread(self.planner.look, views, self.clock())
                 self.status = plan.status
-                workers = {name: one for name, one in self.probes.workers().items() if views[name].alive}
-                if self._applied != (workers, plan.table):
-                    await self.plane.apply(workers, plan.table)
-                    self._applied = workers, plan.table
+                alive = {name: worker for name, worker in workers.items() if views[name].alive}
+                if self._applied != (alive, plan.table):
+                    await self.plane.apply(alive, plan.table)
+                    self._applied = alive, plan.table
             except Exception:
                 # What held before is better than nothing, and the next round tries again.
                 log.exception("the table could not be changed")

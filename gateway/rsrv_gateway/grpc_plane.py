@@ -44,7 +44,7 @@ class GrpcFront:
         self._steered = False
         self._hop = _HOP | {"authorization"} if self._token.needed else _HOP
         inquiries = Inquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
-        streaming = Streaming(traffic, self._channels, self.forwarded)
+        streaming = Streaming(traffic, self._channels, self.forwarded, inquiries.answers_once)
         #: handlers by method
         self.methods = {
             **{
@@ -80,7 +80,7 @@ class GrpcFront:
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        await self._server.stop(seconds)
+        await self._server.drain(seconds)
 
     async def stop(self) -> None:
         await self._server.stop(None)

@@ -3,6 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -15,6 +17,8 @@ log = logging.getLogger("rsrv.gateway")
 
 #: seconds between two looks whether it has died, and between two tries to listen again
 _LOOK = 0.1
+#: At the end: seconds between two looks whether calls come, how many in a row must see none, and seconds for them all.
+_PAUSE, _PAUSES, _SETTLE = 0.01, 5, 0.5
 
 
 class GrpcServer:
@@ -22,7 +26,8 @@ class GrpcServer:
     and calls that are under way end where they are."""
 
     def __init__(self, handlers: Sequence[Any], settings: GatewaySection) -> None:
-        self._handlers = handlers
+        self._door = _Door()
+        self._handlers = [self._door, *handlers]
         self._settings = settings
         self._server: Any = None
         #: those that have died, while calls of theirs are under way
@@ -36,6 +41,21 @@ class GrpcServer:
             address = f"{address.rpartition(':')[0]}:{port}"
         self._spawn(self._keep(address))
         return port
+
+    async def drain(self, seconds: float) -> None:
+        """New calls are refused; those under way may take `seconds`."""
+        if self._server is None:
+            return
+        end = monotonic() + seconds
+        self._door.closed = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(seconds, _SETTLE)):
+                await self._door.quiet()
+        stopping = asyncio.ensure_future(self.stop(max(0.0, end - monotonic())))
+        # In its first step it tells the clients that this connection takes no more calls.
+        await asyncio.sleep(0)
+        self._door.told.set()
+        await stopping
 
     async def stop(self, seconds: float | None) -> None:
         """No new calls; those under way may take `seconds`. May be called again, to shorten that."""
@@ -81,3 +101,34 @@ class GrpcServer:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class _Door(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Whatever is called comes by here first. Once it is closed, calls wait, and are refused when the clients are told.
+
+    A server that stops cancels what it has received and not begun, also what comes before the client has heard of it;
+    and who is refused at once calls again at once. So they are kept waiting until no more come, for a moment.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.told = asyncio.Event()
+        self._calls = 0
+        # Of streams, whatever was called: any other would wait for a request first.
+        self._refusing = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    def service(self, _: Any) -> Any:
+        self._calls += 1
+        return self._refusing if self.closed else None
+
+    async def quiet(self) -> None:
+        """Returns when no calls come any more."""
+        looks = 0
+        while looks < _PAUSES:
+            calls = self._calls
+            await asyncio.sleep(_PAUSE)
+            looks = looks + 1 if calls == self._calls else 0
+
+    async def _refuse(self, _: Any, context: Any) -> None:
+        await self.told.wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway ends")

@@ -33,6 +33,8 @@ _MERGED: Mapping[str, Merge] = {
 _ABOUT_A_MODEL = ("ModelMetadata", "ModelConfig")
 #: these take as long as a model takes to load, which no default may cut short
 _CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
+#: seconds for what a stream waits for in the middle
+_SOON = 2.0
 _UNDONE_BY = {
     "SystemSharedMemoryRegister": "SystemSharedMemoryUnregister",
     "CudaSharedMemoryRegister": "CudaSharedMemoryUnregister",
@@ -113,6 +115,19 @@ class Inquiries:
         if isinstance(answer, Refusal):
             await refuse(context, answer)
         return answer
+
+    async def answers_once(self, model: str, context: Any) -> bool:
+        """Whether each request gets one answer, as the model's config has it; not if no worker says so soon."""
+        request = service_pb2.ModelConfigRequest(name=model).SerializeToString()
+        timeout = min(self._timeout(context), _SOON)
+        answer = await first(
+            await self._traffic.who_knows(model),
+            lambda worker: self._ask(worker, "ModelConfig", request, context, timeout),
+        )
+        if isinstance(answer, Refusal):
+            return False
+        config = service_pb2.ModelConfigResponse.FromString(answer).config
+        return not config.model_transaction_policy.decoupled
 
     # --- of all workers --------------------------------------------------------------------------------
 

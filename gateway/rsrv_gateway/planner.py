@@ -56,7 +56,8 @@ class Plan:
 
 
 class Planner:
-    """Owned by one event loop; nothing waits."""
+    """Nothing waits. What it is given it only reads, and what it has given it does not change, so a look may be taken in
+    a thread; but nothing else may be asked of it meanwhile, except for `options`."""
 
     def __init__(self, options: GatewaySection, *, pack: Pack = packing.pack) -> None:
         self._options = options

@@ -15,6 +15,7 @@ from rsrv.control.server import Kind
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import messages
 from rsrv_gateway.brain import Gateway
+from rsrv_gateway.planner import Planner
 from rsrv_gateway.status import Status
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
@@ -107,11 +108,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     @_steers
     async def SetPolicy(self, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
         paths = set(request.update_mask.paths)
-        wanted = messages.changed(self._planner.options, self._section, request.policy, paths)
-        if paths != {"work_basis"}:
-            self._require_packing("in other modes only work_basis means something")
-        self._planner.change(wanted)
-        await self._gateway.round()
+
+        def change(planner: Planner) -> None:
+            wanted = messages.changed(planner.options, self._section, request.policy, paths)
+            if paths != {"work_basis"}:
+                self._require_packing("in other modes only work_basis means something")
+            planner.change(wanted)
+
+        await self._gateway.steer(change)
         warnings = list(self._status().warnings)
         if later := sorted(paths & _LATER):
             warnings.append(f"{', '.join(later)}: from the next repack on")
@@ -125,8 +129,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         self._require_packing("models are placed by it")
         if request.model not in self._gateway.table and not request.allow_unknown:
             raise _unknown(request.model)
-        self._planner.set_placement(request.model, **wanted)
-        await self._gateway.round()
+        await self._gateway.steer(lambda planner: planner.set_placement(request.model, **wanted))
         warnings = list(self._status().warnings)
         shown = next((one for one in self._status().models if one.name == request.model), None)
         if shown is not None:
@@ -143,8 +146,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         self._require_packing("models are packed by it")
         if not any(view.alive for view in gateway.probes.views().values()):
             raise _Refused(grpc.StatusCode.UNAVAILABLE, "no worker answers, so there is nothing to pack onto")
-        number = self._planner.repack()
-        await gateway.round()
+        number = await gateway.steer(Planner.repack)
         while request.wait and self._status().repacks.done < number:
             await gateway.next_round()
         return pb.RepackResponse(repacks=messages.repacks(self._status().repacks, gateway.clock()))

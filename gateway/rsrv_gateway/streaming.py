@@ -1,7 +1,8 @@
 """ModelStreamInfer: one stream of a client, and one to the worker of each model that its messages are for.
 
-All messages of a model go to one worker, so that sequences stay together and answers of a model stay in order. Answers of
-several workers come in the order in which they come.
+All messages of a model go to one worker, so that sequences stay together and answers of a model stay in order. Those of
+several models are put in order here (`stream_order`), which needs to know which of them are decoupled: that is asked as
+soon as a stream has a second model, for the worker of a single one keeps the order itself.
 
 Models do not share a stream, even where they have one worker: tritonserver (24.10) writes the answers of several at once,
 and ends itself when that happens (triton-inference-server/server issue 7472).
@@ -9,7 +10,7 @@ and ends itself when that happens (triton-inference-server/server issue 7472).
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -22,6 +23,7 @@ from rsrv_gateway.channels import Channels
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
+from rsrv_gateway.stream_order import Answers, Place
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.
@@ -34,11 +36,17 @@ _ERROR = b"\x0a"
 
 class Streaming:
     def __init__(
-        self, traffic: Traffic, channels: Mapping[str, Channels], forwarded: Callable[[Any], Any]
+        self,
+        traffic: Traffic,
+        channels: Mapping[str, Channels],
+        forwarded: Callable[[Any], Any],
+        answers_once: Callable[[str, Any], Awaitable[bool]],
     ) -> None:
+        """`answers_once`: whether each request for the model gets one answer; for a client's context."""
         self.traffic = traffic
         self.channels = channels
         self.forwarded = forwarded
+        self.answers_once = answers_once
 
     async def stream(self, _: Any, context: Any) -> None:
         stream = _Stream(self, context)
@@ -72,7 +80,7 @@ class _Refused(Exception):
 class _Message:
     """A request that has no answer yet."""
 
-    __slots__ = ("arrived", "choice", "data", "items", "losses", "model")
+    __slots__ = ("arrived", "choice", "data", "items", "losses", "model", "place")
 
     def __init__(self, model: str, items: int, choice: Choice) -> None:
         #: itself, while it is kept
@@ -82,6 +90,8 @@ class _Message:
         self.choice = choice
         #: connections that broke while it was there
         self.losses = 0
+        #: None: its answers need not wait for others
+        self.place: Place | None = None
         self.arrived = monotonic()
 
 
@@ -90,6 +100,7 @@ class _Upstream:
 
     def __init__(self, worker: str, model: str, call: Any) -> None:
         self.worker = worker
+        self.model = model
         self.key = worker, model
         self.call = call
         #: in the order in which they were sent
@@ -135,6 +146,7 @@ class _Stream:
         self._channels = house.channels
         self._context = context
         self._metadata = house.forwarded(context)
+        self._answers_once = house.answers_once
         #: by model
         self._homes: dict[str, str] = {}
         #: by worker and model, those that can be written to
@@ -144,7 +156,9 @@ class _Stream:
         #: workers whose stream has failed
         self._failed: set[str] = set()
         self._client_done = False
-        self._answering = asyncio.Lock()
+        self._answers = Answers(context.write)
+        #: whether each request gets one answer, by model; None: nobody was asked yet
+        self._once: dict[str, bool | None] = {}
 
     async def run(self) -> None:
         """Until the client and all workers have ended. Raises an ExceptionGroup of _Refused."""
@@ -182,17 +196,12 @@ class _Stream:
             self._traffic.refused(choice.code.name)
             await self._refuse_message(choice, name)
             return
-        home = self._homes.get(model)
-        if home is None:
-            hopeful = (worker for worker in (choice.worker, *choice.others) if worker not in self._failed)
-            home = self._homes[model] = next(hopeful, choice.worker)
-        if home != choice.worker:
-            router.move(choice, home)
         message = _Message(model, items, choice)
         try:
-            upstream = self._upstreams.get((home, model)) or self._open(home, model)
-        except _Refused as refused:
-            self._over(message, refused.refusal.code.name)
+            message.place = await self._place(model)
+            upstream = self._at_home(model, choice)
+        except BaseException as ended:
+            self._over(message, ended.refusal.code.name if isinstance(ended, _Refused) else CANCELLED)
             raise
         upstream.expect(message, data)
         async with upstream.writing:
@@ -204,8 +213,43 @@ class _Stream:
             raise _Refused(refusal)
         answer = service_pb2.ModelStreamInferResponse(error_message=refusal.message)
         answer.infer_response.id = name
-        async with self._answering:
-            await self._context.write(answer.SerializeToString())
+        await self._tell_apart()
+        await self._answers.put(self._answers.expect(), answer.SerializeToString())
+
+    async def _place(self, model: str) -> Place | None:
+        """For the message that comes now."""
+        if model not in self._once:
+            self._once[model] = None
+            if len(self._once) > 1:
+                await self._tell_apart()
+        return None if self._once[model] is False else self._answers.expect()
+
+    async def _tell_apart(self) -> None:
+        """Which models are to be waited for, now that there is something that waits."""
+        unasked = [model for model, once in self._once.items() if once is None]
+        if not unasked:
+            return
+        said = await asyncio.gather(*[self._answers_once(model, self._context) for model in unasked])
+        self._once.update(zip(unasked, said, strict=True))
+        free = [
+            message
+            for upstream in self._ending
+            if self._once[upstream.model] is False
+            for message in upstream.waiting
+        ]
+        await self._answers.give_up(message.place for message in free)
+        for message in free:
+            message.place = None
+
+    def _at_home(self, model: str, choice: Choice) -> _Upstream:
+        """Where the model's messages go. Raises _Refused."""
+        home = self._homes.get(model)
+        if home is None:
+            hopeful = (worker for worker in (choice.worker, *choice.others) if worker not in self._failed)
+            home = self._homes[model] = next(hopeful, choice.worker)
+        if home != choice.worker:
+            self._traffic.router.move(choice, home)
+        return self._upstreams.get((home, model)) or self._open(home, model)
 
     # --- from the workers ------------------------------------------------------------------------------
 
@@ -225,10 +269,12 @@ class _Stream:
         try:
             while (data := await upstream.call.read()) is not grpc.aio.EOF:
                 upstream.answered()
+                place = None
                 if upstream.waiting:
-                    self._over(upstream.waiting.popleft(), "UNKNOWN" if data[:1] == _ERROR else "OK")
-                async with self._answering:
-                    await self._context.write(data)
+                    message = upstream.waiting.popleft()
+                    self._over(message, "UNKNOWN" if data[:1] == _ERROR else "OK")
+                    place = message.place
+                await self._answers.put(place, data)
             # Only the client ends a stream in order.
             refusal = gone(upstream.worker) if upstream.waiting and not upstream.closed else None
         except grpc.aio.AioRpcError as error:
@@ -247,8 +293,11 @@ class _Stream:
                 message.losses += 1
         if refusal is not None and refusal.elsewhere() and upstream.kept and await self._move(upstream):
             return
-        while upstream.waiting:  # the worker has nothing to say to these
-            self._over(upstream.waiting.popleft(), "OK" if refusal is None else refusal.for_client().name)
+        unanswered = list(upstream.waiting)
+        upstream.waiting.clear()
+        for message in unanswered:  # the worker has nothing to say to these
+            self._over(message, "OK" if refusal is None else refusal.for_client().name)
+        await self._answers.give_up(message.place for message in unanswered)
         if refusal is not None:
             raise _Refused(refusal)
 
@@ -270,9 +319,8 @@ class _Stream:
         if not common:
             return False
         failed.waiting.clear()
-        _, model = failed.key
-        upstream = self._open(common[0], model)
-        self._homes[model] = upstream.worker
+        upstream = self._open(common[0], failed.model)
+        self._homes[failed.model] = upstream.worker
         for message, data in zip(messages, datas, strict=True):
             self._traffic.moved(failed.worker)
             self._traffic.router.move(message.choice, upstream.worker)

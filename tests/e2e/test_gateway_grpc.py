@@ -166,7 +166,8 @@ def streamed(url: str, requests: list[tuple[str, int]]) -> list[Any]:
 
 @pytest.mark.long  # many rounds, because what could go wrong does so once in a while
 def test_a_stream(fleet: Fleet) -> None:
-    """Answers of several models, one of which gives many for one request, and errors, come in one stream."""
+    """Answers of several models, and errors, come in the order of the requests; but for those of a model that gives many
+    for one request, which wait for nobody."""
     requests = [("echo", 1), ("several", 3), ("nothing", 5), ("refusing", 3), ("echo", 2)]
 
     # A tritonserver (24.10) may end itself when several models answer in one stream; behind a gateway they do not.
@@ -180,7 +181,11 @@ def test_a_stream(fleet: Fleet) -> None:
     for _ in range(20):
         got = streamed(fleet.gateway.url, requests)
         assert sorted(got, key=str) == sorted(direct, key=str)
-    assert got.count([3]) == 3
+        assert got.count([3]) == 3
+        first, unknown, wrong, second = [answer for answer in got if answer != [3]]
+        assert (first, second) == ([1], [2])
+        assert "'nothing'" in unknown
+        assert isinstance(wrong, str)
 
 
 def test_a_cancelled_request(fleet: Fleet) -> None:

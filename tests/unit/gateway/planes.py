@@ -28,7 +28,13 @@ class FakeWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.does: dict[str, Handler] = {"ModelInfer": self.echo, "ModelStreamInfer": self.echo_stream}
+        self.does: dict[str, Handler] = {
+            "ModelInfer": self.echo,
+            "ModelStreamInfer": self.echo_stream,
+            "ModelConfig": self.config,
+        }
+        #: models that may answer a request more than once, or never
+        self.decoupled: set[str] = set()
         #: requests, by method
         self.got: dict[str, list[Any]] = {}
         #: metadata of the calls, likewise
@@ -69,6 +75,11 @@ class FakeWorker:
         async for request in requests:
             answer = service_pb2.ModelStreamInferResponse(infer_response=await self.echo(request, context))
             await context.write(answer)
+
+    async def config(self, request: Any, context: Any) -> Any:
+        response = service_pb2.ModelConfigResponse()
+        response.config.model_transaction_policy.decoupled = request.name in self.decoupled
+        return response
 
     def note(self, method: str, request: Any) -> None:
         self.got.setdefault(method, []).append(request)

@@ -1,12 +1,21 @@
 """From what is seen of the workers to what the plane goes by."""
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
+import grpc
 import pytest
 
-from rsrv_gateway.contract import Act, Step
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.contract import Act, Step, Table, Worker
 from rsrv_gateway.plane import ListenError
+from rsrv_gateway.planner import Planner
+from rsrv_gateway.python_plane import PythonPlane
 from tests.unit.control.virtual import run
+from tests.unit.gateway.planes import FakeBrain, FakeWorker, House
+from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
 
 
@@ -163,3 +172,98 @@ def test_without_any_worker_it_serves_and_is_not_ready() -> None:
         await running
 
     run(main())
+
+
+@looped
+async def test_requests_are_answered_while_the_planner_looks() -> None:
+    """However long a look takes, and what it says holds afterwards."""
+    worker = FakeWorker("a")
+
+    class Plane(PythonPlane):
+        """Whose workers are all that one."""
+
+        async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+            here = {name: replace(one, grpc=worker.worker.grpc) for name, one in workers.items()}
+            await super().apply(here, table)
+
+    async with AsyncExitStack() as ends:
+        await worker.start()
+        ends.push_async_callback(worker.kill)
+        world = World(a="m")
+        world.gateway.plane = plane = Plane(GatewaySection(grpc="127.0.0.1:0", http=None), world.gateway)
+        await ends.enter_async_context(world.running())
+        client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{plane.grpc.port}"))
+        house = House(plane, FakeBrain(), [worker], client)
+        look = await looking(world)
+
+        for _ in range(3):
+            assert (await house.infer()).model_version == "a"
+        assert not look.done()
+        world.ready["a"] = "m n"
+        world.planner.gate.set()
+        assert (await house.infer("n")).model_version == "a"
+
+
+@looped
+async def test_looks_are_taken_one_after_the_other() -> None:
+    """Also when who asked for one has given up: what is seen later is applied later."""
+    world = World(a="m")
+    async with world.running():
+        given_up = await looking(world)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        looks = world.planner.looks
+        world.ready["a"] = "m new"
+        await world.gateway.probes.look()
+        later = asyncio.create_task(world.gateway.round())
+        await turns()
+        assert world.planner.looks == looks
+        assert not later.done()
+
+        world.planner.gate.set()
+        await later
+        assert world.planner.looks >= looks + 1
+        assert world.knows() == (["a:8001"], {"m": ("a:8001",), "new": ("a:8001",)})
+
+
+@looped
+async def test_settings_change_between_two_looks() -> None:
+    """Never in the middle of one; the next look goes by them."""
+    world = World(a="m")
+    async with world.running():
+        look = await looking(world)
+        steered = asyncio.create_task(world.gateway.steer(lambda _: world.planner.looking))
+        repacked = asyncio.create_task(world.gateway.steer(Planner.repack))
+        await turns()
+        world.planner.gate.set()
+        await look
+
+        assert (await steered, await repacked) == (False, 1)
+        assert world.gateway.status is not None
+        assert world.gateway.status.repacks.asked == 1
+
+
+@looped
+async def test_it_ends_in_the_middle_of_a_look() -> None:
+    """When that is over, all is closed."""
+    world = World(a="m")
+    async with world.running():
+        await looking(world)
+        asyncio.get_running_loop().call_later(0.05, world.planner.gate.set)
+    assert (world.plane.log[-1], world.closed) == ("stop", 1)
+
+
+async def turns() -> None:
+    """Lets everything happen that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def looking(world: World) -> asyncio.Task[None]:
+    """A round whose look has begun, and will not end before the planner's gate is opened."""
+    world.planner.gate.clear()
+    looks = world.planner.looks
+    task = asyncio.create_task(world.gateway.round())
+    while world.planner.looks == looks:
+        await asyncio.sleep(0)
+    return task

@@ -414,6 +414,32 @@ async def test_the_end() -> None:
         await house.plane.stop()
 
 
+@looped
+async def test_calls_that_come_at_the_end() -> None:
+    """Clients who call again and again are answered or told UNAVAILABLE to the end: no call is cancelled."""
+    async with serving(1) as house, AsyncExitStack() as ends:
+        address = f"127.0.0.1:{house.plane.grpc.port}"
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        clients = [
+            await ends.enter_async_context(grpc.aio.insecure_channel(address, options=own)) for _ in range(4)
+        ]
+
+        async def call_on(client: Any) -> tuple[str, str]:
+            call = client.unary_unary(SERVICE + "ModelInfer", Infer.SerializeToString, None)
+            while True:
+                try:
+                    await call(Infer(model_name="m"))
+                except grpc.aio.AioRpcError as error:
+                    return error.code().name, error.details() or ""
+
+        calling = [asyncio.create_task(call_on(client)) for client in clients * 4]
+        while house.plane.counts().requests.get(("m", "a", "OK"), 0) < len(calling):
+            await asyncio.sleep(0)
+        await house.plane.drain(30)
+
+        assert set(await asyncio.gather(*calling)) == {("UNAVAILABLE", "the gateway ends")}
+
+
 def killed_by_it(relay: Relay) -> Handler:
     async def die(_: Any, __: Any) -> None:
         relay.cut()

@@ -25,9 +25,10 @@ async def ask(call: Any, *models: str) -> None:
 
 async def answers(call: Any) -> list[tuple[str, str, str]]:
     """Id, worker and error message of all answers to the end of the stream; raises AioRpcError."""
-    return [
-        (each.infer_response.id, each.infer_response.model_version, each.error_message) async for each in call
-    ]
+    got = []
+    while (each := await call.read()) is not grpc.aio.EOF:
+        got.append((each.infer_response.id, each.infer_response.model_version, each.error_message))
+    return got
 
 
 async def ending(call: Any) -> tuple[str, str]:
@@ -43,6 +44,12 @@ async def opened(house: House, *models: str, **options: Any) -> Any:
     call = house.stream(**options)
     await ask(call, *models)
     return call
+
+
+async def counted_at_least(house: House, which: tuple[str, str, str], number: int) -> None:
+    """Returns when so many of these were counted."""
+    while house.plane.counts().requests.get(which, 0) < number:
+        await asyncio.sleep(0)
 
 
 async def counted(house: House, *expected: tuple[str, str, str]) -> None:
@@ -65,14 +72,12 @@ async def test_a_model_stays_at_one_worker() -> None:
 
 @looped
 async def test_models_of_several_workers() -> None:
-    """Messages of one stream go to several workers, and the answers come back in one stream."""
+    """Messages of one stream go to several workers, and the answers come back in one stream and its order."""
     async with serving(2, TWO) as house:
         call = await opened(house, "m", "n", "m", "n")
         await call.done_writing()
 
-        got = await answers(call)
-        assert [each for each in got if each[0].startswith("m")] == [("m0", "a", ""), ("m2", "a", "")]
-        assert [each for each in got if each[0].startswith("n")] == [("n1", "b", ""), ("n3", "b", "")]
+        assert await answers(call) == [("m0", "a", ""), ("n1", "b", ""), ("m2", "a", ""), ("n3", "b", "")]
         assert [len(worker.got["ModelStreamInfer"]) for worker in house.workers] == [2, 2]
 
 
@@ -83,7 +88,7 @@ async def test_models_do_not_share_a_stream_to_a_worker() -> None:
         call = await opened(house, "m", "n", "m", "n")
         await call.done_writing()
 
-        assert sorted(name for name, _, _ in await answers(call)) == ["m0", "m2", "n1", "n3"]
+        assert [name for name, _, _ in await answers(call)] == ["m0", "n1", "m2", "n3"]
         assert len(house.workers[0].metadata["ModelStreamInfer"]) == 2
 
 
@@ -122,6 +127,122 @@ async def test_more_answers_than_requests() -> None:
 
 
 @looped
+async def test_answers_wait_for_earlier_ones() -> None:
+    """What one worker answers at once, and what the gateway refuses, waits for another worker's earlier answer."""
+    async with serving(2, TWO) as house:
+        first, _ = house.workers
+        go = gated(first)
+        call = await opened(house, "m", "n", "n", "unknown", "m")
+        await call.done_writing()
+        await counted_at_least(house, ("n", "b", "OK"), 2)
+        go.set()
+
+        assert [name for name, _, _ in await answers(call)] == ["m0", "n1", "n2", "unknown3", "m4"]
+
+
+@looped
+async def test_a_single_model_is_not_asked_about() -> None:
+    """No worker is asked for the config of a stream's only model; of several, it is asked once for each."""
+    async with serving(2, TWO) as house:
+        call = await opened(house, "m", "m")
+        await call.read()
+        await call.read()
+        assert "ModelConfig" not in house.workers[0].got | house.workers[1].got
+
+        await ask(call, "n", "m", "n")
+        await call.done_writing()
+        assert len(await answers(call)) == 3
+
+        asked = [request.name for worker in house.workers for request in worker.got.get("ModelConfig", [])]
+        assert sorted(asked) == ["m", "n"]
+
+
+@looped
+async def test_a_decoupled_model_is_not_waited_for() -> None:
+    """Answers of other models come although a decoupled one never answers, and later, what it says comes at once."""
+
+    async def only_the_last(requests: Any, context: Any) -> None:
+        seen = [request async for request in requests]
+        for number in range(2):
+            response = service_pb2.ModelInferResponse(id=f"{seen[-1].id}.{number}")
+            await context.write(service_pb2.ModelStreamInferResponse(infer_response=response))
+
+    async with serving(2, TWO) as house:
+        first, second = house.workers
+        first.decoupled = second.decoupled = {"m"}
+        first.does["ModelStreamInfer"] = only_the_last
+        call = await opened(house, "m", "n", "m", "unknown")
+
+        assert (await call.read()).infer_response.id == "n1"
+        assert (await call.read()).infer_response.id == "unknown3"
+        await call.done_writing()
+        assert [name for name, _, _ in await answers(call)] == ["m2.0", "m2.1"]
+
+
+@looped
+async def test_a_decoupled_model_does_not_wait() -> None:
+    """Its answers come before those that were asked for earlier."""
+    async with serving(2, TWO) as house:
+        first, second = house.workers
+        first.decoupled = second.decoupled = {"n"}
+        go = gated(first)
+        call = await opened(house, "m", "n")
+
+        assert (await call.read()).infer_response.id == "n1"
+        go.set()
+        assert (await call.read()).infer_response.id == "m0"
+
+
+@looped
+async def test_nobody_says_whether_a_model_is_decoupled() -> None:
+    """A model whose config no worker gives is neither waited for nor made to wait."""
+    async with serving(2, TWO) as house:
+        first, second = house.workers
+        first.does["ModelConfig"] = second.does["ModelConfig"] = refusing(Code.UNAVAILABLE, "restricted")
+        go = gated(first)
+        call = await opened(house, "m", "n")
+
+        assert (await call.read()).infer_response.id == "n1"
+        go.set()
+        assert (await call.read()).infer_response.id == "m0"
+
+
+@looped
+async def test_what_was_answered_comes_before_a_death() -> None:
+    """When the worker that others wait for dies, they come, and then the stream ends."""
+    async with serving(2, TWO) as house:
+        first, _ = house.workers
+
+        async def once(requests: Any, context: Any) -> None:
+            async for request in requests:
+                answer = await first.echo(request, context)
+                await context.write(service_pb2.ModelStreamInferResponse(infer_response=answer))
+                await asyncio.Event().wait()
+
+        first.does["ModelStreamInfer"] = once
+        call = await opened(house, "m", "m", "n")
+        assert (await call.read()).infer_response.id == "m0"
+        await counted_at_least(house, ("n", "b", "OK"), 1)
+        await first.kill()
+
+        assert (await call.read()).infer_response.id == "n2"
+        assert (await ending(call))[0] == "UNAVAILABLE"
+
+
+@looped
+async def test_the_client_leaves_while_answers_wait() -> None:
+    """A client that gives up its stream gives it up everywhere, whatever waits for what."""
+    async with serving(2, TWO) as house:
+        gone = hold(house.workers[0])
+        call = await opened(house, "m", "n")
+        await counted_at_least(house, ("n", "b", "OK"), 1)
+        call.cancel()
+
+        await gone.wait()
+        await counted(house, ("m", "a", "CANCELLED"), ("n", "b", "OK"))
+
+
+@looped
 async def test_errors_are_answers() -> None:
     """A message that nobody can take is refused in the stream, which goes on; so is one that the worker refuses."""
 
@@ -134,11 +255,12 @@ async def test_errors_are_answers() -> None:
         call = await opened(house, "unknown", "away", "n", "m")
         await call.done_writing()
 
-        got = {name: message for name, _, message in await answers(call)}
-        assert got["unknown0"] == "Request for unknown model: 'unknown' is not found"
-        assert "'away'" in got["away1"]
-        assert got[""] == "wrong shape"
-        assert got["m3"] == ""
+        got = await answers(call)
+        assert [name for name, _, _ in got] == ["unknown0", "away1", "", "m3"]
+        unknown, away, wrong, right = [message for _, _, message in got]
+        assert unknown == "Request for unknown model: 'unknown' is not found"
+        assert "'away'" in away
+        assert (wrong, right) == ("wrong shape", "")
         assert house.plane.counts().requests == {
             ("", "", "NOT_FOUND"): 1,
             ("", "", "UNAVAILABLE"): 1,
@@ -173,7 +295,7 @@ async def test_the_worker_cannot_be_reached() -> None:
         call = await opened(house, "m", "m", "n")
         await call.done_writing()
 
-        assert sorted(await answers(call)) == [("m0", "b", ""), ("m1", "b", ""), ("n2", "b", "")]
+        assert await answers(call) == [("m0", "b", ""), ("m1", "b", ""), ("n2", "b", "")]
         assert "a" in house.brain.failures
         assert house.plane.counts().failovers["a"] >= 1
         assert house.plane.counts().outstanding == {}
@@ -202,7 +324,7 @@ async def test_a_worker_dies_that_has_answered() -> None:
         assert (await call.read()).infer_response.model_version == "a"
         await first.kill()
 
-        assert (await ending_by_reading(call)) == "UNAVAILABLE"
+        assert (await ending(call))[0] == "UNAVAILABLE"
         assert house.brain.failures == ["a"]
         assert second.got == {}
 
@@ -279,8 +401,8 @@ async def test_the_client_leaves() -> None:
     async with serving(2, TWO) as house:
         gone = [hold(worker) for worker in house.workers]
         call = await opened(house, "m", "n")
-        for worker in house.workers:
-            await worker.called.wait()
+        while not all("ModelStreamInfer" in worker.got for worker in house.workers):
+            await asyncio.sleep(0)
         call.cancel()
 
         for each in gone:
@@ -328,6 +450,20 @@ def killed_by_it(relay: Relay) -> Handler:
     return die
 
 
+def gated(worker: FakeWorker) -> asyncio.Event:
+    """From now on the worker's streams have no answers before this is set."""
+    go = asyncio.Event()
+
+    async def late(requests: Any, context: Any) -> None:
+        async for request in requests:
+            await go.wait()
+            answer = await worker.echo(request, context)
+            await context.write(service_pb2.ModelStreamInferResponse(infer_response=answer))
+
+    worker.does["ModelStreamInfer"] = late
+    return go
+
+
 def hold(worker: FakeWorker) -> asyncio.Event:
     """From now on the worker's streams have no answers; set when one was given up."""
     gone = asyncio.Event()
@@ -342,13 +478,3 @@ def hold(worker: FakeWorker) -> asyncio.Event:
 
     worker.does["ModelStreamInfer"] = wait
     return gone
-
-
-async def ending_by_reading(call: Any) -> str:
-    """The code of a stream that was read from before."""
-    try:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    except grpc.aio.AioRpcError as error:
-        return error.code().name  # type: ignore[no-any-return]
-    raise AssertionError("the stream has ended well")

@@ -1,6 +1,7 @@
 """A gateway whose workers and plane are a test's."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,20 +17,29 @@ from rsrv_gateway.probes import DEAD, Probes
 
 
 class FakePlanner(Planner):
-    """`steps` come with the next plan; `broken`: it fails."""
+    """`steps` come with the next plan; `broken`: it fails. A look ends when `gate` is set; there is one at a time."""
 
     def __init__(self, section: GatewaySection) -> None:
         super().__init__(section)
         self.steps: tuple[Step, ...] = ()
         self.broken = False
         self.looks = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._looking = threading.Lock()
+
+    @property
+    def looking(self) -> bool:
+        return self._looking.locked()
 
     def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
         self.looks += 1
-        if self.broken:
+        if self.broken or self.looking:
             raise RuntimeError("no plan")
-        steps, self.steps = self.steps, ()
-        return replace(super().look(views, now), steps=steps)
+        with self._looking:
+            assert self.gate.wait(30), "nobody has opened the gate"
+            steps, self.steps = self.steps, ()
+            return replace(super().look(views, now), steps=steps)
 
 
 class FakePlane:

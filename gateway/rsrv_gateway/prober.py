@@ -15,6 +15,8 @@ from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError
 
 _SERVICE = "/inference.GRPCInferenceService/"
+#: seconds that it may take for its metrics: Prometheus itself waits ten by default
+_METRICS = 2.0
 #: seconds that a control service may take to note what it is asked for
 _SOON = 10.0
 
@@ -70,6 +72,16 @@ class GrpcProber:
                     await stub.Evict(pb.EvictRequest(target=pb.Target(model=model)), **self._terms(_SOON))
         except grpc.RpcError as error:
             raise ActError(_said(error)) from None
+
+    async def metrics(self) -> str | None:
+        if self._control is None:
+            return None
+        stub: Any = control_pb2_grpc.ControlStub(self._control)
+        try:
+            answer = await stub.GetMetrics(pb.GetMetricsRequest(), **self._terms(_METRICS))
+        except grpc.RpcError:
+            return None
+        return str(answer.text)
 
     async def close(self) -> None:
         """What is under way is cancelled."""

@@ -120,7 +120,7 @@ def plan(
         child = Child(
             name,
             (tritonserver, *_flags(repository, ports, node.drain_s), *node.arguments),
-            _environment(settings, device, share, number, environment),
+            _environment(settings, device, share, number, environment, fronted=fronted),
             share.cores,
             node.drain_s,
         )
@@ -240,7 +240,13 @@ def _each(ports: Ports) -> list[tuple[str, Address]]:
 
 
 def _environment(
-    settings: Settings, device: Device, share: Share, number: int, environment: Mapping[str, str]
+    settings: Settings,
+    device: Device,
+    share: Share,
+    number: int,
+    environment: Mapping[str, str],
+    *,
+    fronted: bool,
 ) -> dict[str, str]:
     """What differs from the node's own, which wins where it says how many threads."""
     own = {name: str(share.threads) for name in _THREADS if name not in environment}
@@ -251,6 +257,12 @@ def _environment(
     if settings.control.listen is not None:
         first = _address("control.listen", settings.control.listen)
         own["RSRV_CONTROL__LISTEN"] = str(Address(first.host, first.port + number))
+    if fronted:
+        # The gateway serves those of all workers.
+        own["RSRV_METRICS__LISTEN"] = "null"
+    elif settings.metrics.listen is not None:
+        first = _address("metrics.listen", settings.metrics.listen)
+        own["RSRV_METRICS__LISTEN"] = str(Address(first.host, first.port + number))
     return own
 
 

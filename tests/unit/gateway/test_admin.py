@@ -147,6 +147,34 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
 
 
 @looped
+async def test_what_models_show_in_tritons_metrics_is_rsrvs_own() -> None:
+    """One worker's control service answers, another's does not."""
+    mirrored = """# HELP rsrv_queue_depth Requests that wait
+# TYPE rsrv_queue_depth gauge
+rsrv_queue_depth{model="m",version="1"} 4
+"""
+    ours = '# HELP rsrv_queue_depth Requests\n# TYPE rsrv_queue_depth gauge\nrsrv_queue_depth{model="m"} 5\n'
+    async with triton(TRITON + mirrored) as port:
+        entry = {"host": "127.0.0.1", "metrics_port": port, "control": "unix:/nowhere"}
+        section = {
+            "workers_dns": None,
+            "workers": [{**entry, "name": "one", "grpc_port": 1}, {**entry, "name": "two", "grpc_port": 2}],
+        }
+        world = World(section, one="m", two="m")
+        world.pages["one"] = ours
+        async with world.running(), watched(world) as url:
+            _, text = await get(f"{url}/metrics")
+    families = {one.name: one for one in text_string_to_metric_families(text)}
+    assert [(s.labels, s.value) for s in families["rsrv_queue_depth"].samples] == [
+        ({"worker": "one", "model": "m"}, 5),
+        ({"worker": "two", "model": "m", "version": "1"}, 4),
+    ]
+    assert [s.labels["worker"] for s in families["nv_cpu_utilization"].samples] == ["one", "two"]
+    up = {s.labels["worker"]: s.value for s in families["rsrv_gateway_worker_metrics_up"].samples}
+    assert up == {"one": 1, "two": 0}
+
+
+@looped
 async def test_ready_is_who_takes_requests_and_has_workers() -> None:
     """Healthy is who answers; why it is not ready is said."""
     world = World(a="m")

@@ -89,6 +89,9 @@ class FakeProber:
     async def act(self, act: Act, model: str) -> None:
         self._world.acts.append(f"{self._name} {act.value} {model}")
 
+    async def metrics(self) -> str | None:
+        return self._world.pages.get(self._name)
+
     async def close(self) -> None:
         self._world.closed += 1
 
@@ -101,6 +104,8 @@ class World:
         self.addresses = sorted(ready)
         self.looks: list[str] = []
         self.acts: list[str] = []
+        #: what the control services of workers have for Prometheus
+        self.pages: dict[str, str] = {}
         self.closed = 0
         self.seconds = 0.001
         section = GatewaySection.model_validate(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
-from rsrv_gateway.plane import ListenError
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -9,10 +9,11 @@ import pytest
 from aiohttp import ClientSession, web
 from prometheus_client.parser import text_string_to_metric_families
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.contract import ModelView, Weights, WorkerView
 from rsrv_gateway.merging import merge
-from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations, ListenError
+from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
 

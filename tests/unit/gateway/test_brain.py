@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.contract import Act, Step
-from rsrv_gateway.plane import ListenError
 from tests.unit.control.virtual import run
 from tests.unit.gateway.worlds import World
 

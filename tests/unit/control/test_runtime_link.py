@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.control.answering import Refused
 from rsrv.control.overrides import Overrides
-from rsrv.control.runtime import Change, Refused, RuntimeDown, Snapshot
+from rsrv.control.runtime import Change, RuntimeDown, Snapshot
 from rsrv.wire.frames import Kind
 from tests.unit.control.peers import FakeRuntime, entry, linked, looped, until
 

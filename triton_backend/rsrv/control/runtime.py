@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rsrv.control.answering import Refused
 from rsrv.control.connection import Answer, Connection
 from rsrv.control.overrides import Command, Overrides
 from rsrv.control.view import Entry
@@ -28,16 +29,15 @@ _SLOW = 60.0
 _UNTAKEN = 4096
 
 
-class RuntimeDown(Exception):
+class RuntimeDown(Refused):
     """The runtime does not answer."""
 
-
-class Refused(Exception):
-    """The runtime does not do that; `code` is the name of a gRPC status."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
+    def __init__(self) -> None:
+        super().__init__(
+            "UNAVAILABLE",
+            "the runtime does not answer: it has ended, or it hangs. The models cannot serve before one does; the server's "
+            "log may say more",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ class Admin:
         assert self._session is not None
         try:
             async with self._slots, self._session.get(f"http://{address}/metrics") as response:
-                return await response.text() if response.status == 200 else None
+                # What is between may have a page of its own for a worker that is not there.
+                wrong = response.status != 200 or response.content_type == "text/html"
+                return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):
             return None

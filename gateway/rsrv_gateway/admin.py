@@ -32,6 +32,7 @@ class Admin:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         self._session: ClientSession | None = None
+        self._leavers = metrics.Leavers()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         #: that it listens on
         self.port = 0
@@ -67,9 +68,10 @@ class Admin:
     async def _metrics(self, _: web.Request) -> web.Response:
         gateway = self._gateway
         texts = await self._scrape()
+        views = gateway.probes.views()
         own = metrics.expose(
-            gateway.plane.counts(),
-            gateway.probes.views(),
+            self._leavers.without(gateway.plane.counts(), views, gateway.clock()),
+            views,
             gateway.status,
             {name: text is not None for name, text in texts.items()},
         )

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import ClientSession, web
@@ -16,6 +17,7 @@ from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.contract import ModelView, Weights, WorkerView
 from rsrv_gateway.merging import merge
+from rsrv_gateway.metrics import Leavers
 from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
@@ -216,6 +218,33 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
     assert found["nv_cpu_utilization", ("worker", "one")] == 0.25
     assert sum(key[0] == "rsrv_gateway_model_placed" for key in found) == 1
     assert found["rsrv_gateway_repacks_total", ("trigger", "start")] == 1
+
+
+def test_who_left_is_forgotten_after_a_while() -> None:
+    """Ten minutes after it was there last; counters of others, and its own if it comes back, go on where they were."""
+    leavers = Leavers()
+    counts = Counts(
+        {("m", "a", "OK"): 3, ("m", "b", "OK"): 5, ("", "", "NOT_FOUND"): 1},
+        {"m": 8},
+        {"a": 1.0, "b": 0.0},
+        {("m", "b"): 1},
+        {"b": 2},
+    )
+    without = replace(
+        counts,
+        requests={("m", "a", "OK"): 3, ("", "", "NOT_FOUND"): 1},
+        load={"a": 1.0},
+        outstanding={},
+        failovers={},
+    )
+    assert leavers.without(counts, ["a", "b"], 0.0) == counts
+    assert leavers.without(counts, ["a"], 600.0) == counts
+    assert leavers.without(counts, ["a"], 601.0) == without
+    assert leavers.without(counts, ["a"], 5000.0) == without
+    assert leavers.without(counts, ["a", "b"], 5001.0) == counts
+    unseen = Leavers()
+    assert unseen.without(counts, ["a"], 0.0) == counts
+    assert unseen.without(counts, ["a"], 601.0) == without
 
 
 @looped

@@ -27,6 +27,8 @@ _PAUSE = 0.1
 _SLOW = 60.0
 #: changes that wait for somebody who does not take them; beyond, they get a snapshot instead
 _UNTAKEN = 4096
+#: how a runtime that has just started refuses what is said of a model: it does not know it, or has not built it
+_NOT_YET = frozenset(["NOT_FOUND", "FAILED_PRECONDITION"])
 
 
 class RuntimeDown(Refused):
@@ -313,7 +315,7 @@ class RuntimeLink:
         said = answer.result()
         if "error" not in said:
             log.info("told the runtime again: %s", command)
-        elif said.get("code") == "NOT_FOUND":
+        elif said.get("code") in _NOT_YET:
             self._untold.add(name)  # with its next change
         else:
             log.error("the runtime does not take again what was set, %s: %s", command, said["error"])

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contract import Worker
-from rsrv_gateway.plane import ListenError
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -33,6 +33,7 @@ class Admin:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         self._session: ClientSession | None = None
+        self._leavers = metrics.Leavers()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         #: that it listens on
         self.port = 0
@@ -68,9 +69,10 @@ class Admin:
     async def _metrics(self, _: web.Request) -> web.Response:
         gateway = self._gateway
         texts = await self._scrape()
+        views = gateway.probes.views()
         own = metrics.expose(
-            gateway.plane.counts(),
-            gateway.probes.views(),
+            self._leavers.without(gateway.plane.counts(), views, gateway.clock()),
+            views,
             gateway.status,
             {name: None not in pages for name, pages in texts.items()},
         )
@@ -103,7 +105,9 @@ class Admin:
         assert self._session is not None
         try:
             async with self._session.get(f"http://{address}/metrics") as response:
-                return await response.text() if response.status == 200 else None
+                # What is between may have a page of its own for a worker that is not there.
+                wrong = response.status != 200 or response.content_type == "text/html"
+                return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):
             return None
 

@@ -13,6 +13,7 @@ from aiohttp import ClientError, ClientResponse, web
 from grpc import StatusCode
 from multidict import CIMultiDict
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.asking import ask_others
 from rsrv_gateway.contacts import tls_context
@@ -25,7 +26,6 @@ from rsrv_gateway.http_pools import Pool, Query, Reply, end_to_end
 from rsrv_gateway.listening import Token
 from rsrv_gateway.listening import tls_context as server_context
 from rsrv_gateway.outcomes import Refusal
-from rsrv_gateway.plane import ListenError
 from rsrv_gateway.traffic import CANCELLED, Traffic
 from rsrv_gateway.upload import Upload, UploadError, decoded
 

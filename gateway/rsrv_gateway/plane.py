@@ -75,7 +75,3 @@ class Plane(Protocol):
 
     async def stop(self) -> None:
         """Ends what is still under way, and frees all. Without effect the second time."""
-
-
-class ListenError(Exception):
-    """A port cannot be listened on; the message names the setting and says what to do."""

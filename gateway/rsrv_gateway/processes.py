@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
 from rsrv_gateway.contract import Table, Worker
 from rsrv_gateway.lines import Lines, PeerError
-from rsrv_gateway.plane import Brain, Counts, ListenError
+from rsrv_gateway.plane import Brain, Counts
 
 log = logging.getLogger("rsrv.gateway")
 

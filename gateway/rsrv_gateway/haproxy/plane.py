@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import RuntimeDirectoryError, make_private
 from rsrv_gateway import telling
@@ -21,7 +22,7 @@ from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.state import State, tell, write_maps
 from rsrv_gateway.haproxy.told import Told
 from rsrv_gateway.listening import Token, read_setting
-from rsrv_gateway.plane import Brain, Counts, ListenError, Plane
+from rsrv_gateway.plane import Brain, Counts, Plane
 
 log = logging.getLogger("rsrv.gateway")
 

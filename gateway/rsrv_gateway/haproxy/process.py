@@ -9,10 +9,10 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.haproxy import bound
 from rsrv_gateway.haproxy.admin import Admin, AdminError
 from rsrv_gateway.haproxy.files import Files
-from rsrv_gateway.plane import ListenError
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -17,8 +17,8 @@ import grpc
 import pytest
 import trustme
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.contract import Routes, Worker
-from rsrv_gateway.plane import ListenError
 from tests.unit.gateway.proxied import (
     OPTIONS,
     SERVICE,

@@ -12,9 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes, Worker
-from rsrv_gateway.plane import Counts, ListenError
+from rsrv_gateway.plane import Counts
 from rsrv_gateway.processes import Processes
 from tests.unit.gateway.workers import looped
 

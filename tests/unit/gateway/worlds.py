@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
 from rsrv_gateway.members import Members
-from rsrv_gateway.plane import Counts, ListenError
+from rsrv_gateway.plane import Counts
 from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.probes import DEAD, Probes
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
+from rsrv.control.answering import Refused
 from rsrv.control.loads import Loads
 from rsrv.control.looks import Looks, Seen
 from rsrv.control.mending import AGREE, Mending
@@ -44,13 +45,8 @@ _BROKEN_PAUSE = 60.0
 _AFTER_ERROR = 5.0
 
 
-class LifecycleError(Exception):
-    """It was not done. `code` is the name of a gRPC status."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-        self.text = text
+class LifecycleError(Refused):
+    """A model was not loaded anew."""
 
 
 class Lifecycle:

@@ -205,6 +205,9 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
 def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Target | None]) -> str:
     lines = [
         *_choice(section, files),
+        # Over HTTP, unlike gRPC, a refusal has a status that HAProxy looks at before it answers: the worker does not
+        # have the model that it was asked for, as it is about to end.
+        "retry-on conn-failure empty-response 404",
         # generate says 400 to any error of a model.
         "acl refused status 400 503",
         "http-response wait-for-body time 1s if refused",

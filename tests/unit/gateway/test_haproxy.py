@@ -333,6 +333,19 @@ async def test_a_worker_refuses_over_http(tmp_path: Path, tag: str, status: int)
 
 
 @looped
+async def test_a_worker_unloads_its_models(tmp_path: Path) -> None:
+    """As one does that ends: the gateway looks at it, and over HTTP another one is asked already."""
+    async with crowd("x", "y") as (fakes, workers):
+        fakes["x"].refusals["a"] = (grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'a' is not found")
+        async with fronted(tmp_path, workers, at("x", "a")) as front:
+            assert (await front.http("/v2/models/a/infer", b"UNKNOWN"))[1]["who"] == "y"
+            assert front.brain.failures == []
+            assert (await front.refusal("a"))[0] == "NOT_FOUND"
+            await front.brain.told.wait()
+            assert set(front.brain.failures) == {"x"}
+
+
+@looped
 async def test_a_client_does_not_wait_any_longer(tmp_path: Path) -> None:
     """The worker learns of it, whether the client has cancelled or its deadline has passed; and it knew the deadline."""
     async with crowd("x", "y") as (fakes, workers), fronted(tmp_path, workers, at("x", "held", "a")) as front:

@@ -65,7 +65,9 @@ def test_the_gateway_reads_where_the_workers_are() -> None:
 
 def test_the_list_without_those_that_are_to_end() -> None:
     """Also without anybody it is a list: an empty file would be one that is being written."""
-    assert [entry["name"] for entry in parse_yaml(workers_file(planned(), {}, {"worker0"}))] == ["worker1"]
+    entries = parse_yaml(workers_file(planned(), {}, {"worker0"}))
+    assert isinstance(entries, list)
+    assert [entry["name"] for entry in entries] == ["worker1"]
     assert workers_file(planned(), {}, {"worker0", "worker1"}) == "[]\n"
 
 

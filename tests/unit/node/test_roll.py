@@ -12,7 +12,9 @@ from tests.unit.node.test_plan import planned
 
 
 def names(file: Path) -> list[str]:
-    return [entry["name"] for entry in parse_yaml(file.read_text())]
+    entries = parse_yaml(file.read_text())
+    assert isinstance(entries, list)
+    return [entry["name"] for entry in entries]
 
 
 def test_a_worker_leaves_the_list_before_it_is_told_to_end(tmp_path: Path) -> None:

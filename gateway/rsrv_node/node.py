@@ -170,6 +170,7 @@ def _watch(
 
     async def fed(coming: asyncio.Future[None]) -> Anew:
         await asyncio.shield(coming)
+        # It has nothing to finish, and yet might take all its time for that.
         return Anew("has got models", works=True)
 
     async def watch(child: Child) -> Anew:

@@ -42,10 +42,10 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Anew:
-    """Why a child that runs is to be started again."""
+    """Why a child that runs is to be killed, and started again."""
 
     reason: str
-    #: it works, and ends in its own time; otherwise it is killed, and counts as one that failed
+    #: it did what it should; otherwise it counts as one that failed
     works: bool = False
 
 
@@ -148,17 +148,13 @@ class Keeper:
         self._enough.set()
         process = self._process
         if process is not None:
-            await self._dismiss(process, hurry)
+            await _first(self._house.leaves(self._child), process.over(), hurry.wait())
+            process.send(signal.SIGTERM)
+            patience = self._child.drain_s + _GRACE
+            await _first(process.over(), hurry.wait(), asyncio.sleep(patience))
+            if self._process is process and not self._done.is_set():
+                process.send(signal.SIGKILL)
         await self._done.wait()
-
-    async def _dismiss(self, process: Process, hurry: asyncio.Event) -> None:
-        """Returns when it has ended, or is about to since it was killed."""
-        await _first(self._house.leaves(self._child), process.over(), hurry.wait())
-        process.send(signal.SIGTERM)
-        patience = self._child.drain_s + _GRACE
-        await _first(process.over(), hurry.wait(), asyncio.sleep(patience))
-        if self._process is process:
-            process.send(signal.SIGKILL)
 
     async def _live(self) -> tuple[float, str, bool]:
         """One life: how long it was, seconds, how it ended, and whether that was a failure."""
@@ -195,9 +191,7 @@ class Keeper:
         anew = watch.result()
         if anew.works:
             log.info("%s %s: it is started again", self._child.name, anew.reason)
-            await self._dismiss(process, asyncio.Event())
-        else:
-            process.send(signal.SIGKILL)
+        process.send(signal.SIGKILL)
         return anew
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class Child:
     cores: tuple[int, ...] = ()
     #: seconds that it may take to end when it is told to
     drain_s: float = 0.0
+    #: where it answers HTTP as long as it lives: the address, and the path; None: nowhere
+    pulse: tuple[Address, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +125,19 @@ def plan(
             _environment(settings, device, share, number, environment, fronted=fronted),
             share.cores,
             node.drain_s,
+            (ports.http, "/v2/health/live"),
         )
         workers.append(Worker(child, device, ports, repository))
     if not fronted:
         return Plan(tuple(workers), None, {}, tuple(_notes(settings, workers)))
     _check_ports(settings, workers)
-    file = directory / GATEWAY_FILE
+    file, admin = directory / GATEWAY_FILE, settings.gateway.admin
     gateway = Child(
         GATEWAY,
         (python, "-P", "-m", "rsrv_gateway", "--config", str(file)),
         {},
         drain_s=settings.gateway.drain_s,
+        pulse=None if admin is None else (_address("gateway.admin", admin), "/healthz"),
     )
     return Plan(
         tuple(workers), gateway, {file: _gateway_settings(settings)}, tuple(_notes(settings, workers))
@@ -148,8 +152,9 @@ def needs_gateway(settings: Settings, workers: int) -> bool:
     return _public(settings) and (workers > 1 or bool(others) or bool(guarded))
 
 
-def workers_file(plan: Plan, controls: Mapping[str, str]) -> str:
-    """`gateway.workers_file`: the workers, with the address of the control service of those that have one."""
+def workers_file(plan: Plan, controls: Mapping[str, str], gone: Container[str] = ()) -> str:
+    """`gateway.workers_file`: the workers but those that are `gone`, with the address of the control service of those
+    that have one."""
     entries = [
         {
             "name": worker.child.name,
@@ -160,9 +165,10 @@ def workers_file(plan: Plan, controls: Mapping[str, str]) -> str:
             "control": controls.get(worker.child.name),
         }
         for worker in plan.workers
+        if worker.child.name not in gone
     ]
-    # JSON is YAML.
-    return "".join(f"- {json.dumps(entry)}\n" for entry in entries)
+    # JSON is YAML. Nothing at all would be a file that is being written.
+    return "".join(f"- {json.dumps(entry)}\n" for entry in entries) or "[]\n"
 
 
 def describe(plan: Plan) -> str:

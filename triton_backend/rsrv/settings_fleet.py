@@ -235,4 +235,11 @@ class NodeSection(Section):
     stable_s: float = Field(
         60.0, ge=0, description="A worker that has lived this long has its restarts forgiven."
     )
+    hang_s: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="A process that takes connections and has not answered for so long is killed, and started again; 0: it "
+        "is left alone.",
+    )
     drain_s: float = Field(30.0, ge=0, le=3600, description="When told to end: how long workers may take.")

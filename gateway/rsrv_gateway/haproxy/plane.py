@@ -62,7 +62,7 @@ class HAProxyPlane:
         self._files = Files(directory)
         self._admin = Admin(self._files.admin)
         self._slots = Slots(max(_SLOTS, 2 * len(section.workers)))
-        self._told = Told(self._slots.worker)
+        self._told = Told(self._slots.worker, brain.failed)
         self._seen = Seen(self._slots.worker)
         self._process: Process | None = None
         #: where HAProxy tells what became of requests

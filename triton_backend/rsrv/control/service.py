@@ -14,7 +14,7 @@ import grpc
 
 from rsrv.control import messages
 from rsrv.control.enums import member, member_name
-from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.lifecycle import KNOCK, LifecycleError
 from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
@@ -272,8 +272,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._settings.lifecycle, asyncio.get_running_loop()
-        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole.
-        patience = loop.time() + section.poll_s + 3 * section.look_s
+        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole; and the
+        # looks begin when the lifecycle has found that the server serves.
+        patience = loop.time() + KNOCK + section.poll_s + 3 * section.look_s
         while True:
             try:
                 await self._lifecycle.reload(model)

@@ -32,7 +32,7 @@ from rsrv_gen.write import being_written, carried, our_models
 log = logging.getLogger("rsrv.control")
 
 #: Seconds between attempts to reach a tritonserver that is loading its first models.
-_KNOCK = 0.5
+KNOCK = 0.5
 #: Seconds after which that is worth a line.
 _LONG_START = 120.0
 #: Seconds at least between two looks at who has a stub.
@@ -164,7 +164,7 @@ class Lifecycle:
                 if silent_since is not None and self._now() - silent_since > _LONG_START:
                     log.warning("tritonserver does not answer at %s yet: %s", self._triton.address, error)
                     silent_since = None
-            await asyncio.sleep(_KNOCK)
+            await asyncio.sleep(KNOCK)
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
         """One fault of ours must not end the rest."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from rsrv.control import messages
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
-from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.lifecycle import KNOCK, LifecycleError
 from rsrv.control.metrics import Metrics
 from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
@@ -229,8 +229,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._settings.lifecycle, asyncio.get_running_loop()
-        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole.
-        patience = loop.time() + section.poll_s + 3 * section.look_s
+        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole; and the
+        # looks begin when the lifecycle has found that the server serves.
+        patience = loop.time() + KNOCK + section.poll_s + 3 * section.look_s
         while True:
             try:
                 await self._lifecycle.reload(model)

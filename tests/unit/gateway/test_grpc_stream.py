@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
+import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.contract import Routes, Worker
@@ -274,6 +275,23 @@ async def test_too_much_to_keep() -> None:
 
 
 @looped
+async def test_a_worker_is_away_for_one_probe() -> None:
+    """A stream goes on at a worker that is out of the table for a moment, however long it lasts after that."""
+    async with serving(2, TWO, request_timeout_s=0.2) as house:
+        first, second = house.workers
+        call = await opened(house, "m")
+        assert (await call.read()).infer_response.model_version == "a"
+        await house.apply({"m": Routes(ready=("b",))}, [second])
+        await house.apply(TWO)
+        first.does["ModelInfer"] = second.does["ModelInfer"] = never
+        with pytest.raises(grpc.aio.AioRpcError):
+            await house.infer()  # longer than a request may take
+        await ask(call, "m")
+
+        assert (await call.read()).infer_response.model_version == "a"
+
+
+@looped
 async def test_the_client_leaves() -> None:
     """A client that gives up its stream gives it up at all workers."""
     async with serving(2, TWO) as house:
@@ -326,6 +344,10 @@ def killed_by_it(relay: Relay) -> Handler:
             relay.cut()
 
     return die
+
+
+async def never(_: Any, __: Any) -> None:
+    await asyncio.Event().wait()
 
 
 def hold(worker: FakeWorker) -> asyncio.Event:

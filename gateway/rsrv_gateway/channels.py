@@ -36,7 +36,7 @@ class Link:
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        #: calls that the worker itself has ended
+        #: calls that the worker itself has ended, and messages of its streams
         self.answers = 0
         self.infer = channel.unary_unary(SERVICE + "ModelInfer")
         self.stream = channel.stream_stream(SERVICE + "ModelStreamInfer")

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.contract import Routes, Worker
-from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusing, serving
+from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode
@@ -289,6 +289,24 @@ async def test_a_worker_is_away_for_one_probe() -> None:
         await ask(call, "m")
 
         assert (await call.read()).infer_response.model_version == "a"
+
+
+@looped
+async def test_a_call_is_late_beside_a_busy_stream() -> None:
+    """What a stream answers shows that the connection is well: it is kept, and the worker not suspected."""
+    async with serving(1, {"m": Routes(ready=("a",))}, request_timeout_s=0.3, channels=1) as house:
+        (worker,) = house.workers
+        worker.does["ModelInfer"] = never
+        call = await opened(house, "m")
+        await call.read()
+        late = asyncio.ensure_future(refusal(house.infer()))
+        while "ModelInfer" not in worker.got:
+            await asyncio.sleep(0)
+        await ask(call, "m")
+        await call.read()
+
+        assert (await late)[0] == "DEADLINE_EXCEEDED"
+        assert house.brain.failures == []
 
 
 @looped

@@ -268,6 +268,39 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
     assert scene.settle().status.repacks.last == "membership"
 
 
+def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
+    """With the look that sees it again, as it has their weights; who stood in frees its own, and nothing moves later."""
+    models = {name: Model(bytes=10) for name in "abcdefgh"}
+    fleet = Fleet(["v", "w"], models, budget=50)
+    scene = Scene(fleet, Script())
+    scene.planner = Planner(options())
+    before = homes(scene.settle(10.0).table)
+    assert {len(fleet.resident(worker)) for worker in "vw"} == {4}
+    fleet.servers["v"].alive = False
+    assert set(homes(scene.look().table).values()) == {("w",)}
+    fleet.servers["v"].alive = True
+
+    plan = scene.look()
+    assert homes(plan.table) == before
+    assert not plan.status.workers[0].oversubscribed
+    plan = scene.settle(10.0)
+    assert homes(plan.table) == before
+    assert fleet.resident("v") == {name for name, home in before.items() if home == ("v",)}
+    assert not fleet.resident("v") & fleet.resident("w")
+
+
+def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
+    """When all was packed without it, what it gets is for the next packing to say."""
+    scene = Scene(Fleet(["u", "v"], {"a": Model()}), Script(a=("u",)))
+    scene.settle()
+    scene.fleet.servers["u"].alive = False
+    scene.settle()
+    scene.script.placed["a"] = ("v",)
+    scene.fleet.servers["u"].alive = True
+
+    assert homes(scene.look().table) == {"a": ("v",)}
+
+
 def test_a_control_service_that_is_away_moves_nothing() -> None:
     """While only the control service of a worker does not answer, what it said before holds."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}), Script(a=("v",)))

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -134,6 +136,24 @@ async def test_a_process_that_hangs_is_replaced() -> None:
         assert await world.say("hang") is None
         while world.plane.pids in ([], [before]):
             await asyncio.sleep(0.05)
+
+
+@looped
+async def test_a_process_that_is_late_holds_nobody_up() -> None:
+    """The others get one table after the other, and it gets the last one when it goes on."""
+    world = World(patience=60.0)
+    async with world.running():
+        stopped, other = world.plane.pids
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(20):
+                for number in range(5):
+                    await world.plane.apply(WORKERS, {str(number): Routes(())})
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        while (said := await world.everybody())[stopped][1].keys() != {"4"}:
+            await asyncio.sleep(0)
+        assert said[other][1].keys() == {"4"}
 
 
 @looped

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from rsrv.settings_fleet import GatewayModelSection
-from rsrv_gateway.contract import Act, Step, Weights, WorkerView
+from rsrv_gateway.contract import Act, ModelView, Step, Weights, WorkerView
 from rsrv_gateway.planner import SETTLE_S, Planner
+from rsrv_gateway.routing import Router
 from tests.unit.gateway.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
 
 
@@ -342,6 +343,23 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
     assert plan.status.generation == 1
     scene.planner.change(options(route="spread"))
     assert scene.look().table["a"].quantum == 1
+
+
+@pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
+def test_the_largest_figures_that_are_believed(mode: str) -> None:
+    """Nothing overflows, whatever else a worker says beside them."""
+    planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
+    most = 2**64 - 1
+    for look in range(4):
+        shown = ModelView(
+            most, Weights.RESIDENT, False, 1e9, most, most, look, look, 1e9 * look / 4, most, most, ("x", 0)
+        )
+        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown})
+        plan = planner.look({"v": view, "w": view}, 2.5 * look)
+        router.update(plan.table)
+        planner.repack()
+
+    assert plan.table["m"].ready == ("v", "w")
 
 
 def test_the_mode_stays() -> None:

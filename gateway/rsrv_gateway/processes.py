@@ -64,6 +64,10 @@ class Processes:
         """Of those that serve."""
         return [process.pid for process in self._processes if process.serves]
 
+    @property
+    def listens(self) -> bool:
+        return any(process.serves for process in self._processes)
+
     async def start(self) -> None:
         for key in ("grpc", "http"):
             self._section = self._section.model_copy(update={key: self._reserve(key)})

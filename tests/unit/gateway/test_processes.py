@@ -90,6 +90,7 @@ async def test_each_process_knows_the_table_when_it_listens_and_every_change() -
     async with world.running():
         pids = world.plane.pids
         assert len(pids) == 2
+        assert world.plane.listens
         assert await world.everybody() == {pid: [["w"], {"m": [["w"], 0.1]}] for pid in pids}
         await world.plane.apply({}, {"n": Routes(())})
         assert await world.everybody() == {pid: [[], {"n": [[], 1.0]}] for pid in pids}
@@ -122,6 +123,8 @@ async def test_a_process_that_ends_is_started_again_and_told_the_table() -> None
     async with world.running():
         (before,) = world.plane.pids
         await world.say("die")
+        while world.plane.listens:
+            await asyncio.sleep(0)
         while world.plane.pids in ([], [before]):
             await asyncio.sleep(0.05)
         assert await world.everybody() == {pid: [["w"], {"m": [["w"], 0.1]}] for pid in world.plane.pids}

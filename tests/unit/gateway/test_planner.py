@@ -370,6 +370,17 @@ def test_the_mode_stays() -> None:
     assert (planner.options.mode, planner.options.hysteresis) == ("lpt_packing", 0.5)
 
 
+@pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
+def test_a_server_that_is_named_twice_is_told(mode: str) -> None:
+    """Two workers of one runtime are one device, which would get twice its part."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model()})
+    fleet.servers["v"].instance = "w"
+
+    warnings = Planner(options(mode=mode)).look(fleet.views(), 0.0).status.warnings
+
+    assert [warning.partition(" are one server")[0] for warning in warnings] == ["v, w"]
+
+
 def test_nothing_is_served() -> None:
     """No members, members that never answered, and members without models have an empty table."""
     planner = Planner(options())

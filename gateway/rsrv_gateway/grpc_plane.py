@@ -78,9 +78,7 @@ class GrpcFront:
                 if known[name].grpc == worker.grpc:
                     continue
                 self._channels[name].retire()
-            self._channels[name] = Channels(
-                worker.grpc, self._contacts, self._settings.channels, self._settings.request_timeout_s
-            )
+            self._channels[name] = Channels(worker.grpc, self._contacts, self._settings.channels)
         for name in [name for name in self._channels if name not in workers]:
             self._channels.pop(name).retire()
         self._steered = any(worker.control is not None for worker in workers.values())

@@ -9,7 +9,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
-from aiohttp import ClientError, ClientResponse, web
+from aiohttp import ClientError, web
 from grpc import StatusCode
 from multidict import CIMultiDict
 
@@ -22,7 +22,7 @@ from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_outcomes import error_body, for_client
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
 from rsrv_gateway.http_peek import MOST_JSON, peek
-from rsrv_gateway.http_pools import Pool, Query, Reply, end_to_end
+from rsrv_gateway.http_pools import Pool, Query, Reply, Rest, end_to_end
 from rsrv_gateway.listening import Token
 from rsrv_gateway.listening import tls_context as server_context
 from rsrv_gateway.outcomes import Refusal
@@ -288,7 +288,7 @@ def _response(reply: Reply) -> web.Response:
 
 
 async def _stream(
-    request: web.BaseRequest, reply: Reply, rest: ClientResponse, patience: float
+    request: web.BaseRequest, reply: Reply, rest: Rest, patience: float
 ) -> tuple[web.StreamResponse, bool]:
     """Passes on what is still to come; whether all of it came. The worker may be silent for `patience` seconds."""
     reply.headers["Server"] = _NAME
@@ -299,7 +299,7 @@ async def _stream(
         while True:
             try:
                 async with asyncio.timeout(patience):
-                    piece = await rest.content.readany()
+                    piece = await rest.read()
             except (ClientError, TimeoutError, OSError):
                 if request.transport is not None:
                     # Too late for a status: only the broken connection says that this is not all.

@@ -57,6 +57,10 @@ class Brain(Protocol):
 
 
 class Plane(Protocol):
+    @property
+    def listens(self) -> bool:
+        """After `start`: whether anybody takes connections now, so that clients are answered."""
+
     async def start(self) -> None:
         """Listens from now on. Raises ListenError where it cannot: the message says which setting is wrong."""
 

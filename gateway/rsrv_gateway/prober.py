@@ -2,7 +2,6 @@
 
 import asyncio
 from enum import Enum
-from math import isfinite
 from typing import Any, Final
 
 import grpc
@@ -19,6 +18,9 @@ _SERVICE = "/inference.GRPCInferenceService/"
 _METRICS = 2.0
 #: seconds that a control service may take to note what it is asked for
 _SOON = 10.0
+
+#: seconds, of anything that a worker says: decades
+_MOST_S = 1e9
 
 _WEIGHTS = {pb.WEIGHTS_LOADING: Weights.LOADING, pb.WEIGHTS_RESIDENT: Weights.RESIDENT}
 
@@ -143,11 +145,11 @@ def _said(error: Any) -> str:
 
 
 def _is_sane(load: pb.GetLoadResponse) -> bool:
-    """One worker's figures that are none would spoil the sums over all workers."""
+    """One worker's figures that are none, or absurd, would spoil the sums over all workers, or be too large for them."""
     numbers = [load.backlog_s]
     for model in load.models:
         numbers += model.cost_s, model.device_seconds
-    return all(isfinite(number) and number >= 0 for number in numbers)
+    return all(0 <= number <= _MOST_S for number in numbers)
 
 
 def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:

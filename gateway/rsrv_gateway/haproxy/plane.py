@@ -85,6 +85,10 @@ class HAProxyPlane:
         """HAProxy's process; None: not started."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def listens(self) -> bool:
+        return self._process is not None and self._process.runs
+
     async def start(self) -> None:
         section, files = self._section, self._files
         version = await check_version(section.haproxy)

@@ -59,6 +59,10 @@ class Process:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def runs(self) -> bool:
+        return self._child.returncode is None
+
     @classmethod
     async def start(cls, program: Path, files: Files) -> "Process":
         """Raises ListenError, which says why it did not start."""
@@ -124,7 +128,7 @@ class Process:
         await self.wait()
 
     def _signal(self, number: int) -> None:
-        if self._child.returncode is None:
+        if self.runs:
             self._child.send_signal(number)
 
     async def _read(self) -> None:

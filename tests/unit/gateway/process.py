@@ -22,6 +22,7 @@ class TalkingPlane:
         self._brain = brain
         self._served = 0
         self._draining = False
+        self.listens = True
         self._table: Table = {}
         self._workers: Mapping[str, Worker] = {}
 

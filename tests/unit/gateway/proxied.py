@@ -141,6 +141,7 @@ class FakeRest:
         self._stack = AsyncExitStack()
         self.table: Table = {}
         self.drained = False
+        self.listens = True
 
     async def start(self) -> None:
         server = grpc.aio.server(handlers=[self.fake], options=OPTIONS)

@@ -287,6 +287,9 @@ async def test_ready_is_who_takes_requests_and_has_workers() -> None:
             world.ready.clear()
             await world.gateway.probes.look()
             assert await get(f"{url}/readyz") == (503, "no worker answers\n")
+            world.plane.listens = False
+            status, why = await get(f"{url}/readyz")
+            assert (status, "listens has ended" in why) == (503, True)
             assert (await get(f"{url}/metrics"))[0] == 200
         assert (await get(f"{url}/readyz"))[0] == 503
         assert (await get(f"{url}/other"))[0] == 404

@@ -424,6 +424,7 @@ async def test_the_plane_is_drained(tmp_path: Path) -> None:
         assert await held == "x"
         await front.channel.close()
         await drained
+        assert not front.plane.listens
 
 
 async def _lets_in(front: Any, channel: Any) -> bool:

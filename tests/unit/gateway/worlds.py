@@ -51,6 +51,7 @@ class FakePlane:
         self.applied: list[tuple[list[str], dict[str, tuple[str, ...]]]] = []
         self.refuses = ""
         self.counted = Counts()
+        self.listens = True
 
     async def start(self) -> None:
         self.log.append("start")

@@ -129,7 +129,7 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
 def read(text: str) -> Iterator[Manifest]:
     """All documents of a text, as Kubernetes reads YAML (1.1: 0440 is octal)."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.version = (1, 1)  # type: ignore[assignment]
+    yaml.version = (1, 1)
     yield from (document for document in yaml.load_all(text) if document is not None)
 
 
@@ -155,6 +155,3 @@ def check(manifest: Manifest) -> None:
         return
     for version in KUBERNETES:
         kubernetes_validate.validate(manifest, version, strict=True)
-
-
-

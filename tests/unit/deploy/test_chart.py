@@ -95,7 +95,9 @@ def test_what_is_named_is_there(values: dict[str, Any]) -> None:
             wanted = selector.get("matchLabels", selector)
             matching = [i for i, have in enumerate(labels) if wanted.items() <= have.items()]
             assert len(matching) == 1, (manifest["kind"], manifest["metadata"]["name"])
-            ports = {p["name"] for c in pods(manifests)[matching[0]]["spec"]["containers"] for p in c["ports"]}
+            ports = {
+                p["name"] for c in pods(manifests)[matching[0]]["spec"]["containers"] for p in c["ports"]
+            }
             if manifest["kind"] == "Service":
                 assert {p["targetPort"] for p in manifest["spec"]["ports"]} <= ports
             if manifest["kind"] == "PodMonitor":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import jsonschema
 import kubernetes_validate
 from ruamel.yaml import YAML
@@ -21,7 +23,7 @@ KUBERNETES = ("1.25", "1.37")
 Manifest = dict[str, Any]
 
 #: Of kinds that come from operators: the fields that each must have and the ones that are used here, as the custom
-#: resource definitions have them (prometheus-operator 0.8x, KEDA 2.18, KServe 0.15). No package brings their schemas.
+#: resource definitions have them (prometheus-operator 0.8x, KEDA 2.18, KServe 0.16). No package brings their schemas.
 _TEXT: Manifest = {"type": "string", "minLength": 1}
 _LABELS: Manifest = {"type": "object", "additionalProperties": {"type": "string"}}
 
@@ -52,6 +54,7 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
         ["selector", "podMetricsEndpoints"],
         {
             "selector": _closed(["matchLabels"], {"matchLabels": _LABELS}),
+            "podTargetLabels": {"type": "array", "items": _TEXT},
             "podMetricsEndpoints": {
                 "type": "array",
                 "minItems": 1,
@@ -97,6 +100,7 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
                     ["name"], {"name": _TEXT, "version": _TEXT, "autoSelect": {"type": "boolean"}}
                 ),
             },
+            "annotations": _LABELS,
             "protocolVersions": {"type": "array", "items": {"enum": ["v1", "v2", "grpc-v2"]}},
             "containers": {"type": "array", "minItems": 1, "items": {"type": "object"}},
             "volumes": {"type": "array", "items": {"type": "object"}},
@@ -133,12 +137,33 @@ def read(text: str) -> Iterator[Manifest]:
     yield from (document for document in yaml.load_all(text) if document is not None)
 
 
+class ChartError(Exception):
+    """The chart does not take the values."""
+
+
 def render(values: Mapping[str, Any] | None = None, *, release: str = "demo") -> list[Manifest]:
-    """What `helm install` would create with these values; bundles are somewhere unless they say where."""
-    chosen = json.loads(json.dumps({"bundles": {"volume": BUNDLES}, **(values or {})}))
-    with helm_python.Chart.load(str(CHART)) as chart:
-        files = chart.render(chosen, name=release, namespace="prod")
+    """What `helm install` would create with these values; bundles are somewhere unless they say where. Raises ChartError."""
+    chosen = {"bundles": {"volume": BUNDLES}, **(values or {})}
+    files = json.loads(
+        _helm("render", json.dumps({"chart": str(CHART), "values": chosen, "release": release}))
+    )
     return [each for name, text in files.items() if name.endswith(".yaml") for each in read(text)]
+
+
+def lint() -> Any:
+    """What `helm lint` says."""
+    return json.loads(_helm("lint", json.dumps({"chart": str(CHART)})))
+
+
+@cache
+def _helm(action: str, request: str) -> str:
+    helm = Path(__file__).with_name("helm.py")
+    done = subprocess.run(
+        [sys.executable, helm, action], input=request, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ChartError(done.stderr)
+    return done.stdout
 
 
 def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from typing import Any
 
-import helm_python
 import promql_parser
 import pytest
 
 from rsrv.settings import load_settings
 from rsrv_node.plan import needs_gateway
-from tests.unit.deploy.manifests import CHART, ROOT, Manifest, check, one, read, render
+from tests.unit.deploy.manifests import CHART, ROOT, ChartError, Manifest, check, lint, one, read, render
 
 GATEWAY = {"gateway": {"enabled": True, "settings": {"mode": "lpt_packing"}}}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -267,17 +267,22 @@ def test_queries_are_promql_about_these_pods() -> None:
 
 
 def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
-    """prometheus-adapter's rule makes the metric that the HorizontalPodAutoscaler asks for, with the label it selects by."""
+    """prometheus-adapter's rule makes the metric that the HorizontalPodAutoscaler asks for, of this release's pods alone."""
     (values,) = read((ROOT / "deploy" / "prometheus-adapter.yaml").read_text())
     (rule,) = values["rules"]["external"]
-    promql_parser.parse(rule["metricsQuery"])
-    promql_parser.parse(rule["seriesQuery"])
     (scaler,) = [m for m in render(VARIANTS["hpa"]) if m["kind"] == "HorizontalPodAutoscaler"]
     (metric,) = scaler["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] == rule["name"]["as"]
-    assert metric["external"]["metric"]["selector"] == {"matchLabels": {"deployment": "demo-rsrv-server"}}
     assert metric["external"]["target"] == {"type": "Value", "value": "250m"}
-    assert "by (deployment)" in rule["metricsQuery"]
+    ((label, release),) = metric["external"]["metric"]["selector"]["matchLabels"].items()
+    assert release == "demo"
+    assert f'{label}!=""' in rule["seriesQuery"]
+    monitor = one(render({"podMonitor": {"enabled": True}}), "PodMonitor", "demo-rsrv-server")
+    assert label in [re.sub(r"\W", "_", each) for each in monitor["spec"]["podTargetLabels"]]
+    promql_parser.parse(rule["seriesQuery"])
+    query = rule["metricsQuery"]
+    promql_parser.parse(query.replace("<<.LabelMatchers>>", f'namespace="prod",{label}="{release}"'))
+    assert query.count("{") == query.count("{<<.LabelMatchers>>}")
 
 
 def test_servers_connect_to_nobody() -> None:
@@ -293,7 +298,7 @@ def test_servers_connect_to_nobody() -> None:
 
 def test_bundles_have_to_be_somewhere() -> None:
     """Without a volume for the bundles nothing is rendered, and the error says what is missing."""
-    with pytest.raises(helm_python.HelmError, match=r"bundles\.volume: name the volume"):
+    with pytest.raises(ChartError, match=r"bundles\.volume: name the volume"):
         render({"bundles": {}})
 
 
@@ -311,7 +316,7 @@ def test_bundles_have_to_be_somewhere() -> None:
 )
 def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
     """A value that is misspelt or cannot be is an error of `helm install`, not a surprise in the cluster."""
-    with pytest.raises(helm_python.HelmError):
+    with pytest.raises(ChartError):
         render(values)
 
 
@@ -328,7 +333,7 @@ def test_every_value_has_a_default_and_a_schema() -> None:
 
 def test_helm_lints_it() -> None:
     """`helm lint` finds no error."""
-    found = helm_python.lint(str(CHART))
+    found = lint()
     assert found["total_charts_linted"] == 1
     assert not found["errors"]
 

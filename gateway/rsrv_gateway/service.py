@@ -1,7 +1,6 @@
 """rsrv.gateway.v1.Gateway: what the planner knows and does, over gRPC. gateway.proto says what each call means."""
 
 import functools
-import importlib.metadata
 import logging
 import os
 from collections import Counter
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+import rsrv
 from rsrv.control.enums import member
 from rsrv.control.server import Kind
 from rsrv.settings_fleet import GatewaySection
@@ -101,7 +101,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             workers=[messages.worker(one, workers, outstanding[one.name]) for one in status.workers],
             warnings=status.warnings,
             pid=os.getpid(),
-            version=importlib.metadata.version("rsrv"),
+            version=rsrv.__version__,
         )
 
     @_steers

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import importlib.metadata
 import logging
 import os
 import time
@@ -12,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 
+import rsrv
 from rsrv.control import messages
 from rsrv.control.enums import member, member_name
 from rsrv.control.lifecycle import LifecycleError
@@ -116,7 +116,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             server=pb.Server(
                 pid=self._server_pid,
                 control_pid=os.getpid(),
-                version=importlib.metadata.version("rsrv"),
+                version=rsrv.__version__,
                 mode=member(pb.Mode, self._settings.lifecycle.mode),
                 repository=str(self._repository),
             ),

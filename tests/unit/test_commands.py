@@ -1,0 +1,62 @@
+"""What all of rsrv's commands have in common."""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, distribution
+
+import pytest
+
+import rsrv
+
+COMMANDS = {
+    script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
+}
+#: numpy comes with rsrv in any case; asyncio is a fifth of what these may take.
+ALLOWED = sys.stdlib_module_names - {"asyncio"} | {
+    "numpy",
+    *(one.module.split(".")[0] for one in COMMANDS.values()),
+}
+
+_SCRIPT = """
+import sys
+before = set(sys.modules)
+from {module} import {attr} as main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert not end.code
+print(*set(sys.modules) - before, file=sys.stderr)
+"""
+
+
+def test_these_are_the_commands() -> None:
+    """What pyproject.toml says is what is installed."""
+    assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-node", "rsrv-sim"}
+
+
+@pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
+def test_help_comes_at_once(script: EntryPoint) -> None:
+    """A command loads nothing heavy before it knows what it is to do."""
+    program = _SCRIPT.format(module=script.module, attr=script.attr)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert said.stdout.startswith(f"usage: {script.name}")
+    loaded = {name.partition(".")[0] for name in said.stderr.split()}
+    assert loaded <= ALLOWED
+
+
+@pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
+def test_every_command_says_its_version(script: EntryPoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one in the package's metadata, which is pyproject.toml's."""
+    parser = __import__(script.module, fromlist=["parser"]).parser()
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--version"])
+
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"rsrv {distribution('rsrv').version}\n" == f"rsrv {rsrv.__version__}\n"
+
+
+def test_the_package_has_no_other_attributes() -> None:
+    """A wrong name is an AttributeError as in any module."""
+    with pytest.raises(AttributeError, match="no attribute 'version'"):
+        rsrv.version  # noqa: B018

@@ -16,7 +16,7 @@ TRITON := .triton/.stamp
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
 	soak-gateway scheduler-page simulator-page \
-	eviction-page lint format clean proto bundles
+	eviction-page configuration-page lint format clean proto bundles docs docs-serve dist test-wheel
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -86,10 +86,25 @@ simulator-page: $(VENV) ## make the tables and the picture of docs/simulator.md 
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py
 
+configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
+	$(BIN)/python tools/configuration_page.py
+
+docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(VENV) ## the same on http://127.0.0.1:8080, following changes
+	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8080
+
+dist: $(VENV) ## the wheel and the sdist, in dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+test-wheel: $(VENV) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
+	$(BIN)/python tools/test_wheel.py
+
 proto: $(VENV) ## generate the stubs of the control services anew
 	$(BIN)/python tools/make_proto.py
 
-lint: $(VENV) ## style and types
+lint: $(VENV) docs ## style, types, and the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

@@ -7,15 +7,13 @@ from importlib.metadata import EntryPoint, distribution
 import pytest
 
 import rsrv
+import rsrv_bundle
 
 COMMANDS = {
     script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
 }
-#: numpy comes with rsrv in any case; asyncio is a fifth of what these may take.
-ALLOWED = sys.stdlib_module_names - {"asyncio"} | {
-    "numpy",
-    *(one.module.split(".")[0] for one in COMMANDS.values()),
-}
+#: asyncio is a fifth of what these may take
+ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
 
 _SCRIPT = """
 import sys
@@ -54,6 +52,13 @@ def test_every_command_says_its_version(script: EntryPoint, capsys: pytest.Captu
 
     assert end.value.code == 0
     assert capsys.readouterr().out == f"rsrv {distribution('rsrv').version}\n" == f"rsrv {rsrv.__version__}\n"
+
+
+def test_all_names_of_the_bundle_package_are_there() -> None:
+    """They are fetched when they are used; a wrong one is an AttributeError as in any module."""
+    assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_package_has_no_other_attributes() -> None:

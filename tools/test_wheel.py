@@ -1,0 +1,106 @@
+"""Builds the distributions and runs tests on what is in the wheel, with the source folders out of reach.
+
+    python tools/test_wheel.py         # `make test-wheel`
+
+First the commands answer `--help` in an environment that has the wheel and nothing else. Then this environment sees the
+packages of the one that runs this, all but rsrv, and tests run in a copy of their folder that lies elsewhere: some of
+those that need no server, and one with a server whose stubs and runtime come from the wheel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: what the tests need beside the package
+NEEDED = ("tests", "tools", "docs", "bundles/examples", "README.md", "CONTRIBUTING.md", "pyproject.toml")
+PACKAGES = ("rsrv", "rsrv_bundle", "rsrv_gateway", "rsrv_gen", "rsrv_node")
+TESTS = (
+    "tests/unit/test_commands.py",
+    "tests/unit/test_settings.py",
+    "tests/unit/bundle",
+    "tests/unit/control/test_cli.py",
+    "tests/unit/gateway/test_planner.py",
+    "tests/unit/gen",
+    "tests/unit/node/test_plan.py",
+    "tests/unit/sim/test_cli.py",
+    "tests/unit/stub/test_session.py",
+    "tests/unit/wire",
+    "tests/e2e/test_docs.py",
+)
+#: of the pages with commands only this one, whose reader starts with nothing
+PAGE = "quickstart"
+
+
+def main() -> int:
+    """Returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="wheel-") as made:
+        folder = Path(made)
+        # The wheel is built from the sdist, so both are whole.
+        _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT)], quiet=True)
+        (wheel,) = (folder / "dist").glob("*.whl")
+        site = _environment(folder / "venv", wheel)
+        scripts = folder / "venv" / "bin"
+        for command in sorted(path for path in scripts.glob("rsrv*")):
+            print(f"{command.name} --help: {_help(command):.2f} s in an empty environment")
+        # A path file in a folder that such a file names is not read, and so not the one of an editable rsrv.
+        (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        tree = _tree(folder / "tree", site)
+        python = str(scripts / "python")
+        # The stubs' environment has a path file with the sources: this comes before it.
+        env = {**os.environ, "PYTHONPATH": str(site)}
+        where = f"import {', '.join(PACKAGES)}; print(*({', '.join(f'{name}.__file__' for name in PACKAGES)},))"
+        found = subprocess.run([python, "-c", where], env=env, cwd=tree, check=True, capture_output=True, text=True)
+        if not all(path.startswith(str(site)) for path in found.stdout.split()):
+            print(f"test_wheel: these are not the wheel's: {found.stdout}", file=sys.stderr)
+            return 1
+        return subprocess.run([python, "-m", "pytest", "-q", *TESTS, "-k", f"not test_docs or {PAGE}"], env=env, cwd=tree, check=False).returncode
+
+
+def _environment(folder: Path, wheel: Path) -> Path:
+    """An environment with the wheel and nothing else; returns where its packages are."""
+    _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(python)]
+    _run([*pip, "install", "--no-deps", "--no-index", str(wheel)])
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    return site
+
+
+def _help(command: Path) -> float:
+    """Seconds that it takes. Raises CalledProcessError when it does not end well."""
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    start = time.perf_counter()
+    subprocess.run([str(command), "--help"], check=True, stdout=subprocess.DEVNULL, env=clean)
+    return time.perf_counter() - start
+
+
+def _tree(folder: Path, site: Path) -> Path:
+    """The tests where no source is, with what `make` has fetched and built."""
+    for name in NEEDED:
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+    (folder / ".triton").symlink_to(ROOT / ".triton")
+    (folder / "build").symlink_to(ROOT / "build")
+    (folder / "gateway").mkdir()
+    (folder / "gateway" / "rsrv_node").symlink_to(site / "rsrv_node")
+    return folder
+
+
+def _run(command: list[str], *, quiet: bool = False) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -99,7 +99,7 @@ dist: $(VENV) ## the wheel and the sdist, in dist
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 test-wheel: $(VENV) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
-	$(BIN)/python tools/test_wheel.py
+	$(BIN)/python tools/try_wheel.py
 
 proto: $(VENV) ## generate the stubs of the control services anew
 	$(BIN)/python tools/make_proto.py

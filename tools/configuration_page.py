@@ -27,9 +27,11 @@ PAGE = DOCS / "configuration.md"
 
 def sections() -> dict[str, type[BaseModel]]:
     """By the name of its place in the page. `models` and lists of sections have one for what one entry may say."""
-    found = {name: info.annotation for name, info in Settings.model_fields.items() if name != "models"}
+    found: dict[str, Any] = {
+        name: info.annotation for name, info in Settings.model_fields.items() if name != "models"
+    }
     return {
-        **{name: section for name, section in found.items() if section is not None},
+        **found,
         "models": ModelSection,
         "workers": WorkerEntry,
         "gateway-models": GatewayModelSection,
@@ -104,7 +106,7 @@ def _kinds(kind: Any) -> Iterator[str]:
             yield from _kinds(one)
     elif origin is list:
         (item,) = get_args(kind)
-        yield f"list of {' or '.join(_kinds(item))}"
+        yield f"list ({' or '.join(_kinds(item))})"
     elif origin is dict:
         yield "mapping from names"
     elif isinstance(kind, type) and issubclass(kind, BaseModel):

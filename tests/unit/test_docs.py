@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 
@@ -32,10 +33,9 @@ def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_no_command_hides_in_a_block_of_another_kind(page: object) -> None:
+def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
     """Blocks without a language, or indented ones, hold what is no command."""
-    assert page in PAGES
-    text = page.read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    text = page.read_text(encoding="utf-8")
     assert strays(text) == [], "put these commands into a block that is fenced as sh"
 
 

@@ -7,6 +7,9 @@ PYTEST := $(BIN)/python -m pytest
 # Compiled models survive from run to run; the runtime reads this as its setting runtime.compilation_cache_dir.
 export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
+# Of the theme, about a successor; the documentation's tools are pinned.
+export NO_MKDOCS_2_WARNING := 1
+
 # Where there is no GPU; one with GPUs has its own idea.
 NODE ?= --cpu-workers 2
 

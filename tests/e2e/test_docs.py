@@ -83,14 +83,20 @@ def world() -> Iterator[World]:
         for name in EXAMPLES:
             shutil.copytree(built / name, folder / "bundles" / name)
         world = World(folder, {})
-        (model,) = (lines for language, _, lines in blocks(QUICKSTART.read_text()) if language == "python")
-        subprocess.run([sys.executable, "-c", "\n".join(model)], check=True, cwd=folder)
+        subprocess.run([sys.executable, "-c", _block(QUICKSTART, "python")], check=True, cwd=folder)
+        (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
         (generate,) = (one for one in commands() if one.page == QUICKSTART.name and one.program == "rsrv-gen")
         assert world.run(generate.text)[0] == 0
         with running_triton(folder / "gen", folder / "server.log", extra_args=_flags(QUICKSTART)) as server:
             world.ports = _ports(server)
             with running_gateway(folder, [entry(server, "one")], mode="lpt_packing"):
                 yield world
+
+
+def _block(page: Path, wanted: str) -> str:
+    """The one block in this language on the page."""
+    (lines,) = (lines for language, _, lines in blocks(page.read_text()) if language == wanted)
+    return "\n".join(lines)
 
 
 def _flags(page: Path) -> list[str]:

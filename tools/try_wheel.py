@@ -118,8 +118,11 @@ def _tree(folder: Path, site: Path) -> Path:
             shutil.copy2(source, target)
     (folder / ".triton").symlink_to(ROOT / ".triton")
     (folder / "build").symlink_to(ROOT / "build")
-    (folder / "gateway").mkdir()
-    (folder / "gateway" / "rsrv_node").symlink_to(site / "rsrv_node")
+    # Two of the tools look for files of the package where the sources have them.
+    for name in ("bundles/rsrv_bundle", "gateway/rsrv_node"):
+        link = folder / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(site / link.name)
     return folder
 
 

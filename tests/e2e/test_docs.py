@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,10 @@ class World:
             text = re.sub(rf"(?<![\w./-]){re.escape(known)}(?![\w-])", here, text)
         return text
 
-    def start(self, text: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    @contextmanager
+    def started(self, text: str) -> Iterator[subprocess.Popen[str]]:
+        """The text in a shell, which ends with the block, and all that it has started."""
+        with subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=self.folder,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
@@ -49,22 +52,18 @@ class World:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-        )
+        ) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def run(self, text: str) -> tuple[int, str]:
         """Its exit status, and what it printed."""
-        process = self.start(text)
-        try:
+        with self.started(text) as process:
             out, _ = process.communicate(timeout=60)
-        finally:
-            _end(process)
         return process.returncode, out
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +73,7 @@ def world() -> Iterator[World]:
         folder = Path(made)
         # Where the commands look for a server: there is one.
         patch.setenv("RSRV_RUNTIME_DIR", str(folder / "run"))
+        patch.setenv("RSRV_CONTROL__PROFILE_DIR", str(folder / "profiles"))
         (folder / "docs" / "scenarios").mkdir(parents=True)
         for scenario in (ROOT / "docs" / "scenarios").iterdir():
             # Whether the command works is seen after two seconds of it; the figures on the pages have tests of their own.
@@ -117,12 +117,9 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
     """As it stands on the page, with a model and ports that are there."""
     text = world.text(command)
     if command.program == "rsrv" and command.words[1] == "watch":
-        watch = world.start(text)
-        try:
+        with world.started(text) as watch:
             assert watch.stdout is not None
-            assert watch.stdout.readline()
-        finally:
-            _end(watch)
+            assert watch.stdout.readline().startswith("runtime ")
     else:
         status, out = world.run(text)
         assert status == 0, f"{text}\n{out}"
@@ -131,7 +128,8 @@ def test_a_command_in_the_documentation_succeeds(world: World, command: Command)
 def test_the_flags_of_tritonserver_exist() -> None:
     """Those that the pages use are in its help."""
     program = ROOT / ".triton" / "bin" / "tritonserver"
-    known = subprocess.run([program, "--help"], check=False, capture_output=True, text=True).stdout
+    said = subprocess.run([program, "--help"], check=False, capture_output=True, text=True)
+    known = said.stdout + said.stderr
     used = {
         flag
         for command in commands()

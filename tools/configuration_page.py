@@ -1,8 +1,8 @@
 """Makes the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema.
 
-    python tools/configuration_page.py     # rewrites the tables in the page
+    python tools/configuration_page.py     # rewrites them in the page
 
-A table stands in the page between `<!-- SECTION -->` and `<!-- end SECTION -->`, as in docs/scheduler.md; a test holds the
+They stand in the page between `<!-- settings -->` and `<!-- end settings -->`, as tables do in docs/scheduler.md; a test holds the
 page to the schema.
 """
 
@@ -19,27 +19,42 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rsrv.settings import ModelSection, Settings
-from rsrv.settings_fleet import GatewayModelSection, WorkerEntry
 from scheduler_page import DOCS, rewrite, table
 
 PAGE = DOCS / "configuration.md"
 
 
-def sections() -> dict[str, type[BaseModel]]:
-    """By the name of its place in the page. `models` and lists of sections have one for what one entry may say."""
-    found: dict[str, Any] = {
-        name: info.annotation for name, info in Settings.model_fields.items() if name != "models"
-    }
-    return {
-        **found,
-        "models": ModelSection,
-        "workers": WorkerEntry,
-        "gateway-models": GatewayModelSection,
-    }
+#: the page that explains a section's settings
+PAGES = {
+    "scheduler": "scheduler.md#what-an-operator-decides",
+    "runtime": "weights.md#the-budget",
+    "stub": "hooks.md#what-a-hook-may-take",
+    "meta": "meta-models.md",
+    "lifecycle": "lifecycle.md",
+    "control": "control.md#who-may-steer",
+    "gateway": "gateway.md",
+    "node": "node.md",
+    "metrics": "metrics.md",
+}
 
 
-def tables() -> dict[str, str]:
-    return {name: table(_rows(section)) for name, section in sections().items()}
+def settings() -> str:
+    """All sections: a headline, what it is about, and a table of its keys."""
+    sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
+    sections["models"] = ModelSection
+    return "\n\n".join(_section(f"## {name}", PAGES.get(name), section) for name, section in sections.items())
+
+
+def _section(title: str, page: str | None, section: type[BaseModel]) -> str:
+    """With those that its entries have, where it is about several of something."""
+    more = f" [More]({page})." if page is not None else ""
+    entries = [
+        _section(f"### {key}: an entry", None, inner)
+        for key, field in section.model_fields.items()
+        for inner in get_args(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, BaseModel)
+    ]
+    return "\n\n".join([title, f"{section.__doc__}{more}", table(_rows(section)), *entries])
 
 
 def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
@@ -117,7 +132,7 @@ def _kinds(kind: Any) -> Iterator[str]:
 
 def main() -> None:
     """Makes the tables anew."""
-    PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"settings": settings()}), encoding="utf-8")
 
 
 if __name__ == "__main__":

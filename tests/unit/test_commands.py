@@ -1,14 +1,18 @@
 """What all of rsrv's commands have in common."""
 
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import EntryPoint, distribution
+from pathlib import Path
 
 import pytest
 
 import rsrv
 import rsrv_bundle
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = {
     script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
 }
@@ -52,6 +56,21 @@ def test_every_command_says_its_version(script: EntryPoint, capsys: pytest.Captu
 
     assert end.value.code == 0
     assert capsys.readouterr().out == f"rsrv {distribution('rsrv').version}\n" == f"rsrv {rsrv.__version__}\n"
+
+
+def test_the_version_is_pyproject_s_everywhere() -> None:
+    """It stands there; the installed package says the same, and files for other programs, which cannot ask, do, too."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert distribution("rsrv").version == version
+    copies = [
+        (str(file), found)
+        for folder in (ROOT / "deploy", ROOT / "docker")
+        for file in folder.rglob("*.y*ml")
+        for found in re.findall(
+            r"(?:^appVersion: |^version: |image: rsrv:)\"?([\d.]+)", file.read_text(), re.MULTILINE
+        )
+    ]
+    assert [copy for copy in copies if copy[1] != version] == []
 
 
 def test_all_names_of_the_bundle_package_are_there() -> None:

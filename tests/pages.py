@@ -94,6 +94,14 @@ def strays(text: str) -> list[int]:
     ]
 
 
+def mentions(text: str) -> list[str]:
+    """What stands between single backticks in running text."""
+    lines = text.splitlines()
+    for _, first, inside in blocks(text):
+        lines[first - 1 : first - 1 + len(inside)] = [""] * len(inside)
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", "\n".join(lines))
+
+
 def blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
     """Each block of code: its language ("" without one, or if it is indented), the number of its first line, its lines."""
     lines = text.splitlines()

@@ -1,5 +1,6 @@
 """The commands in the documentation: each is run by a test (tests/e2e/test_docs.py) or not, for a reason."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, strays
+from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
 
 COMMANDS = commands()
 #: by program, the module that parses its command line
@@ -78,6 +79,30 @@ def test_the_extras_that_are_installed_exist(command: Command) -> None:
             assert set(named[1].split(",")) <= set(extras or ())
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_commands_that_are_mentioned_exist(page: Path) -> None:
+    """In running text they are cut short and have placeholders: their words and flags are known all the same."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for mention in mentions(page.read_text(encoding="utf-8")):
+        program, *words = mention.split()
+        if program in OURS:
+            assert unknown(import_module(OURS[program]).parser(), words) == [], mention
+        elif program == "make" and words:
+            assert re.search(rf"^{re.escape(words[0])}:", makefile, re.MULTILINE), mention
+
+
+def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Those of the words that look like a flag or a subcommand, and are none that the parser knows."""
+    (choices,) = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)] or [
+        {}
+    ]
+    if words and words[0] in choices:
+        return unknown(choices[words[0]], words[1:])
+    flags = parser.format_help()
+    first = [words[0]] if choices and words and re.fullmatch(r"[a-z]+", words[0]) else []
+    return first + [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
+
+
 PAGE = """
 ```sh
 rsrv status  # all
@@ -106,3 +131,11 @@ def test_blocks_are_taken_apart() -> None:
         (7, "curl a \\\n  b"),
     ]
     assert strays(PAGE) == [12, 15]
+
+
+def test_flags_and_subcommands_that_nobody_knows_are_told() -> None:
+    """Placeholders are not taken for either."""
+    parser = import_module(OURS["rsrv"]).parser()
+    assert unknown(parser, ["gateway", "place", "MODEL", "--replicas", "…"]) == []
+    assert unknown(parser, ["gateway", "placed", "--all"]) == ["placed", "--all"]
+    assert mentions("a `b c` and\n```sh\n`d`\n```\n`e`") == ["b c", "e"]

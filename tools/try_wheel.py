@@ -59,15 +59,13 @@ def main() -> int:
         # A path file in a folder that such a file names is not read, and so not the one of an editable rsrv.
         (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         tree = _tree(folder / "tree", site)
+        python = str(folder / "venv" / "bin" / "python")
+        # For the stubs, too, whose environment has no rsrv; beside the packages, only the makers of the examples.
+        env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{tree / 'bundles'}"}
+        _run([python, "tools/local_triton.py", "install"], cwd=tree, env=env)
         tests = sys.argv[1:] or [*TESTS, "-k", f"not test_docs or {PAGE}"]
-        return subprocess.run(
-            [str(folder / "venv" / "bin" / "python"), "-m", "pytest", "-q", *tests],
-            # The stubs' environment has a path file with the sources: this comes before it. Beside the wheel's
-            # packages there are only the makers of the examples.
-            env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{tree / 'bundles'}"},
-            cwd=tree,
-            check=False,
-        ).returncode
+        done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree, env=env, check=False)
+        return done.returncode
 
 
 def _build(folder: Path) -> Path:
@@ -116,8 +114,12 @@ def _tree(folder: Path, site: Path) -> Path:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(source, target)
-    (folder / ".triton").symlink_to(ROOT / ".triton")
     (folder / "build").symlink_to(ROOT / "build")
+    # All of tritonserver but the stubs' environment and the command, which know where they are.
+    (folder / ".triton").mkdir()
+    shutil.copy2(ROOT / ".triton" / "stamp.json", folder / ".triton")
+    for name in ("backends", "lib", "perf", "site"):
+        (folder / ".triton" / name).symlink_to(ROOT / ".triton" / name)
     # Two of the tools look for files of the package where the sources have them.
     for name in ("bundles/rsrv_bundle", "gateway/rsrv_node"):
         link = folder / name
@@ -126,8 +128,8 @@ def _tree(folder: Path, site: Path) -> Path:
     return folder
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True)
+def _run(command: list[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    subprocess.run(command, check=True, cwd=cwd, env=env)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 docs-serve: $(VENV) ## the same on http://127.0.0.1:8080, following changes
-	$(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8080
+	$(BIN)/python -m mkdocs serve --livereload --dev-addr 127.0.0.1:8080
 
 dist: $(VENV) ## the wheel and the sdist, in dist
 	$(BIN)/python -m build --no-isolation --outdir dist

@@ -90,7 +90,7 @@ def strays(text: str) -> list[int]:
         for language, first, lines in blocks(text)
         if language not in {"sh", *_OTHER}
         for index, line in enumerate(lines)
-        if line.split()[:1] and line.split()[0].removeprefix("$") in RUN | NOT_RUN.keys()
+        if any(word in RUN | NOT_RUN.keys() for word in line.removeprefix("$ ").split()[:1])
     ]
 
 

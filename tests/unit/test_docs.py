@@ -117,7 +117,7 @@ curl a \\
     rsrv health
 
 ```
-rsrv load
+$ rsrv load
 ```
 """
 

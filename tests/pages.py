@@ -29,6 +29,7 @@ NOT_RUN = {
     "docker": "needs a container engine",
     "helm": "needs a cluster",
     "kubectl": "needs a cluster",
+    "promtool": "comes with Prometheus, which is not installed for the tests",
 }
 
 #: what stands for something in a command, and what the tests put there

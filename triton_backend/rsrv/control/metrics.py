@@ -1,7 +1,6 @@
 """What Prometheus is given: the runtime's figures, and what the control process itself knows."""
 
 import asyncio
-import importlib.metadata
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+import rsrv
 from rsrv.control.answering import Refused
 from rsrv.control.families import FAMILIES
 from rsrv.control.runtime import RuntimeDown, RuntimeLink
@@ -41,7 +41,7 @@ class Metrics:
         """`failed`: names of models that are not as their bundles say."""
         self._link = link
         self._failed = failed
-        self._version = importlib.metadata.version("rsrv")
+        self._version = rsrv.__version__
         self._underway: asyncio.Task[str] | None = None
 
     async def text(self) -> str:

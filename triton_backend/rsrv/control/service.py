@@ -1,13 +1,13 @@
 """rsrv.control.v1.Control: what the runtime and the lifecycle do, over gRPC. control.proto says what each call means."""
 
 import asyncio
-import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import rsrv
 from rsrv.control import messages
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
@@ -62,7 +62,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             server=pb.Server(
                 pid=self._server_pid,
                 control_pid=os.getpid(),
-                version=importlib.metadata.version("rsrv"),
+                version=rsrv.__version__,
                 mode=member(pb.Mode, self._settings.lifecycle.mode),
                 repository=str(self._repository),
             ),

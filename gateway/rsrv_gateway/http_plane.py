@@ -20,7 +20,7 @@ from rsrv_gateway.contract import Worker
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_outcomes import error_body, for_client
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
-from rsrv_gateway.http_peek import MOST_JSON, peek
+from rsrv_gateway.http_peek import MOST_JSON, MOST_SEARCHED, peek
 from rsrv_gateway.http_pools import Pool, Query, Reply, end_to_end
 from rsrv_gateway.listening import Token
 from rsrv_gateway.listening import tls_context as server_context
@@ -265,14 +265,12 @@ class HttpFront:
 
 
 async def _json(request: web.BaseRequest, upload: Upload) -> bytes:
-    """The request's JSON, without the binary data after it. Raises UploadError."""
+    """The request's JSON as far as it is looked at, without the binary data after it. Raises UploadError."""
     encoding = request.headers.get("Content-Encoding")
     length = request.headers.get("Inference-Header-Content-Length", "")
     await upload.settle()
-    if not (length.isdecimal() and len(length) < 10):
-        whole = await upload.whole()
-        return whole if encoding is None else decoded(whole, encoding, MOST_JSON + 1)
-    size = int(length)
+    most = MOST_SEARCHED if encoding is None else MOST_JSON + 1
+    size = min(int(length), most) if length.isdecimal() and len(length) < 10 else most
     if encoding is None:
         return (await upload.head(size))[:size]
     return decoded(await upload.head(size + _COMPRESSED_MORE), encoding, size)

@@ -101,7 +101,7 @@ class Upload:
 
 def decoded(head: bytes, encoding: str, size: int) -> bytes:
     """The first `size` bytes of what was compressed; nothing where it is not known how."""
-    if encoding not in ("gzip", "deflate"):
+    if encoding not in ("gzip", "deflate") or not size:  # to zlib, 0 is no limit
         return b""
     try:
         return zlib.decompressobj(47).decompress(head, size)  # either of the two, as its first bytes say

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from io import BytesIO
@@ -117,6 +118,25 @@ async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -
         await house.infer(b"no JSON", headers=headers)
 
         assert house.plane.counts().items == {"m": 6}
+
+
+@pytest.mark.parametrize("length", ["0", "999999999"])
+@looped
+async def test_what_would_become_large_is_not_unpacked(length: str) -> None:
+    """However much compressed JSON a client announces, only the beginning of it is unpacked."""
+    body = gzip.compress(bytes(64 << 20), 1)
+    headers = {"Content-Encoding": "gzip", "Inference-Header-Content-Length": length}
+
+    async with serving(1) as house:
+        tracemalloc.start()
+        try:
+            answer = await house.infer(body, headers=headers)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+        assert answer.body == body
+        assert most < 16 << 20
 
 
 @pytest.mark.parametrize(("status", "message"), [(503, "[rsrv:RUNTIME_DOWN] wait"), (404, "no such model")])

@@ -112,7 +112,9 @@ class Token:
         if self._wanted is None:
             return True
         sent = next((value for name, value in headers if name == "authorization"), "")
-        return hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._wanted)
+        # Over HTTP, bytes that are no text come as surrogates.
+        token = sent.encode(errors="surrogateescape") if isinstance(sent, str) else sent
+        return hmac.compare_digest(token, self._wanted)
 
 
 def read_setting(key: str, path: Path) -> bytes:

@@ -109,4 +109,9 @@ class Traffic:
 
 def _home(what: str, workers: Sequence[str]) -> str:
     """The same one of the workers each time, and mostly also when another one comes or goes."""
-    return max(workers, key=lambda worker: blake2b(f"{worker}/{what}".encode(), digest_size=8).digest())
+
+    def rank(worker: str) -> bytes:
+        # JSON may say texts that are no Unicode.
+        return blake2b(f"{worker}/{what}".encode(errors="surrogatepass"), digest_size=8).digest()
+
+    return max(workers, key=rank)

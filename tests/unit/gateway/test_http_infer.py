@@ -327,6 +327,15 @@ async def test_a_sequence_stays_together() -> None:
 
 
 @looped
+async def test_a_sequence_whose_id_is_no_text() -> None:
+    """Any id that JSON can write names a sequence."""
+    async with serving(2) as house:
+        sent = [await house.infer(b'{"parameters":{"sequence_id":"\\ud800"}}') for _ in range(3)]
+
+        assert len({answer.headers["X-Worker"] for answer in sent}) == 1
+
+
+@looped
 async def test_a_client_goes() -> None:
     """When a client hangs up, the worker's request is given up, and counted as cancelled."""
     async with serving(1) as house:

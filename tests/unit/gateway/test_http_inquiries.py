@@ -320,6 +320,19 @@ async def test_the_token(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
+    """Whatever bytes come for the token, they are a wrong one."""
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+
+    async with serving(1, token_file=tmp_path / "token") as house:
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
+        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+        writer.close()
+
+
+@looped
 async def test_no_token() -> None:
     """Where the gateway asks for no token, the header is the worker's."""
     async with serving(1) as house:

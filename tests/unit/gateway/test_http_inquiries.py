@@ -56,6 +56,8 @@ def asked(house: House) -> list[tuple[str, str]]:
         ("POST", "/v2/models/m/ready", 405),
         ("GET", "/v2/", 404),
         ("GET", "/v2/models//ready", 404),
+        ("GET", "/v2/models/m#x/ready", 404),
+        ("POST", "/v2/models/m#x/infer", 404),
         ("GET", "/v2/models/m/versions/x", 404),
         ("GET", "/metrics", 404),
     ],

@@ -153,6 +153,8 @@ class HttpFront:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         sent = request.headers.get("Authorization", "")
         if not self._token.lets_in([("authorization", sent)]):
+            if request.path.endswith(_INFERENCE):
+                self._traffic.refused("", StatusCode.UNAUTHENTICATED.name)
             return _refused(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))
         try:
             target = target_of(request.method, request.raw_path)
@@ -178,14 +180,14 @@ class HttpFront:
             upload = await self._upload(request)
             header = await self._in_time(_json(request, upload))
         except UploadError as error:
-            traffic.refused(error.refusal.code.name)
+            traffic.refused(model, error.refusal.code.name)
             return _refused(error.refusal)
         items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
         choice = router.select(model, items)
         if choice is None:
             found = await traffic.find(model, items)
             if isinstance(found, Refusal):
-                traffic.refused(found.code.name)
+                traffic.refused(model, found.code.name)
                 return _refused(found)
             choice = found
         query = self._query(request, upload, target)

@@ -189,11 +189,11 @@ class _Stream:
             items = 1 if measured is None else request.items(*measured)
             name = request.id
         except Malformed as error:
-            self._traffic.refused("INVALID_ARGUMENT")
+            self._traffic.refused("", "INVALID_ARGUMENT")
             raise _Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
         choice = router.select(model, items) or await self._traffic.find(model, items)
         if isinstance(choice, Refusal):
-            self._traffic.refused(choice.code.name)
+            self._traffic.refused(model, choice.code.name)
             await self._refuse_message(choice, name)
             return
         message = _Message(model, items, choice)

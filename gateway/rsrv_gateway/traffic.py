@@ -88,9 +88,10 @@ class Traffic:
         self._seconds[model] += seconds
         self._items[model] += items
 
-    def refused(self, code: str) -> None:
-        """A request is over that named no model of ours: its name is the client's invention."""
-        key = ("", "", code)
+    def refused(self, model: str, code: str) -> None:
+        """A request is over that went to no worker. A model that there is not is the client's invention, and has no
+        name."""
+        key = (model if model in self.table else "", "", code)
         self._requests[key] = self._requests.get(key, 0) + 1
 
     def counts(self) -> Counts:

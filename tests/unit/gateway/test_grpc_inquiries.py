@@ -260,6 +260,7 @@ def test_the_token(tmp_path: Path) -> None:
                     house.stream(metadata=metadata).read(),
                 ):
                     assert (await refusal(call))[0] == "UNAUTHENTICATED"
+            assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 4}
             await house.call("ModelInfer", infer, metadata=(("authorization", "Bearer sesame"),))
             assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
 

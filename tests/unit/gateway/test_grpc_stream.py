@@ -263,7 +263,7 @@ async def test_errors_are_answers() -> None:
         assert (wrong, right) == ("wrong shape", "")
         assert house.plane.counts().requests == {
             ("", "", "NOT_FOUND"): 1,
-            ("", "", "UNAVAILABLE"): 1,
+            ("away", "", "UNAVAILABLE"): 1,
             ("n", "b", "UNKNOWN"): 1,
             ("m", "a", "OK"): 1,
         }

@@ -316,6 +316,7 @@ async def test_the_token(tmp_path: Path) -> None:
                 answer = await house.ask(method, path, headers=headers)
                 assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert asked(house) == []
+        assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 2}
 
         assert (await house.infer(headers={"Authorization": "Bearer secret"})).status == 200
         assert "Authorization" not in house.workers[0].got[0].headers

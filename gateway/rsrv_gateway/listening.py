@@ -94,8 +94,8 @@ class Token:
             raise ListenError(
                 f"gateway.token_file: everybody can read {path}: chmod o-r it, and change the token"
             )
-        if not token:
-            raise ListenError(f"gateway.token_file: {path} is empty")
+        if not (token and token.isascii() and token.decode().isprintable()):
+            raise ListenError(f"gateway.token_file: {path} holds no token: one line of ASCII")
         self._wanted = b"Bearer " + token
 
     @property

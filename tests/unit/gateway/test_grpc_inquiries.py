@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
-from rsrv_gateway.listening import server_credentials
+from rsrv_gateway.listening import Token, server_credentials
 from rsrv_gateway.plane import ListenError
 from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving
 from tests.unit.gateway.workers import looped
@@ -265,6 +265,17 @@ def test_the_token(tmp_path: Path) -> None:
             assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("contents", ["", "two\nlines", "d\u00fcrfen"])
+def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
+    """A file that holds nothing that a client can send is refused, and not every client."""
+    secret = tmp_path / "token"
+    secret.write_text(contents)
+    secret.chmod(0o600)
+
+    with pytest.raises(ListenError, match="holds no token"):
+        Token(GatewaySection(token_file=secret))
 
 
 def test_tls(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import Channels
-from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, tagged
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.stream_order import Answers, Place
@@ -67,6 +67,12 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _error_code(answer: bytes) -> str:
+    """Of an error that is said in an answer, where only a tag can tell; that stands in the bytes as it is."""
+    message = answer.decode(errors="replace")
+    return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
 
 class _Refused(Exception):
@@ -272,7 +278,7 @@ class _Stream:
                 place = None
                 if upstream.waiting:
                     message = upstream.waiting.popleft()
-                    self._over(message, "UNKNOWN" if data[:1] == _ERROR else "OK")
+                    self._over(message, _error_code(data) if data[:1] == _ERROR else "OK")
                     place = message.place
                 await self._answers.put(place, data)
             # Only the client ends a stream in order.

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
+import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.contract import Routes, Worker
@@ -267,6 +268,30 @@ async def test_errors_are_answers() -> None:
             ("n", "b", "UNKNOWN"): 1,
             ("m", "a", "OK"): 1,
         }
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("[rsrv:QUEUE_FULL] retry after 3 ms", "RESOURCE_EXHAUSTED"),
+        ("in ensemble 'e', [rsrv:RUNTIME_DOWN] wait", "UNAVAILABLE"),
+    ],
+)
+@looped
+async def test_errors_in_answers_are_final(message: str, code: str) -> None:
+    """What a worker says in a stream goes to the client, whatever it is, and a tag says how it is counted."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            await context.write(service_pb2.ModelStreamInferResponse(error_message=message))
+
+    async with serving(2, TWO) as house:
+        house.workers[0].does["ModelStreamInfer"] = refuse
+        call = await opened(house, "m")
+        await call.done_writing()
+
+        assert await answers(call) == [("", "", message)]
+        assert house.plane.counts().requests == {("m", "a", code): 1}
 
 
 @looped

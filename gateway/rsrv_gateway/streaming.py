@@ -1,6 +1,6 @@
 """ModelStreamInfer: one stream of a client, and one to the worker of each model that its messages are for.
 
-All messages of a model go to one worker, so that sequences stay together and answers of a model stay in order. Those of
+All messages of a model go to one worker, that of the first one's sequence if it has one, so that sequences stay together and answers of a model stay in order. Those of
 several models are put in order here (`stream_order`), which needs to know which of them are decoupled: that is asked as
 soon as a stream has a second model, for the worker of a single one keeps the order itself.
 
@@ -194,6 +194,7 @@ class _Stream:
             measured = router.measured(model)
             items = 1 if measured is None else request.items(*measured)
             name = request.id
+            sequence = None if model in self._homes else request.parameter("sequence_id")
         except Malformed as error:
             self._traffic.refused("", "INVALID_ARGUMENT")
             raise _Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
@@ -202,6 +203,8 @@ class _Stream:
             self._traffic.refused(model, choice.code.name)
             await self._refuse_message(choice, name)
             return
+        if sequence:
+            self._traffic.settle(choice, model, sequence)
         message = _Message(model, items, choice)
         try:
             message.place = await self._place(model)

@@ -105,6 +105,20 @@ async def test_streams_share_the_workers() -> None:
 
 
 @looped
+async def test_a_sequence_goes_on_in_a_stream() -> None:
+    """A stream that begins with a request of a sequence goes to the worker that has the others of the sequence."""
+    async with serving(4) as house:
+        for number in range(1, 9):
+            request = Infer(model_name="m", id="m")
+            request.parameters["sequence_id"].int64_param = number
+            home = (await house.call("ModelInfer", request)).model_version
+            call = house.stream()
+            await call.write(request)
+            await call.done_writing()
+            assert await answers(call) == [("m", home, "")]
+
+
+@looped
 async def test_more_answers_than_requests() -> None:
     """A decoupled model's answers all arrive, also those after the client has said all."""
 

@@ -1,8 +1,9 @@
 """ModelStreamInfer: one stream of a client, and one to the worker of each model that its messages are for.
 
-All messages of a model go to one worker, that of the first one's sequence if it has one, so that sequences stay together and answers of a model stay in order. Those of
-several models are put in order here (`stream_order`), which needs to know which of them are decoupled: that is asked as
-soon as a stream has a second model, for the worker of a single one keeps the order itself.
+All messages of a model go to one worker, that of the first one's sequence if it has one, so that sequences stay together
+and answers of a model stay in order. Those of several models are put in order here (`stream_order`), which needs to know
+which of them are decoupled: that is asked as soon as a stream has a second model, for the worker of a single one keeps the
+order itself; or a lot of messages without answers.
 
 Models do not share a stream, even where they have one worker: tritonserver (24.10) writes the answers of several at once,
 and ends itself when that happens (triton-inference-server/server issue 7472).
@@ -28,6 +29,8 @@ from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.
 _KEPT_BYTES = 4 << 20
+#: Messages to a decoupled model that are believed to wait for an answer: nobody says which of them get none.
+_MOST_WAITING = 1000
 #: tritonserver ends a stream with its first error, if the client sends this, and else says errors in answers
 _ERRORS_END_IT = "triton_grpc_error"
 #: how an answer begins that says an error
@@ -215,6 +218,15 @@ class _Stream:
         upstream.expect(message, data)
         async with upstream.writing:
             await upstream.write(data)
+        if len(upstream.waiting) > _MOST_WAITING:
+            await self._forget(upstream)
+
+    async def _forget(self, upstream: _Upstream) -> None:
+        """The oldest message, unless it will be answered."""
+        await self._tell_apart()
+        if upstream.waiting and self._once[upstream.model] is False:
+            upstream.answered()
+            self._over(upstream.waiting.popleft(), "OK")
 
     async def _refuse_message(self, refusal: Refusal, name: str) -> None:
         """As tritonserver refuses one message of a stream."""

@@ -208,6 +208,31 @@ async def test_a_decoupled_model_does_not_wait() -> None:
         assert (await call.read()).infer_response.id == "m0"
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+@looped
+async def test_messages_without_answers(decoupled: bool) -> None:
+    """Of a decoupled model that never answers only so many messages are kept in mind; what others owe stays."""
+
+    async def swallow(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            pass
+
+    async with serving(1) as house:
+        (worker,) = house.workers
+        worker.does["ModelStreamInfer"] = swallow
+        worker.decoupled = {"m"} if decoupled else set()
+        call = await opened(house, *["m"] * 1010)
+        while len(worker.got.get("ModelStreamInfer", ())) < 1010:
+            await asyncio.sleep(0)
+        if decoupled:
+            await counted_at_least(house, ("m", "a", "OK"), 10)
+
+        assert house.plane.counts().outstanding == {("m", "a"): 1000 if decoupled else 1010}
+        assert len(worker.got["ModelConfig"]) == 1
+        await call.done_writing()
+        assert await answers(call) == []
+
+
 @looped
 async def test_nobody_says_whether_a_model_is_decoupled() -> None:
     """A model whose config no worker gives is neither waited for nor made to wait."""

@@ -184,6 +184,30 @@ async def test_a_region_is_registered_everywhere_or_nowhere(kind: str) -> None:
 
 
 @looped
+async def test_a_worker_does_not_say_whether_it_has_registered_a_region() -> None:
+    """A registration that one worker does not answer in time is taken back from that worker, too."""
+    async with serving(2) as house:
+        undone = asyncio.Semaphore(0)
+
+        async def undo(_: Any, __: Any) -> Any:
+            undone.release()
+            return pb.SystemSharedMemoryUnregisterResponse()
+
+        async def never(_: Any, __: Any) -> Any:
+            await asyncio.Event().wait()
+
+        everywhere(house, "SystemSharedMemoryRegister", saying(pb.SystemSharedMemoryRegisterResponse()))
+        house.workers[1].does["SystemSharedMemoryRegister"] = never
+        everywhere(house, "SystemSharedMemoryUnregister", undo)
+        request = pb.SystemSharedMemoryRegisterRequest(name="r")
+        code, _ = await refusal(house.call("SystemSharedMemoryRegister", request, timeout=0.5))
+
+        assert code == "DEADLINE_EXCEEDED"
+        for _ in house.workers:
+            await undone.acquire()
+
+
+@looped
 async def test_the_client_leaves_while_a_region_is_registered() -> None:
     """A registration that the client gave up is taken back from all workers that have done it."""
     async with serving(2) as house:

@@ -211,8 +211,7 @@ class HttpFront:
                 response: web.StreamResponse = _response(answer)
                 code = "OK"
             else:
-                response, complete = await _stream(request, answer, answer.rest, self._timeout_s)
-                code = "OK" if complete else _BROKEN
+                response, code = await _stream(request, answer, answer.rest, self._timeout_s)
             return response
         finally:
             router.release(choice)
@@ -289,8 +288,11 @@ def _response(reply: Reply) -> web.Response:
 
 async def _stream(
     request: web.BaseRequest, reply: Reply, rest: ClientResponse, patience: float
-) -> tuple[web.StreamResponse, bool]:
-    """Passes on what is still to come; whether all of it came. The worker may be silent for `patience` seconds."""
+) -> tuple[web.StreamResponse, str]:
+    """Passes on what is still to come; with the code by which that ended.
+
+    The worker may be silent, and the client take nothing, for `patience` seconds.
+    """
     reply.headers["Server"] = _NAME
     response = web.StreamResponse(status=reply.status, headers=reply.headers)
     response.content_length = reply.size
@@ -301,14 +303,22 @@ async def _stream(
                 async with asyncio.timeout(patience):
                     piece = await rest.content.readany()
             except (ClientError, TimeoutError, OSError):
-                if request.transport is not None:
-                    # Too late for a status: only the broken connection says that this is not all.
-                    request.transport.abort()
-                return response, False
+                return _broken_off(request, response), _BROKEN
             if not piece:
                 break
-            await response.write(piece)
+            try:
+                async with asyncio.timeout(patience):
+                    await response.write(piece)
+            except TimeoutError:
+                return _broken_off(request, response), CANCELLED
     finally:
         rest.close()
     await response.write_eof()
-    return response, True
+    return response, "OK"
+
+
+def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
+    """Too late for a status: only the broken connection says that this is not all."""
+    if request.transport is not None:
+        request.transport.abort()
+    return response

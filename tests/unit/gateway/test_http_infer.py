@@ -466,6 +466,32 @@ async def test_a_stream_of_events() -> None:
 
 
 @looped
+async def test_a_client_that_does_not_read() -> None:
+    """A client that takes nothing of a long answer has its connection broken, and its worker nothing to do for it."""
+    async with serving(1, request_timeout_s=0.2) as house:
+        (worker,) = house.workers
+        ended = asyncio.Event()
+
+        async def without_end(request: Any) -> web.StreamResponse:
+            response = web.StreamResponse()
+            try:
+                await response.prepare(request)
+                while True:
+                    await response.write(bytes(1 << 20))
+            finally:
+                ended.set()
+
+        worker.does[""] = without_end
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port, limit=1024)
+        writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        await reader.readline()
+        await ended.wait()
+
+        assert await counted(house) == {("m", "a", "CANCELLED"): 1}
+        writer.close()
+
+
+@looped
 async def test_a_client_leaves_a_stream() -> None:
     """When a client hangs up in the middle of a stream, the worker's stream ends."""
     async with serving(1) as house:

@@ -27,7 +27,7 @@ from rsrv_gateway.listening import tls_context as server_context
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.plane import ListenError
 from rsrv_gateway.traffic import CANCELLED, Traffic
-from rsrv_gateway.upload import Upload, UploadError, decoded
+from rsrv_gateway.upload import Keeping, Upload, UploadError, decoded
 
 _INFERENCE = ("infer", "generate", "generate_stream")
 _TOKEN = frozenset(["authorization"])
@@ -64,6 +64,8 @@ class HttpFront:
         self._hop = _TOKEN if self._token.needed else frozenset()
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
+        #: bodies of inference requests
+        self.keeping = Keeping()
         self._draining = False
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -163,7 +165,7 @@ class HttpFront:
         if target.what in _INFERENCE:
             return await self._infer(request, target)
         try:
-            upload = await self._upload(request)
+            upload = await self._upload(request, None)
             await self._in_time(upload.settle())
         except UploadError as error:
             return _refused(error.refusal)
@@ -172,16 +174,23 @@ class HttpFront:
         return _refused(answer) if isinstance(answer, Refusal) else _response(answer)
 
     async def _infer(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        try:
+            upload = await self._upload(request, self.keeping)
+            try:
+                return await self._pass(request, upload, target)
+            finally:
+                upload.forget()
+        except UploadError as error:
+            self._traffic.refused(target.model, error.refusal.code.name)
+            return _refused(error.refusal)
+
+    async def _pass(self, request: web.BaseRequest, upload: Upload, target: Target) -> web.StreamResponse:
+        """Raises UploadError, before any worker is asked."""
         arrived = monotonic()
         deadline = arrived + self._timeout_s
         traffic, model = self._traffic, target.model
         router = traffic.router
-        try:
-            upload = await self._upload(request)
-            header = await self._in_time(_json(request, upload))
-        except UploadError as error:
-            traffic.refused(model, error.refusal.code.name)
-            return _refused(error.refusal)
+        header = await self._in_time(_json(request, upload))
         items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
         choice = router.select(model, items)
         if choice is None:
@@ -196,7 +205,7 @@ class HttpFront:
             if sequence:
                 traffic.settle(choice, model, sequence)
             answer = await self._ask(choice.worker, query, deadline - monotonic())
-            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
+            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence and not upload.cut:
                 answer = await ask_others(
                     traffic,
                     choice,
@@ -221,6 +230,10 @@ class HttpFront:
         pool = self._pools.get(worker)
         if pool is None:
             return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} has gone, or serves no HTTP")
+        if query.upload is not None and query.upload.cut:
+            return Refusal(
+                StatusCode.RESOURCE_EXHAUSTED, "too much is on its way to be kept for another worker"
+            )
         answers = pool.answers
         try:
             async with asyncio.timeout(timeout):
@@ -234,10 +247,10 @@ class HttpFront:
             self._traffic.brain.failed(worker)
         return answer
 
-    async def _upload(self, request: web.BaseRequest) -> Upload:
+    async def _upload(self, request: web.BaseRequest, keeping: Keeping | None) -> Upload:
         """Raises UploadError."""
         size = request.content_length if request.body_exists else 0
-        upload = Upload(request.content, size, self._settings.max_message_bytes)
+        upload = Upload(request.content, size, self._settings.max_message_bytes, keeping)
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0

@@ -163,6 +163,24 @@ async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
 
         assert (answer.headers["X-Worker"], answer.body) == ("b", LARGE)
         assert first.got[0].body == LARGE
+        assert house.plane.http.keeping.bytes == 0
+
+
+@looped
+async def test_too_much_to_keep() -> None:
+    """A body that does not fit into what is kept goes to one worker, whole, and to no other one when that refuses."""
+    async with serving(2) as house:
+        first, second = house.workers
+        keeping, headers = house.plane.http.keeping, {"Inference-Header-Content-Length": "1"}
+        keeping.most = len(LARGE) // 2
+        assert (await house.infer(sized(LARGE), headers=headers)).body == LARGE
+        assert keeping.bytes == 0
+
+        second.does[""] = second.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
+        assert (await house.infer(sized(LARGE), headers=headers)).status == 503
+        assert [len(worker.got) for worker in (first, second)] == [1, 1]
+        assert second.got[0].body == LARGE
+        assert keeping.bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,11 @@ class HttpFront:
             if sequence:
                 traffic.settle(choice, model, sequence)
             answer = await self._ask(choice.worker, query, deadline - monotonic())
-            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence and not upload.cut:
+            again = not sequence and not upload.cut
+            if again and isinstance(answer, Refusal) and answer.lost and not choice.others:
+                # A worker closes an idle connection when it likes, which may be now.
+                answer = await self._ask(choice.worker, query, deadline - monotonic())
+            elif again and isinstance(answer, Refusal) and answer.elsewhere():
                 answer = await ask_others(
                     traffic,
                     choice,

@@ -271,6 +271,28 @@ async def test_a_worker_dies_with_a_request() -> None:
 
 
 @looped
+async def test_the_only_worker_closes_a_connection() -> None:
+    """A request on a connection that closes just then gets a new one, once."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        closes = 1
+
+        async def close(request: Any) -> web.StreamResponse:
+            nonlocal closes
+            closes -= 1
+            if closes >= 0:
+                request.transport.abort()
+            return await worker.echo(request)
+
+        worker.does[""] = close
+        assert (await house.infer()).status == 200
+
+        closes = 2
+        assert (await house.infer()).status == 503
+        assert closes == 0
+
+
+@looped
 async def test_a_worker_dies_with_an_answer() -> None:
     """A small answer that breaks off is another worker's to give; of a large one the client sees that it broke off."""
     async with serving(2) as house:

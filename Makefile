@@ -47,7 +47,7 @@ node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device 
 	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
 
 test: $(VENV) $(TRITON) bundles ## all tests but the long ones
-	$(PYTEST) -m "not long" --ignore=tests/unit
+	$(PYTEST) -m "not long" --ignore=tests/unit -n 2 --dist loadfile
 	$(PYTEST) -m "not long" tests/unit -n auto
 
 test-unit: $(VENV) ## the tests that need no server

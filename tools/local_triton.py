@@ -237,11 +237,11 @@ class TritonServer:
         # Stubs share the server's process group. After a crash they take a moment to follow and to remove their
         # shared memory, and one may hang on for ever.
         until = time.monotonic() + 2
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            while time.monotonic() < until:
-                os.killpg(self.process.pid, 0)
-                time.sleep(0.02)
-            os.killpg(self.process.pid, signal.SIGKILL)
+        while (lives := group_lives(self.process.pid)) and time.monotonic() < until:
+            time.sleep(0.02)
+        if lives:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         return status
 
     def kill(self) -> None:
@@ -278,6 +278,16 @@ class TritonServer:
     def _log_tail(self, lines: int = 40) -> str:
         tail = self.log_text().splitlines()[-lines:]
         return "\n--- end of the server's log ---\n" + "\n".join(tail) if tail else ""
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of this group runs; one that has ended may be there for seconds until process 1 notices."""
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, its_group = each.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
-from rsrv_gateway.plane import ListenError
+from rsrv_gateway.contract import Worker
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -32,6 +33,7 @@ class Admin:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         self._session: ClientSession | None = None
+        self._leavers = metrics.Leavers()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         #: that it listens on
         self.port = 0
@@ -67,30 +69,54 @@ class Admin:
     async def _metrics(self, _: web.Request) -> web.Response:
         gateway = self._gateway
         texts = await self._scrape()
+        views = gateway.probes.views()
         own = metrics.expose(
-            gateway.plane.counts(),
-            gateway.probes.views(),
+            self._leavers.without(gateway.plane.counts(), views, gateway.clock()),
+            views,
             gateway.status,
-            {name: text is not None for name, text in texts.items()},
+            {name: None not in pages for name, pages in texts.items()},
         )
-        found = [(name, text) for name, text in texts.items() if text is not None]
+        found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]
         # Of hundreds of workers that takes longer than requests should wait.
         merged = await asyncio.to_thread(merging.merge, own, found)
         return web.Response(body=merged.encode(), headers={"Content-Type": _TYPE})
 
-    async def _scrape(self) -> Mapping[str, str | None]:
-        """What each worker that has metrics and answers probes says; None: nothing in time."""
-        gateway = self._gateway
-        views = gateway.probes.views()
-        where = {name: one.metrics for name, one in gateway.probes.workers().items() if one.metrics}
-        alive = {name: address for name, address in where.items() if views[name].alive}
-        texts = await asyncio.gather(*map(self._text, alive.values()))
-        return {**dict.fromkeys(where), **dict(zip(alive, texts, strict=True))}
+    async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
+        """The pages of each worker that has any, Triton's and rsrv's; None: there was nothing in time."""
+        workers = self._gateway.probes.workers().values()
+        found = {worker.name: worker for worker in workers if worker.metrics or worker.control}
+        return dict(zip(found, await asyncio.gather(*map(self._pages, found.values())), strict=True))
+
+    async def _pages(self, worker: Worker) -> Sequence[str | None]:
+        probes, name = self._gateway.probes, worker.name
+        if not probes.views()[name].alive:
+            return (None,)
+        async with self._slots:
+            tritons, ours = await asyncio.gather(
+                self._text(worker.metrics) if worker.metrics else _nothing(),
+                probes.metrics(name) if worker.control else _nothing(),
+            )
+        if tritons is not None and ours is not None:
+            # What models show there is in ours, and would count twice.
+            tritons = _without_ours(tritons)
+        return [*([tritons] if worker.metrics else ()), *([ours] if worker.control else ())]
 
     async def _text(self, address: str) -> str | None:
         assert self._session is not None
         try:
-            async with self._slots, self._session.get(f"http://{address}/metrics") as response:
-                return await response.text() if response.status == 200 else None
+            async with self._session.get(f"http://{address}/metrics") as response:
+                # What is between may have a page of its own for a worker that is not there.
+                wrong = response.status != 200 or response.content_type == "text/html"
+                return None if wrong else await response.text()
         except (ClientError, TimeoutError, OSError, UnicodeError):
             return None
+
+
+async def _nothing() -> None:
+    return None
+
+
+def _without_ours(text: str) -> str:
+    """Triton's own families."""
+    ours = ("rsrv_", "# HELP rsrv_", "# TYPE rsrv_")
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ours))

@@ -58,7 +58,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken, and some worker answers."""
+        """Whether requests are taken, and some worker answers them."""
         return not self.unready
 
     @property
@@ -66,6 +66,8 @@ class Gateway:
         """Why it is not ready; empty: it is."""
         if not self._serving:
             return "the gateway starts or ends"
+        if not self.plane.listens:
+            return "the process that listens has ended, and is started again"
         if not any(view.alive for view in self.probes.views().values()):
             return "no worker answers"
         return ""

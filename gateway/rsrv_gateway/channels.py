@@ -7,6 +7,7 @@ worker's machine is gone and nobody says so.
 
 import asyncio
 from itertools import count
+from math import inf
 from typing import Any
 
 from rsrv_gateway.contacts import Contacts
@@ -35,7 +36,7 @@ class Link:
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
-        #: calls that the worker itself has ended
+        #: calls that the worker itself has ended, and messages of its streams
         self.answers = 0
         self.infer = channel.unary_unary(SERVICE + "ModelInfer")
         self.stream = channel.stream_stream(SERVICE + "ModelStreamInfer")
@@ -44,14 +45,13 @@ class Link:
 class Channels:
     """The connections to one worker, which are made when they are first used. One event loop owns them."""
 
-    def __init__(self, address: str, contacts: Contacts, number: int, grace_s: float) -> None:
-        """Of `number` connections; calls on one that is given up may take `grace_s` more."""
+    def __init__(self, address: str, contacts: Contacts, number: int) -> None:
+        """Of `number` connections."""
         self._address = address
         self._contacts = contacts
         self._links = [self._open() for _ in range(number)]
         self._turns = count()
         self._renewed_at: float | None = None
-        self._grace = grace_s
         self._retiring: dict[asyncio.Task[None], Link] = {}
 
     def link(self) -> Link:
@@ -63,7 +63,7 @@ class Channels:
         """A call has waited in vain; `answers` is what the link had when it began, `now` seconds of any one clock.
 
         If none was answered meanwhile, the connection may be half open: the next calls get another one, those under way
-        may end. Whether that is done now.
+        go on. Whether that is done now.
         """
         if link.answers != answers or link not in self._links:
             return False
@@ -75,7 +75,7 @@ class Channels:
         return True
 
     def retire(self) -> None:
-        """No new calls come; those under way may end."""
+        """No new calls come. Those under way go on, however long: a worker may be away for one probe only."""
         for link in self._links:
             self._retire(link)
 
@@ -92,6 +92,7 @@ class Channels:
         return Link(self._contacts.open(self._address, *_KEEPALIVE))
 
     def _retire(self, link: Link) -> None:
-        task = asyncio.get_running_loop().create_task(link.channel.close(self._grace))
+        """It is closed when its calls have ended. Their deadlines end them, or keepalive does where the peer is gone."""
+        task = asyncio.get_running_loop().create_task(link.channel.close(inf))
         self._retiring[task] = link
         task.add_done_callback(self._retiring.pop)

@@ -75,7 +75,7 @@ class _Child:
 
     async def _refresh(self, sure: bool) -> None:
         try:
-            # By the time of the answer, the gateway has told all its processes.
+            # By the time of the answer, the gateway has told this process.
             await self.lines.ask("refresh", sure)
         except PeerError:
             pass

@@ -10,15 +10,16 @@ from typing import Any
 
 import grpc
 
+from rsrv.control.grpc_server import GrpcServer
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.asking import ask_others
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, sendable, time_left
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.contract import Worker
-from rsrv_gateway.grpc_server import GrpcServer
+from rsrv_gateway.door import Door, drain
 from rsrv_gateway.inquiries import Inquiries
-from rsrv_gateway.listening import Token
+from rsrv_gateway.listening import Token, server_credentials, server_options
 from rsrv_gateway.outcomes import Metadata, Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 from rsrv_gateway.streaming import Streaming
@@ -56,14 +57,19 @@ class GrpcFront:
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
-        self._server = GrpcServer([_Handlers(self.methods, self._token, traffic)], settings)
+        self._door = Door()
+        self._server = GrpcServer(self._make, "gateway.grpc")
         #: that it listens on; 0: not started, or no gRPC
         self.port = 0
 
     async def start(self) -> None:
         """Raises ListenError."""
         if self._settings.grpc is not None:
-            self.port = await self._server.start(self._settings.grpc)
+            self.port = await self._server.start(self._settings.grpc, server_credentials(self._settings))
+
+    def _make(self) -> Any:
+        handlers = [self._door, _Handlers(self.methods, self._token, self._traffic)]
+        return grpc.aio.server(handlers=handlers, options=server_options(self._settings))
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
         """Connections to these, from now on; to be called before `Traffic.apply`, which may choose any of them."""
@@ -73,15 +79,13 @@ class GrpcFront:
                 if known[name].grpc == worker.grpc:
                     continue
                 self._channels[name].retire()
-            self._channels[name] = Channels(
-                worker.grpc, self._contacts, self._settings.channels, self._settings.request_timeout_s
-            )
+            self._channels[name] = Channels(worker.grpc, self._contacts, self._settings.channels)
         for name in [name for name in self._channels if name not in workers]:
             self._channels.pop(name).retire()
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        await self._server.drain(seconds)
+        await drain(self._server, self._door, seconds)
 
     async def stop(self) -> None:
         await self._server.stop(None)

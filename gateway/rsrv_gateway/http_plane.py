@@ -9,10 +9,11 @@ from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
 
-from aiohttp import ClientError, ClientResponse, web
+from aiohttp import ClientError, web
 from grpc import StatusCode
 from multidict import CIMultiDict
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.asking import ask_others
 from rsrv_gateway.contacts import tls_context
@@ -21,11 +22,10 @@ from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_outcomes import error_body, for_client
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
 from rsrv_gateway.http_peek import MOST_JSON, MOST_SEARCHED, peek
-from rsrv_gateway.http_pools import Pool, Query, Reply, end_to_end
+from rsrv_gateway.http_pools import Pool, Query, Reply, Rest, end_to_end
 from rsrv_gateway.listening import Token
 from rsrv_gateway.listening import tls_context as server_context
 from rsrv_gateway.outcomes import Refusal
-from rsrv_gateway.plane import ListenError
 from rsrv_gateway.traffic import CANCELLED, Traffic
 from rsrv_gateway.upload import Keeping, Upload, UploadError, decoded
 
@@ -304,7 +304,7 @@ def _response(reply: Reply) -> web.Response:
 
 
 async def _stream(
-    request: web.BaseRequest, reply: Reply, rest: ClientResponse, patience: float
+    request: web.BaseRequest, reply: Reply, rest: Rest, patience: float
 ) -> tuple[web.StreamResponse, str]:
     """Passes on what is still to come; with the code by which that ended.
 
@@ -318,7 +318,7 @@ async def _stream(
         while True:
             try:
                 async with asyncio.timeout(patience):
-                    piece = await rest.content.readany()
+                    piece = await rest.read()
             except (ClientError, TimeoutError, OSError):
                 return _broken_off(request, response), _BROKEN
             if not piece:

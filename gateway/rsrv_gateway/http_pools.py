@@ -71,7 +71,7 @@ class Reply:
     headers: CIMultiDict[str]
     body: bytes = b""
     #: where the body is still to be read from, and its size if that is known
-    rest: ClientResponse | None = None
+    rest: "Rest | None" = None
     size: int | None = None
 
 
@@ -83,6 +83,48 @@ def end_to_end(headers: CIMultiDictProxy[str], but: frozenset[str] = frozenset()
     return CIMultiDict([pair for pair in headers.items() if pair[0].lower() not in dropped])
 
 
+class _Connections:
+    """Those that were opened since the last ones were suspected."""
+
+    def __init__(self, session: ClientSession) -> None:
+        self.session = session
+        self._users = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def begin(self) -> None:
+        """Something is asked on one of them; `end` is to follow."""
+        self._users += 1
+        self._idle.clear()
+
+    def end(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._idle.set()
+
+    async def close_late(self) -> None:
+        """When nothing is under way."""
+        await self._idle.wait()
+        await self.session.close()
+
+
+class Rest:
+    """An answer's body that is still to be read; `close` it."""
+
+    def __init__(self, response: ClientResponse, connections: _Connections) -> None:
+        self._response = response
+        self._connections = connections
+        connections.begin()
+
+    async def read(self) -> bytes:
+        """What is there next; empty: that was all. Raises ClientError, OSError."""
+        return await self._response.content.readany()
+
+    def close(self) -> None:
+        self._response.close()
+        self._connections.end()
+
+
 class Pool:
     """The connections to one worker: as many as there are requests under way. One event loop owns it."""
 
@@ -90,20 +132,21 @@ class Pool:
         self._base = f"{'http' if tls is None else 'https'}://{address}"
         self._settings = settings
         self._tls = tls
-        self._session = self._open()
-        self._retiring: dict[asyncio.Task[None], ClientSession] = {}
+        self._connections = self._open()
+        self._retiring: dict[asyncio.Task[None], _Connections] = {}
         self._renewed_at: float | None = None
         #: answers that have begun
         self.answers = 0
 
     async def ask(self, query: Query) -> Reply | Refusal:
         """Raises TimeoutError."""
-        upload, headers = query.upload, query.headers
+        upload, headers, connections = query.upload, query.headers, self._connections
         if upload is not None and upload.size is not None:
             headers = CIMultiDict(headers)
             headers["Content-Length"] = str(upload.size)
+        connections.begin()
         try:
-            response = await self._session.request(
+            response = await connections.session.request(
                 query.method,
                 URL(self._base + query.path, encoded=True),
                 headers=headers,
@@ -111,7 +154,7 @@ class Pool:
                 allow_redirects=False,
             )
             self.answers += 1
-            return await self._read(response, query)
+            return await self._read(response, query, connections)
         except ConnectionTimeoutError:
             return Refusal(StatusCode.UNAVAILABLE, "it cannot be reached in time")
         except ClientConnectorError:
@@ -122,45 +165,42 @@ class Pool:
             if upload is not None and upload.failed is not None:
                 return upload.failed.refusal
             return Refusal(StatusCode.UNAVAILABLE, "the connection broke", lost=True)
+        finally:
+            connections.end()
 
     def unanswered(self, answers: int, now: float) -> bool:
         """A request has waited in vain; `answers` were there when it began, `now` is seconds of any one clock.
 
         If none came meanwhile, all connections may be half open: what is asked next goes on new ones, what is under way
-        may end. Whether that is done now.
+        goes on. Whether that is done now.
         """
         if self.answers != answers or (self._renewed_at is not None and now - self._renewed_at < _RENEWAL_S):
             return False
         self._renewed_at = now
         self.retire()
-        self._session = self._open()
+        self._connections = self._open()
         return True
 
     def retire(self) -> None:
-        """Nothing more is asked; what is under way may end, in the time that a request may take."""
-        session = self._session
-        task = asyncio.get_running_loop().create_task(self._close_late(session))
-        self._retiring[task] = session
+        """Nothing more is asked. What is under way goes on: a worker may be away for one probe only."""
+        task = asyncio.get_running_loop().create_task(self._connections.close_late())
+        self._retiring[task] = self._connections
         task.add_done_callback(self._retiring.pop)
 
     @property
     def closed(self) -> bool:
-        return not self._retiring and self._session.closed
+        return not self._retiring and self._connections.session.closed
 
     async def close(self) -> None:
         """Breaks off what is under way."""
         retiring = dict(self._retiring)
         for task in retiring:
             task.cancel()
-        for session in (self._session, *retiring.values()):
-            await session.close()
+        for connections in (self._connections, *retiring.values()):
+            await connections.session.close()
 
-    async def _close_late(self, session: ClientSession) -> None:
-        await asyncio.sleep(self._settings.request_timeout_s)
-        await session.close()
-
-    def _open(self) -> ClientSession:
-        return ClientSession(
+    def _open(self) -> _Connections:
+        session = ClientSession(
             connector=TCPConnector(limit=0, ssl=self._tls or True, keepalive_timeout=_IDLE_S),
             # How long all may take is the caller's to say; a worker that takes longer to accept counts as dead.
             timeout=ClientTimeout(total=None, sock_connect=self._settings.probe_timeout_s),
@@ -169,8 +209,11 @@ class Pool:
             skip_auto_headers=_NOT_OURS,
             trust_env=False,
         )
+        return _Connections(session)
 
-    async def _read(self, response: ClientResponse, query: Query) -> Reply | Refusal:
+    async def _read(
+        self, response: ClientResponse, query: Query, connections: _Connections
+    ) -> Reply | Refusal:
         """Small answers are read whole, so that another worker can be asked when they break off. Raises ClientError,
         TimeoutError."""
         status, headers, size = response.status, end_to_end(response.headers), response.content_length
@@ -186,4 +229,4 @@ class Pool:
             return Refusal(StatusCode.INTERNAL, message)
         if query.whole or (size is not None and size <= SMALL):
             return Reply(status, headers, await response.read())
-        return Reply(status, headers, rest=response, size=size)
+        return Reply(status, headers, rest=Rest(response, connections), size=size)

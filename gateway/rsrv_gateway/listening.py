@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
+from rsrv.control.grpc_server import KEEPALIVE, ListenError
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.plane import ListenError
 
 
 def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
@@ -18,34 +18,8 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
         ("grpc.so_reuseport", int(settings.processes > 1)),
-        # As Triton's, so that a client's keepalive that suits a server suits a gateway.
-        ("grpc.keepalive_time_ms", 7_200_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.keepalive_permit_without_calls", 0),
-        ("grpc.http2.max_pings_without_data", 2),
-        ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
-        ("grpc.http2.max_ping_strikes", 2),
+        *KEEPALIVE,
     )
-
-
-def bind(server: Any, address: str, settings: GatewaySection) -> int:
-    """Makes the grpc.aio server listen on gateway.grpc; its port. Raises ListenError."""
-    port = address.rpartition(":")[2]
-    if not (port.isdigit() and int(port) < 65536) and not address.startswith("unix:"):
-        raise ListenError(f"gateway.grpc: {address!r} is not HOST:PORT")  # gRPC would take another port
-    credentials = server_credentials(settings)
-    try:
-        bound: int = (
-            server.add_insecure_port(address)
-            if credentials is None
-            else server.add_secure_port(address, credentials)
-        )
-    except RuntimeError:
-        # gRPC says why only in a log of its own.
-        raise ListenError(
-            f"gateway.grpc: cannot listen on {address}: it is taken, or not of this machine"
-        ) from None
-    return bound
 
 
 def server_credentials(settings: GatewaySection) -> Any:

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from rsrv.control.server import ListenError as ControlError
+from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
 from rsrv.settings import ControlSection, SettingsError, load_settings
 from rsrv.settings_fleet import GatewaySection
@@ -22,7 +22,7 @@ from rsrv_gateway.contract import Worker
 from rsrv_gateway.directory import Directory
 from rsrv_gateway.health import Health
 from rsrv_gateway.members import Members, MembersError, parse_workers
-from rsrv_gateway.plane import Brain, ListenError, Plane
+from rsrv_gateway.plane import Brain, Plane
 from rsrv_gateway.planner import Planner
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import Probes
@@ -50,7 +50,7 @@ def run(config: Path | None, workers: str | None) -> int:
     sys.setswitchinterval(_SWITCH)
     try:
         asyncio.run(serve(section))
-    except (ListenError, ControlError, ContactError, MembersError, RuntimeDirectoryError) as error:
+    except (ListenError, ContactError, MembersError, RuntimeDirectoryError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:

@@ -89,10 +89,8 @@ class Members:
         except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
             self._say("dns", f"gateway.workers_dns: {name}: {error or 'no answer in time'}")
             return
-        ports = self._section.workers_ports
-        entries = (
-            ports.model_copy(update={"host": address, "name": None}) for address in sorted(set(addresses))
-        )
+        ports = self._section.workers_ports.model_dump()
+        entries = (WorkerEntry(host=address, **ports) for address in sorted(set(addresses)))
         self._found = _by_name(map(worker_of, entries))
         self._say("dns", "")
 

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rsrv.control.answering import Wrong
 from rsrv.control.enums import member, member_name
 from rsrv.explain import explain, nearest
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection
@@ -18,10 +19,6 @@ S = TypeVar("S", bound=BaseModel)
 _ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
 #: what a policy has
 FIELDS = tuple(field.name for field in pb.Policy.DESCRIPTOR.fields)
-
-
-class Wrong(Exception):
-    """A request, whatever the gateway's state; the message says what is wrong with it."""
 
 
 def policy(section: GatewaySection) -> pb.Policy:

@@ -1,6 +1,7 @@
 """The gateway's own metrics, as Prometheus wants them."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -13,6 +14,32 @@ from rsrv_gateway.plane import DURATION_BOUNDS, Counts
 from rsrv_gateway.status import Status
 
 V = TypeVar("V", int, float)
+
+#: seconds for which a worker that has left is shown: several scrapes have its last counts
+_SHOWN = 600.0
+
+
+class Leavers:
+    """Forgets who left. What a worker has counted goes on where it was if it comes back."""
+
+    def __init__(self) -> None:
+        #: when each worker was there last
+        self._there: dict[str, float] = {}
+
+    def without(self, counts: Counts, there: Iterable[str], now: float) -> Counts:
+        """`counts` without those of workers that left more than ten minutes ago. `now`: seconds."""
+        self._there.update(dict.fromkeys(there, now))
+
+        def shown(worker: str) -> bool:
+            return not worker or now - self._there.setdefault(worker, now) <= _SHOWN
+
+        return replace(
+            counts,
+            requests={key: count for key, count in counts.requests.items() if shown(key[1])},
+            load={name: load for name, load in counts.load.items() if shown(name)},
+            outstanding={key: count for key, count in counts.outstanding.items() if shown(key[1])},
+            failovers={name: count for name, count in counts.failovers.items() if shown(name)},
+        )
 
 
 def expose(

@@ -57,6 +57,10 @@ class Brain(Protocol):
 
 
 class Plane(Protocol):
+    @property
+    def listens(self) -> bool:
+        """After `start`: whether anybody takes connections now, so that clients are answered."""
+
     async def start(self) -> None:
         """Listens from now on. Raises ListenError where it cannot: the message says which setting is wrong."""
 
@@ -75,7 +79,3 @@ class Plane(Protocol):
 
     async def stop(self) -> None:
         """Ends what is still under way, and frees all. Without effect the second time."""
-
-
-class ListenError(Exception):
-    """A port cannot be listened on; the message names the setting and says what to do."""

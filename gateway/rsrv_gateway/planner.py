@@ -9,6 +9,7 @@ With `lpt_packing` models are packed anew (`packing.pack`)
 - SETTLE_S after the last change of which model is ready where (membership);
 
 and a model without a home, because it is new or its worker is gone, gets one at once, while all others stay (homes).
+A worker that is back before all is packed anew, because it missed a probe, gets its models back, whose weights it still has.
 At the start those that are resident on as many workers as they should have replicas stay there (start); until all
 workers were seen, or nothing has changed for SETTLE_S, no model is placed, and requests go wherever it is ready.
 
@@ -72,6 +73,8 @@ class Planner:
         #: which models are packed together and where each may be, and when that changed; None: all is packed by it
         self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
         self._changed_at: float | None = None
+        #: by model: the home that it had when all was packed, if that has been away since
+        self._lost: dict[str, tuple[str, ...]] = {}
         #: (unit, worker) whose weights would not stay there
         self._crowded: frozenset[tuple[str, str]] = frozenset()
         #: workers with more weights placed than they have room for
@@ -181,7 +184,8 @@ class Planner:
             return "work"
         if self._settled(now):
             return "membership"
-        return None if all(map(self._moves.home, fleet.units)) else "homes"
+        homes = ((unit, self._moves.home(unit)) for unit in fleet.units)
+        return None if all(home and home == self._stays(unit, home) for unit, home in homes) else "homes"
 
     def _threshold(self) -> float:
         options = self._options
@@ -201,7 +205,7 @@ class Planner:
             before = self._before(unit, fleet, count)
             stays: tuple[str, ...] = ()
             if trigger == "homes":
-                stays = self._moves.home(unit)
+                stays = self._stays(unit, self._moves.home(unit))
             elif trigger == "start" and len(before) == count:
                 stays = before
             allowed = stays or unit.allowed
@@ -225,6 +229,10 @@ class Planner:
         moved = 0
         for unit in fleet.units:
             home = self._moves.home(unit)
+            if not home:
+                for name in unit.models:
+                    if name in self._moves.targets:
+                        self._lost.setdefault(name, self._moves.targets[name])
             changed = self._moves.aim(unit, tuple(sorted(result.placed[unit.name])), now)
             moved += changed and bool(home)
         self._crowded = _crowded(fleet, loads, result.placed)
@@ -237,6 +245,7 @@ class Planner:
             self._device_s = 0.0
             self._done = self._asked
             self._costs.where.clear()
+            self._lost.clear()
         if trigger in ("start", "membership"):
             self._changed_at = None
 
@@ -244,6 +253,12 @@ class Planner:
         """As many as the model with the most of them is to have, and can."""
         wanted = [replicas(self._options, name) for name in unit.models]
         return min(len(unit.allowed), max(len(unit.allowed) if n == "all" else n for n in wanted))
+
+    def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
+        """Where it is to be while only others are packed: where it was before, if that is back, or else its home."""
+        before = {self._lost.get(name, ()) for name in unit.models} if self._lost else set()
+        back = before.pop() if len(before) == 1 else ()
+        return back if back and set(back) <= set(unit.allowed) else home
 
     def _before(self, unit: Unit, fleet: Fleet, count: int) -> tuple[str, ...]:
         """Where the unit counts as being: at most `count` workers."""

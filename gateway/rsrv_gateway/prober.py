@@ -2,7 +2,6 @@
 
 import asyncio
 from enum import Enum
-from math import isfinite
 from typing import Any, Final
 
 import grpc
@@ -15,8 +14,13 @@ from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError
 
 _SERVICE = "/inference.GRPCInferenceService/"
+#: seconds that it may take for its metrics: Prometheus itself waits ten by default
+_METRICS = 2.0
 #: seconds that a control service may take to note what it is asked for
 _SOON = 10.0
+
+#: seconds, of anything that a worker says: decades
+_MOST_S = 1e9
 
 _WEIGHTS = {pb.WEIGHTS_LOADING: Weights.LOADING, pb.WEIGHTS_RESIDENT: Weights.RESIDENT}
 
@@ -70,6 +74,16 @@ class GrpcProber:
                     await stub.Evict(pb.EvictRequest(target=pb.Target(model=model)), **self._terms(_SOON))
         except grpc.RpcError as error:
             raise ActError(_said(error)) from None
+
+    async def metrics(self) -> str | None:
+        if self._control is None:
+            return None
+        stub: Any = control_pb2_grpc.ControlStub(self._control)
+        try:
+            answer = await stub.GetMetrics(pb.GetMetricsRequest(), **self._terms(_METRICS))
+        except grpc.RpcError:
+            return None
+        return str(answer.text)
 
     async def close(self) -> None:
         """What is under way is cancelled."""
@@ -131,11 +145,11 @@ def _said(error: Any) -> str:
 
 
 def _is_sane(load: pb.GetLoadResponse) -> bool:
-    """One worker's figures that are none would spoil the sums over all workers."""
+    """One worker's figures that are none, or absurd, would spoil the sums over all workers, or be too large for them."""
     numbers = [load.backlog_s]
     for model in load.models:
         numbers += model.cost_s, model.device_seconds
-    return all(isfinite(number) and number >= 0 for number in numbers)
+    return all(0 <= number <= _MOST_S for number in numbers)
 
 
 def _view(ready: frozenset[str], load: pb.GetLoadResponse) -> WorkerView:

@@ -25,6 +25,9 @@ class Prober(Protocol):
     async def act(self, act: Act, model: str) -> None:
         """Have its control service do this. Raises ActError."""
 
+    async def metrics(self) -> str | None:
+        """What its control service has for Prometheus; None: nothing in time. Never raises."""
+
     async def close(self) -> None: ...
 
 
@@ -76,6 +79,11 @@ class Probes:
         if watch is None:
             raise ActError("it is gone")
         await watch.prober.act(act, model)
+
+    async def metrics(self, worker: str) -> str | None:
+        """As `Prober`'s; None also when there is no such worker."""
+        watch = self._watches.get(worker)
+        return None if watch is None else await watch.prober.metrics()
 
     async def close(self) -> None:
         self.watch({})

@@ -10,15 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
 from rsrv_gateway.contract import Table, Worker
 from rsrv_gateway.lines import Lines, PeerError
-from rsrv_gateway.plane import Brain, Counts, ListenError
+from rsrv_gateway.plane import Brain, Counts
 
 log = logging.getLogger("rsrv.gateway")
 
 _PATIENCE = 10.0
+#: seconds in which they go by a new table; whoever takes longer is told of the newest one when it is ready for that
+_PROMPT = 1.0
 #: seconds that a process may take to start
 _START = 60.0
 #: seconds between two questions for what they have done
@@ -62,6 +65,10 @@ class Processes:
         """Of those that serve."""
         return [process.pid for process in self._processes if process.serves]
 
+    @property
+    def listens(self) -> bool:
+        return any(process.serves for process in self._processes)
+
     async def start(self) -> None:
         for key in ("grpc", "http"):
             self._section = self._section.model_copy(update={key: self._reserve(key)})
@@ -73,12 +80,15 @@ class Processes:
         except PeerError as error:
             raise ListenError(str(error)) from None
         self._keepers = [asyncio.create_task(self._keep(process)) for process in self._processes]
-        self._keepers.append(asyncio.create_task(self._count()))
+        self._keepers += [asyncio.create_task(self._count(process)) for process in self._processes]
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         self._now = workers, table
         said = self._said()
-        await asyncio.gather(*(process.ask("apply", said) for process in self._processes if process.serves))
+        tasks = [process.tell(said) for process in self._processes if process.serves]
+        prompt = [task for task in tasks if task is not None]
+        if prompt:
+            await asyncio.wait(prompt, timeout=_PROMPT)
 
     def counts(self) -> Counts:
         """As of a second ago at most."""
@@ -136,7 +146,7 @@ class Processes:
         await process.ask("start", None, _START)
         process.serves = True
         if self._now is not now:
-            await process.ask("apply", self._said())
+            process.tell(self._said())
 
     async def _keep(self, process: "_Process") -> None:
         """Start it again whenever it has ended."""
@@ -160,9 +170,11 @@ class Processes:
                 log.error("a process of the gateway could not be started: %s", error)
                 await process.end()
 
-    async def _count(self) -> None:
+    async def _count(self, process: "_Process") -> None:
         while True:
-            await asyncio.gather(*(process.count() for process in self._processes if process.serves))
+            if process.serves:
+                with suppress(PeerError):  # it has just ended
+                    await process.count()
             await asyncio.sleep(_COUNT)
 
 
@@ -176,6 +188,9 @@ class _Process:
         self._process: asyncio.subprocess.Process | None = None
         self._lines: Lines | None = None
         self._reading: asyncio.Task[None] | None = None
+        #: what it is to go by and has not been told yet, and who tells it
+        self._untold: list[Any] | None = None
+        self._telling: asyncio.Task[None] | None = None
         #: whether it listens
         self.serves = False
         self.counts = Counts()
@@ -217,6 +232,23 @@ class _Process:
             log.error("a process of the gateway cannot %s: %s", question, error)
             self._kill()
 
+    def tell(self, said: list[Any]) -> asyncio.Task[None] | None:
+        """Have it go by this; what it was not told yet is left out.
+
+        Returns who is done when it does; None: it is late, and still has to answer what it was told before.
+        """
+        self._untold = said
+        if self._telling is not None and not self._telling.done():
+            return None
+        self._telling = asyncio.create_task(self._tell())
+        return self._telling
+
+    async def _tell(self) -> None:
+        with suppress(PeerError):  # its successor is told from the start
+            while self._untold is not None:
+                said, self._untold = self._untold, None
+                await self.ask("apply", said)
+
     async def count(self) -> None:
         said = await self.ask("counts")
         if said is not None:
@@ -257,3 +289,5 @@ class _Process:
                 self._brain.failed(value)
             case "refresh":
                 await self._brain.refresh(value)
+                if self._telling is not None:
+                    await asyncio.wait([self._telling])

@@ -21,6 +21,11 @@ class PythonPlane:
         self.grpc = GrpcFront(settings, Contacts(settings), self._traffic)
         self.http = HttpFront(settings, self._traffic)
 
+    @property
+    def listens(self) -> bool:
+        """It is this process that does, so whoever asks."""
+        return True
+
     async def start(self) -> None:
         await self.grpc.start()
         await self.http.start()

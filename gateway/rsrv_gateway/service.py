@@ -1,15 +1,10 @@
 """rsrv.gateway.v1.Gateway: what the planner knows and does, over gRPC. gateway.proto says what each call means."""
 
-import functools
 import importlib.metadata
-import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
 
-import grpc
-
+from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member
 from rsrv.control.server import Kind
 from rsrv.settings_fleet import GatewaySection
@@ -20,60 +15,12 @@ from rsrv_gateway.status import Status
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 
-log = logging.getLogger("rsrv.gateway")
-
 GATEWAY = Kind(
     gateway_pb2_grpc.add_GatewayServicer_to_server, pb.DESCRIPTOR, "gateway", "gateway.control_listen"
 )
 
 #: fields of the policy that count from the next repack on
 _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
-
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-Service = TypeVar("Service")
-
-
-class _Refused(Exception):
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-def _answers(
-    method: Callable[[Service, Request], Awaitable[Response]],
-) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """A method of the service that ends with a gRPC status, whatever it raises."""
-
-    @functools.wraps(method)
-    async def answer(self: Service, request: Request, context: Any) -> Response:
-        try:
-            return await method(self, request)
-        except messages.Wrong as error:
-            status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-        except _Refused as error:
-            status, text = error.code, str(error)
-        except Exception:
-            log.exception("%s failed", method.__name__)
-            status, text = grpc.StatusCode.INTERNAL, "internal error; the gateway's log says more"
-        await context.abort(status, text)
-        raise AssertionError("abort raises")
-
-    return answer
-
-
-def _steers(
-    method: Callable[[Service, Request], Awaitable[Response]],
-) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """Likewise, and the log says who asked for what."""
-    inner = _answers(method)
-
-    @functools.wraps(method)
-    async def answer(self: Service, request: Request, context: Any) -> Response:
-        log.info("%s from %s: %s", method.__name__, context.peer(), " ".join(str(request).split()))
-        return await inner(self, request, context)
-
-    return answer
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
@@ -83,7 +30,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         self._planner = gateway.planner
         self._section = section
 
-    @_answers
+    @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         gateway, status = self._gateway, self._status()
         models = [one for one in status.models if request.model in ("", one.name)]
@@ -105,7 +52,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             version=importlib.metadata.version("rsrv"),
         )
 
-    @_steers
+    @steers
     async def SetPolicy(self, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
         paths = set(request.update_mask.paths)
 
@@ -121,10 +68,10 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             warnings.append(f"{', '.join(later)}: from the next repack on")
         return pb.SetPolicyResponse(policy=messages.policy(self._planner.options), warnings=warnings)
 
-    @_steers
+    @steers
     async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
         if not request.model:
-            raise messages.Wrong("model is empty")
+            raise Wrong("model is empty")
         wanted = messages.placement(request)
         self._require_packing("models are placed by it")
         if request.model not in self._gateway.table and not request.allow_unknown:
@@ -140,31 +87,29 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
                 warnings.append(f"only {shown.effective_replicas} workers can have it")
         return pb.SetPlacementResponse(warnings=warnings)
 
-    @_steers
+    @steers
     async def Repack(self, request: pb.RepackRequest) -> pb.RepackResponse:
         gateway = self._gateway
         self._require_packing("models are packed by it")
         if not any(view.alive for view in gateway.probes.views().values()):
-            raise _Refused(grpc.StatusCode.UNAVAILABLE, "no worker answers, so there is nothing to pack onto")
+            raise Refused("UNAVAILABLE", "no worker answers, so there is nothing to pack onto")
         number = await gateway.steer(Planner.repack)
         while request.wait and self._status().repacks.done < number:
             await gateway.next_round()
         return pb.RepackResponse(repacks=messages.repacks(self._status().repacks, gateway.clock()))
 
-    @_answers
+    @answers
     async def Locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
         gateway = self._gateway
         if not request.model:
-            raise messages.Wrong("model is empty")
+            raise Wrong("model is empty")
         if request.model not in gateway.table:
             await gateway.refresh()
         routes = gateway.table.get(request.model)
         if routes is None:
             raise _unknown(request.model)
         if not routes.ready:
-            raise _Refused(
-                grpc.StatusCode.UNAVAILABLE, f"no worker that answers serves {request.model!r} at the moment"
-            )
+            raise Refused("UNAVAILABLE", f"no worker that answers serves {request.model!r} at the moment")
         load = gateway.plane.counts().load
         workers = gateway.probes.workers()
         order = sorted(routes.ready, key=lambda name: (name not in routes.placed, load.get(name, 0.0)))
@@ -184,13 +129,13 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     def _status(self) -> Status:
         status = self._gateway.status
         if status is None:
-            raise _Refused(grpc.StatusCode.UNAVAILABLE, "the gateway has not looked at its workers yet")
+            raise Refused("UNAVAILABLE", "the gateway has not looked at its workers yet")
         return status
 
     def _require_packing(self, why: str) -> None:
         if self._planner.options.mode != "lpt_packing":
-            raise _Refused(grpc.StatusCode.FAILED_PRECONDITION, f"gateway.mode is not lpt_packing: {why}")
+            raise Refused("FAILED_PRECONDITION", f"gateway.mode is not lpt_packing: {why}")
 
 
-def _unknown(model: str) -> _Refused:
-    return _Refused(grpc.StatusCode.NOT_FOUND, f"there is no model {model!r}")
+def _unknown(model: str) -> Refused:
+    return Refused("NOT_FOUND", f"there is no model {model!r}")

@@ -158,6 +158,17 @@ def warn(
     started: bool,
 ) -> Iterator[str]:
     """What an operator should know."""
+    runtimes: dict[str, list[str]] = {}
+    for name in sorted(views):
+        instance = views[name].instance
+        if instance is not None:
+            runtimes.setdefault(instance, []).append(name)
+    for names in runtimes.values():
+        if len(names) > 1:
+            yield (
+                f"{_names(names)} are one server, or have one `control`, so its device counts more than once: name it "
+                "once, or by one address"
+            )
     if options.mode != "lpt_packing":
         return
     if not started:

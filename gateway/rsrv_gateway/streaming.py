@@ -20,7 +20,7 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
-from rsrv_gateway.channels import Channels
+from rsrv_gateway.channels import Channels, Link
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, tagged
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
@@ -107,9 +107,10 @@ class _Message:
 class _Upstream:
     """The stream to one worker, for one model."""
 
-    def __init__(self, worker: str, model: str, call: Any) -> None:
+    def __init__(self, worker: str, model: str, link: Link, call: Any) -> None:
         self.worker = worker
         self.model = model
+        self.link = link
         self.key = worker, model
         self.call = call
         #: in the order in which they were sent
@@ -278,8 +279,9 @@ class _Stream:
         channels = self._channels.get(worker)
         if channels is None:
             raise _Refused(gone(worker))
-        call = channels.link().stream(timeout=time_left(self._context), metadata=self._metadata)
-        upstream = _Upstream(worker, model, call)
+        link = channels.link()
+        call = link.stream(timeout=time_left(self._context), metadata=self._metadata)
+        upstream = _Upstream(worker, model, link, call)
         self._upstreams[upstream.key] = upstream
         self._ending.add(upstream)
         self._tasks.create_task(self._answer(upstream))
@@ -291,6 +293,7 @@ class _Stream:
             while (data := await upstream.call.read()) is not grpc.aio.EOF:
                 upstream.answered()
                 place = None
+                upstream.link.answers += 1
                 if upstream.waiting:
                     message = upstream.waiting.popleft()
                     self._over(message, _error_code(data) if data[:1] == _ERROR else "OK")

@@ -3,10 +3,10 @@
 Counting is on every request's way, so it is plain numbers in dicts; whoever wants metrics asks for `counts`.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
+from rsrv.histogram import Histogram
 from rsrv_gateway.contract import Table, Worker
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
 from rsrv_gateway.plane import DURATION_BOUNDS, Brain, Counts, Durations
@@ -28,8 +28,7 @@ class Traffic:
         self._requests: dict[tuple[str, str, str], int] = {}
         self._items: dict[str, int] = {}
         self._failovers: dict[str, int] = {}
-        self._durations: dict[str, list[int]] = {}
-        self._seconds: dict[str, float] = {}
+        self._durations: dict[str, Histogram] = {}
 
     def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
         self.workers, self.table = workers, table
@@ -82,10 +81,9 @@ class Traffic:
         self._requests[key] = self._requests.get(key, 0) + 1
         durations = self._durations.get(model)
         if durations is None:
-            durations = self._durations[model] = [0] * (len(DURATION_BOUNDS) + 1)
-            self._seconds[model], self._items[model] = 0.0, 0
-        durations[bisect_left(DURATION_BOUNDS, seconds)] += 1
-        self._seconds[model] += seconds
+            durations = self._durations[model] = Histogram(DURATION_BOUNDS)
+            self._items[model] = 0
+        durations.observe(seconds)
         self._items[model] += items
 
     def refused(self, model: str, code: str) -> None:
@@ -102,8 +100,8 @@ class Traffic:
             outstanding=self.router.outstanding(),
             failovers=dict(self._failovers),
             durations={
-                model: Durations(tuple(counts), self._seconds[model])
-                for model, counts in self._durations.items()
+                model: Durations(tuple(durations.counts), durations.sum)
+                for model, durations in self._durations.items()
             },
         )
 

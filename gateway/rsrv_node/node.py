@@ -10,24 +10,22 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rsrv.settings import Settings, SettingsError, load_settings
-from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv_node import cores, nvml, repositories
 from rsrv_node.devices import choose
 from rsrv_node.errors import NodeError
 from rsrv_node.logs import Prefixer
-from rsrv_node.plan import WORKERS_FILE, Child, Plan, describe, plan, workers_file
+from rsrv_node.plan import WORKERS_FILE, Child, Plan, describe, plan
+from rsrv_node.pulse import hangs
 from rsrv_node.restarts import Restarts
-from rsrv_node.supervise import House, Orders, supervise
+from rsrv_node.roll import Roll, write
+from rsrv_node.supervise import Anew, House, Orders, supervise
 
 log = logging.getLogger("rsrv.node")
-
-#: how a stub names the device of its runtime: each worker has but one
-_GPU = "0"
 
 
 def run(options: Namespace) -> int:
@@ -40,8 +38,11 @@ def run(options: Namespace) -> int:
             return 0
         _log_to_output()
         with alone(settings.node.directory):
-            _prepare(planned, settings, options.bundles)
-            return asyncio.run(_serve(planned, settings))
+            repositories.check(options.bundles, settings)
+            for file, text in planned.files.items():
+                write(file, text)
+            _generate(planned, settings, options.bundles)
+            return asyncio.run(_serve(planned, settings, options.bundles))
     except (NodeError, SettingsError, OSError) as error:
         print(f"rsrv-node: {error}", file=sys.stderr)
         return 1
@@ -95,54 +96,95 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _prepare(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> None:
-    """Writes the repositories and what the gateway reads."""
+def _generate(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> None:
+    """Writes the repositories."""
     sources, problems = repositories.find(bundles)
     for worker in planned.workers:
         problems += repositories.generate(worker.repository, sources, settings)
     for problem in problems:
         log.error("%s", problem)
-    for file, text in planned.files.items():
-        _write(file, text)
     log.info("%d models for each of %d workers", len(sources.good), len(planned.workers))
 
 
-async def _serve(planned: Plan, settings: Settings) -> int:
+async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> int:
     loop = asyncio.get_running_loop()
     orders = Orders.none()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, orders.once_more)
-    list_file = settings.node.directory / WORKERS_FILE
-    names = {worker.child.name for worker in planned.workers}
-    controls: dict[str, str] = {}
-
-    def started(child: Child, pid: int) -> None:
-        log.info("%s is process %d", child.name, pid)
-        if child.name in names and settings.control.enabled:
-            controls[child.name] = f"unix:{runtime_directory(pid, _GPU) / CONTROL_SOCKET}"
-            _write(list_file, workers_file(planned, controls))
-
     for note in planned.notes:
         log.info("note: %s", note)
     for worker in planned.workers:
         log.info("%s on %s, %s", worker.child.name, worker.device.name, worker.ports)
-    _write(list_file, workers_file(planned, controls))
-    status = await supervise(
-        [worker.child for worker in planned.workers],
-        planned.gateway,
-        House(_put, started),
-        orders,
-        lambda: Restarts(settings.node.max_restarts, settings.node.stable_s),
-    )
+    # The node's own gateway has ended by the time that its workers do.
+    elsewhere = settings.gateway.grpc is None and settings.gateway.http is None
+    roll = Roll(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)
+    first = None
+    if _is_waiting(planned):
+        first = asyncio.ensure_future(_first_bundles(planned, settings, bundles))
+    try:
+        status = await supervise(
+            [worker.child for worker in planned.workers],
+            planned.gateway,
+            House(
+                _put, roll.started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves
+            ),
+            orders,
+            lambda: Restarts(settings.node.max_restarts, settings.node.stable_s),
+        )
+    finally:
+        if first is not None:
+            first.cancel()
     log.info("all processes have ended")
     return status
 
 
-def _write(file: Path, text: str) -> None:
-    """In one step: who watches it never sees a part."""
-    new = file.with_name(f".{file.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(file)
+async def _first_bundles(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> None:
+    """Returns when all repositories have models.
+
+    Afterwards the workers' control processes watch for more; a server without a model has no such process.
+    """
+    pause = settings.lifecycle.poll_s
+    log.info("there is nothing to serve yet: looking for the first bundle every %g s", pause)
+    while _is_waiting(planned):
+        await asyncio.sleep(pause)
+        if repositories.find(bundles)[0].good:
+            _generate(planned, settings, bundles)
+
+
+def _is_waiting(planned: Plan) -> bool:
+    """For the first bundle."""
+    return any(repositories.is_empty(worker.repository) for worker in planned.workers)
+
+
+def _watch(
+    workers: Collection[str], hang_s: float, first: asyncio.Future[None] | None
+) -> Callable[[Child], Awaitable[Anew]]:
+    """When a child is to be started again: it hangs, or it is a worker and `first`, the coming of bundles, is done."""
+
+    async def hung(child: Child) -> Anew:
+        if child.pulse is None or not hang_s:
+            await asyncio.Event().wait()
+        else:
+            await hangs(*child.pulse, hang_s)
+        return Anew(f"has not answered for {hang_s:g} s")
+
+    async def fed(coming: asyncio.Future[None]) -> Anew:
+        await asyncio.shield(coming)
+        # It has nothing to finish, and yet might take all its time for that.
+        return Anew("has got models", works=True)
+
+    async def watch(child: Child) -> Anew:
+        reasons = [asyncio.ensure_future(hung(child))]
+        if child.name in workers and first is not None and not first.done():
+            reasons.append(asyncio.ensure_future(fed(first)))
+        try:
+            done, _ = await asyncio.wait(reasons, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for reason in reasons:
+                reason.cancel()
+
+    return watch
 
 
 def _put(lines: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,8 @@ class Child:
     cores: tuple[int, ...] = ()
     #: seconds that it may take to end when it is told to
     drain_s: float = 0.0
+    #: where it answers HTTP as long as it lives: the address, and the path; None: nowhere
+    pulse: tuple[Address, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +122,22 @@ def plan(
         child = Child(
             name,
             (tritonserver, *_flags(repository, ports, node.drain_s), *node.arguments),
-            _environment(settings, device, share, number, environment),
+            _environment(settings, device, share, number, environment, fronted=fronted),
             share.cores,
             node.drain_s,
+            (ports.http, "/v2/health/live"),
         )
         workers.append(Worker(child, device, ports, repository))
     if not fronted:
         return Plan(tuple(workers), None, {}, tuple(_notes(settings, workers)))
     _check_ports(settings, workers)
-    file = directory / GATEWAY_FILE
+    file, admin = directory / GATEWAY_FILE, settings.gateway.admin
     gateway = Child(
         GATEWAY,
         (python, "-P", "-m", "rsrv_gateway", "--config", str(file)),
         {},
         drain_s=settings.gateway.drain_s,
+        pulse=None if admin is None else (_address("gateway.admin", admin), "/healthz"),
     )
     return Plan(
         tuple(workers), gateway, {file: _gateway_settings(settings)}, tuple(_notes(settings, workers))
@@ -148,8 +152,9 @@ def needs_gateway(settings: Settings, workers: int) -> bool:
     return _public(settings) and (workers > 1 or bool(others) or bool(guarded))
 
 
-def workers_file(plan: Plan, controls: Mapping[str, str]) -> str:
-    """`gateway.workers_file`: the workers, with the address of the control service of those that have one."""
+def workers_file(plan: Plan, controls: Mapping[str, str], gone: Container[str] = ()) -> str:
+    """`gateway.workers_file`: the workers but those that are `gone`, with the address of the control service of those
+    that have one."""
     entries = [
         {
             "name": worker.child.name,
@@ -160,9 +165,10 @@ def workers_file(plan: Plan, controls: Mapping[str, str]) -> str:
             "control": controls.get(worker.child.name),
         }
         for worker in plan.workers
+        if worker.child.name not in gone
     ]
-    # JSON is YAML.
-    return "".join(f"- {json.dumps(entry)}\n" for entry in entries)
+    # JSON is YAML. Nothing at all would be a file that is being written.
+    return "".join(f"- {json.dumps(entry)}\n" for entry in entries) or "[]\n"
 
 
 def describe(plan: Plan) -> str:
@@ -240,7 +246,13 @@ def _each(ports: Ports) -> list[tuple[str, Address]]:
 
 
 def _environment(
-    settings: Settings, device: Device, share: Share, number: int, environment: Mapping[str, str]
+    settings: Settings,
+    device: Device,
+    share: Share,
+    number: int,
+    environment: Mapping[str, str],
+    *,
+    fronted: bool,
 ) -> dict[str, str]:
     """What differs from the node's own, which wins where it says how many threads."""
     own = {name: str(share.threads) for name in _THREADS if name not in environment}
@@ -251,6 +263,12 @@ def _environment(
     if settings.control.listen is not None:
         first = _address("control.listen", settings.control.listen)
         own["RSRV_CONTROL__LISTEN"] = str(Address(first.host, first.port + number))
+    if fronted:
+        # The gateway serves those of all workers.
+        own["RSRV_METRICS__LISTEN"] = "null"
+    elif settings.metrics.listen is not None:
+        first = _address("metrics.listen", settings.metrics.listen)
+        own["RSRV_METRICS__LISTEN"] = str(Address(first.host, first.port + number))
     return own
 
 

@@ -14,14 +14,31 @@ from rsrv_node.errors import NodeError
 
 
 def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:
-    """What is to be served, and a line for each bundle that cannot be. Raises NodeError if nothing can."""
+    """What is to be served, and a line for each bundle that cannot be."""
     sources = read_sources(bundles)
     problems = [*sources.unusable]
     problems += [f"{name} is not served: {'; '.join(lines)}" for name, lines in sources.broken.items()]
-    if not sources.good:
-        # Without a model no runtime is started, and nobody would watch for more.
-        raise NodeError("\n".join([*problems, "there is no bundle that can be served; put one there first"]))
     return sources, problems
+
+
+def check(bundles: Sequence[Path], settings: Settings) -> None:
+    """Raises NodeError if there will never be anything to serve."""
+    sources, problems = find(bundles)
+    if sources.good:
+        return
+    if not any(place.is_dir() for place in bundles):
+        raise NodeError("\n".join([*problems, "there is no such directory"]))
+    if settings.lifecycle.mode != "dynamic" or not settings.control.enabled:
+        problems.append(
+            "there is no bundle that can be served, and with these settings (lifecycle.mode, control.enabled) nobody "
+            "watches for one: put one there first"
+        )
+        raise NodeError("\n".join(problems))
+
+
+def is_empty(repository: Path) -> bool:
+    """Whether a server would find no model there."""
+    return not any(entry.is_dir() for entry in repository.iterdir())
 
 
 def watched(settings: Settings, bundles: Sequence[Path]) -> Settings:

@@ -41,6 +41,24 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
+class Anew:
+    """Why a child that runs is to be killed, and started again."""
+
+    reason: str
+    #: it did what it should; otherwise it counts as one that failed
+    works: bool = False
+
+
+async def _content(_: Child) -> Anew:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _at_once(_: Child) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
 class House:
     """What supervising needs of the world."""
 
@@ -52,6 +70,10 @@ class House:
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     #: seconds for what a child has started to follow it
     follow_s: float = 5.0
+    #: looks at a child that runs, and returns when it is to be started again
+    watch: Callable[[Child], Awaitable[Anew]] = _content
+    #: told of a child before it is told to end; returns when it may be
+    leaves: Callable[[Child], Awaitable[None]] = _at_once
 
 
 async def supervise(
@@ -104,9 +126,11 @@ class Keeper:
         """Until `end`. Raises GaveUp."""
         try:
             while not self._enough.is_set():
-                lived, said = await self._live()
+                lived, said, failed = await self._live()
                 if self._enough.is_set():
                     return
+                if not failed:
+                    continue
                 pause = self._restarts.ended(lived)
                 if pause is None:
                     raise GaveUp(
@@ -124,6 +148,7 @@ class Keeper:
         self._enough.set()
         process = self._process
         if process is not None:
+            await _first(self._house.leaves(self._child), process.over(), hurry.wait())
             process.send(signal.SIGTERM)
             patience = self._child.drain_s + _GRACE
             await _first(process.over(), hurry.wait(), asyncio.sleep(patience))
@@ -131,15 +156,16 @@ class Keeper:
                 process.send(signal.SIGKILL)
         await self._done.wait()
 
-    async def _live(self) -> tuple[float, str]:
-        """One life: how long it was, seconds, and how it ended."""
+    async def _live(self) -> tuple[float, str, bool]:
+        """One life: how long it was, seconds, how it ended, and whether that was a failure."""
         clock = asyncio.get_running_loop().time
         born = clock()
         try:
             process = self._process = Process.start(self._child, self._house.write)
         except OSError as error:
-            return 0.0, f"cannot be started: {error}"
+            return 0.0, f"cannot be started: {error}", True
         self._house.started(self._child, process.pid)
+        anew = await self._watched(process)
         await process.over()
         lived = clock() - born
         status, killed = await process.bury(self._house.follow_s)
@@ -149,9 +175,24 @@ class Keeper:
                 "%s left processes, which were killed: %s", self._child.name, ", ".join(map(str, killed))
             )
         said = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        if anew is not None:
+            said = f"{anew.reason} and {said}"
         if self._enough.is_set():
             log.info("%s %s", self._child.name, said)
-        return lived, said
+        return lived, said, anew is None or not anew.works
+
+    async def _watched(self, process: Process) -> Anew | None:
+        """Until it has ended by itself, or was made to: why."""
+        watch = asyncio.ensure_future(self._house.watch(self._child))
+        await _first(process.over(), asyncio.shield(watch))
+        if not watch.done():
+            watch.cancel()
+            return None
+        anew = watch.result()
+        if anew.works:
+            log.info("%s %s: it is started again", self._child.name, anew.reason)
+        process.send(signal.SIGKILL)
+        return anew
 
 
 async def _first(*waits: Awaitable[object]) -> None:

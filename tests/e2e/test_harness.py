@@ -17,7 +17,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from local_triton import ServerFailed
+from local_triton import ServerFailed, group_lives
 from rsrv_bundle import read_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.harness import ROOT, RunningTriton, StartTriton, is_alive, wait_until
@@ -95,6 +95,17 @@ def test_a_killed_server_leaves_no_process(start_triton: StartTriton, echo_repos
     stubs = running.stub_pids()
     running.server.kill()
     wait_until(lambda: not any(map(is_alive, stubs)), 10, what="end of the stubs")
+
+
+def test_a_process_that_nobody_has_asked_after_is_no_life() -> None:
+    """A group whose last process has ended, and waits for its parent to notice, does not live."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+    assert group_lives(process.pid)
+    assert process.stdin is not None
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not group_lives(process.pid)
+    assert process.wait() == 0
 
 
 def test_a_killed_test_run_leaves_no_server(echo_repository: Path) -> None:

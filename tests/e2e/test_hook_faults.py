@@ -243,7 +243,7 @@ def test_a_hook_that_wants_too_much_memory_fails_its_request(server: RunningTrit
         for _ in range(3):
             refused(server, model)
             assert well(server, model)
-        assert psutil.Process(pid).memory_info().rss < before + (8 << 20)
+        assert psutil.Process(pid).memory_info().rss < before + LIMIT // 4
     assert stub(server, model) == pid
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rsrv.control.families import FAMILIES
+from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
-from tests.e2e.calls import caller
+from tests.e2e.calls import caller, refusal
 from tests.e2e.harness import RunningTriton, running_triton, wait_until
 from tests.e2e.lives import place
 
@@ -23,8 +29,9 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 class Metrics:
     """A server's two pages."""
 
-    def __init__(self, server: RunningTriton, port: int) -> None:
+    def __init__(self, server: RunningTriton, port: int, bundles: Path) -> None:
         self.server = server
+        self.bundles = bundles
         self.own = f"http://127.0.0.1:{port}/metrics"
         self.tritons = f"http://127.0.0.1:{server.metrics_port}/metrics"
 
@@ -55,12 +62,11 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
-    """Of a server with two models, `exact` and `steady`."""
+    """Of a server with three models."""
     folder, port = tmp_path_factory.mktemp("metrics"), free_port()
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
-        if (bundles.ensure() / name).exists():
-            place(bundles.ensure() / name, folder / "bundles" / name)
+        place(bundles.ensure() / name, folder / "bundles" / name)
     (folder / "settings.yaml").write_text(
         f"lifecycle: {{look_s: 0.1, poll_s: 0.5}}\nmetrics: {{listen: '127.0.0.1:{port}'}}\n"
     )
@@ -68,33 +74,94 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
     with running_triton(folder / "gen", folder / "server.log", extra_args=flags) as running:
-        found = Metrics(running, port)
+        found = Metrics(running, port, folder / "bundles")
         wait_until(lambda: found.value("rsrv_runtime_up") == 1.0, what="rsrv's own metrics")
         yield found
 
 
 def test_requests_show_on_both_pages(metrics: Metrics) -> None:
-    """Ten requests of one model, each of one row."""
-    with caller(metrics.server, "grpc") as call:
+    """Ten requests of one model, each of one row, and one of another that has hooks and is wrong."""
+    exact = {"model": "exact"}
+    wait_until(lambda: metrics.value("rsrv_queue_depth", **exact) == 0, what="the model")
+    with caller(metrics.server) as call:
         for _ in range(10):
             call("exact", {"x": ROW})
-    exact = {"model": "exact"}
+        refusal(lambda: call("hooked", {"x": np.ones((1, 3), np.float32)}))
+
     wait_until(
         lambda: metrics.value("rsrv_responses_total", **exact, status="ok") == 10, what="the stub's report"
     )
-
     samples = metrics.samples()
-    assert samples["rsrv_requests_total", frozenset({**exact, "outcome": "answered"}.items())] == 10
-    assert {
-        name: samples[name, frozenset(exact.items())]
-        for name in ("rsrv_request_seconds_count", "rsrv_queue_wait_seconds_count", "rsrv_batch_rows_sum")
-    } == {"rsrv_request_seconds_count": 10, "rsrv_queue_wait_seconds_count": 10, "rsrv_batch_rows_sum": 10}
+    names = ("rsrv_request_seconds_count", "rsrv_queue_wait_seconds_count", "rsrv_batch_rows_sum")
+    assert {name: samples[name, frozenset(exact.items())] for name in names} == dict.fromkeys(names, 10)
+    assert metrics.value("rsrv_requests_total", **exact, outcome="answered") == 10
+    shown = {**exact, "version": "1"}
     wait_until(
         lambda: (
-            metrics.value("rsrv_requests_total", metrics.tritons, **exact, version="1", outcome="answered")
-            == 10
+            metrics.value("rsrv_requests_total", metrics.tritons, **shown, outcome="answered") == 10
+            and metrics.value("rsrv_queue_depth", metrics.tritons, **shown) == 0
         ),
         what="Triton's own page",
     )
-    print("\n".join(f"{k} {v}" for k, v in metrics.samples().items() if "bucket" not in k[0]))
-    print("\n".join(f"{k} {v}" for k, v in metrics.samples(metrics.tritons).items() if "rsrv" in k[0]))
+    assert (metrics.value("rsrv_device_seconds_total", metrics.tritons, **shown) or 0) > 0
+    assert metrics.value("rsrv_runtime_up", metrics.tritons, **shown) == 1
+    served = {name.removesuffix(end) for name, _ in samples for end in ("", "_bucket", "_sum", "_count")}
+    assert {family.name for family in FAMILIES if not family.name.startswith("rsrv_meta_")} <= served | {
+        # Nothing of that kind has happened.
+        "rsrv_refused_total",
+        "rsrv_deadline_missed_total",
+        "rsrv_weight_evictions_total",
+        "rsrv_hook_seconds",
+    }
+
+
+def test_a_runtime_that_dies_shows_and_the_next_one_too(metrics: Metrics) -> None:
+    """It is killed; the page is there all the time."""
+    before = metrics.value("rsrv_runtime_restarts_total")
+    assert before is not None
+    os.kill(read_status(metrics.server.pid)["pid"], signal.SIGKILL)
+
+    wait_until(lambda: metrics.value("rsrv_runtime_up") == 0.0, what="the runtime's death")
+    wait_until(lambda: metrics.value("rsrv_runtime_up") == 1.0, what="the next runtime")
+    assert metrics.value("rsrv_runtime_restarts_total") == before + 1
+    wait_until(lambda: metrics.value("rsrv_queue_depth", model="exact") == 0, what="the models")
+    up = {"model": "exact", "version": "1"}
+    wait_until(
+        lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **up) == 1, what="the stub's reconnection"
+    )
+
+
+def test_a_bundle_that_cannot_be_loaded_shows_until_it_can(metrics: Metrics) -> None:
+    """Its manifest is no YAML for a while."""
+    manifest = metrics.bundles / "hooked" / "manifest.yaml"
+    text = manifest.read_bytes()
+    wait_until(lambda: metrics.value("rsrv_reload_failed", model="hooked") == 0, what="the model")
+
+    manifest.unlink()
+    manifest.write_text("{")
+    wait_until(lambda: metrics.value("rsrv_reload_failed", model="hooked") == 1, what="the failure")
+    manifest.write_bytes(text)
+    wait_until(lambda: metrics.value("rsrv_reload_failed", model="hooked") == 0, what="its end")
+
+
+def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
+    """On rsrv's page; on Triton's, which forgets nothing, its gauges are 0."""
+    steady = {"model": "steady", "version": "1"}
+    wait_until(
+        lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **steady) == 1, what="the model on Triton's"
+    )
+    assert any(("model", "steady") in labels for _, labels in metrics.samples())
+
+    shutil.rmtree(metrics.bundles / "steady")
+
+    wait_until(
+        lambda: (
+            (found := metrics.samples()) and not any(("model", "steady") in labels for _, labels in found)
+        ),
+        what="the end of its series",
+    )
+    wait_until(
+        lambda: metrics.value("rsrv_runtime_up", metrics.tritons, **steady) == 0, what="the end of its gauges"
+    )
+    with caller(metrics.server) as call:
+        call("exact", {"x": ROW})

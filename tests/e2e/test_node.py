@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -87,3 +89,28 @@ def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, t
 
         wait_gone(left, "the end of the server, its stub, its runtime and its control process")
         wait_until(lambda: runtime_directories(left) == [], 10, what="an empty place")
+
+
+def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """The server is there from the start; what is stopped for good answers again, from another process."""
+    (tmp_path / "bundles").mkdir()
+    start = free_block(10)
+    settings = f"{QUICK}{public(start)}node: {{hang_s: 6}}\n"
+    with running_node(tmp_path / "bundles", tmp_path, settings, "--cpu-workers", 1) as node:
+        wait_until(lambda: is_live(start), 30, what=f"a server without models:\n{node.tail()}")
+
+        place(write_version(tmp_path / "one", 1), tmp_path / "bundles" / MODEL)
+
+        assert node.wait_answer(start + 1, MODEL) == 1
+        first = server_pid(node.workers()[0])
+        os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: server_pid(node.workers()[0]) != first, 40, what="another server")
+        assert node.wait_answer(start + 1, MODEL) == 1
+        assert "worker0 has not answered for 6 s and was killed" in node.log_text
+
+
+def is_live(port: int) -> bool:
+    """Whether a server answers there over HTTP."""
+    with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/v2/health/live", timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False

@@ -1,29 +1,39 @@
 """The sections of rsrv.yaml about several devices: the gateway's and the node's."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rsrv.section import Section
 
 Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["all"]
 
 
-class WorkerEntry(Section):
-    """A tritonserver that the gateway may send requests to."""
+def _as_text(value: Any) -> Any:
+    """A port is a number to YAML."""
+    return str(value) if type(value) is int else value
 
-    host: str = Field(description="Its name or address.")
-    name: str | None = Field(
-        None, description="What it is called in tables, metrics and logs; null: HOST:GRPC_PORT."
-    )
+
+class WorkerPorts(Section):
+    """Where a tritonserver listens on its host."""
+
     grpc_port: int = Field(8001, ge=1, le=65535, description="Of its gRPC front end.")
     http_port: int | None = Field(8000, ge=1, le=65535, description="Of its HTTP front end; null: none.")
     metrics_port: int | None = Field(8002, ge=1, le=65535, description="Of its metrics; null: none.")
-    control: str | None = Field(
+    control: Annotated[str | None, BeforeValidator(_as_text)] = Field(
         None,
         description="Its control service: PORT on its host, HOST:PORT, or unix:PATH; null: none that the gateway may ask. "
         "lpt_packing needs it.",
+    )
+
+
+class WorkerEntry(WorkerPorts):
+    """A tritonserver that the gateway may send requests to."""
+
+    host: str = Field(min_length=1, description="Its name or address.")
+    name: str | None = Field(
+        None, description="What it is called in tables, metrics and logs; null: HOST:GRPC_PORT."
     )
 
 
@@ -69,8 +79,9 @@ class GatewaySection(Section):
     workers_file: Path | None = Field(
         None, description="A YAML file with a list as in `workers`, which is watched."
     )
-    workers_ports: WorkerEntry = Field(
-        WorkerEntry(host=""), description="The ports of the tritonservers that `workers_dns` finds."
+    workers_ports: WorkerPorts = Field(
+        WorkerPorts(),
+        description="The ports of the tritonservers that `workers_dns` finds; `control` must be a PORT there.",
     )
     resolve_s: float = Field(5.0, ge=0.1, le=3600, description="Pause between two questions to the DNS.")
     mode: Literal["round_robin", "least_outstanding", "lpt_packing"] = Field(
@@ -172,6 +183,8 @@ class GatewaySection(Section):
     def _whole(self) -> "GatewaySection":
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("tls_certificate and tls_key: both or neither")
+        if not (self.workers_ports.control or "0").isdigit():
+            raise ValueError("workers_ports: control must be a PORT, for each server has its own service")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if (self.worker_certificate is None) != (self.worker_key is None):
@@ -221,5 +234,12 @@ class NodeSection(Section):
     )
     stable_s: float = Field(
         60.0, ge=0, description="A worker that has lived this long has its restarts forgiven."
+    )
+    hang_s: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="A process that takes connections and has not answered for so long is killed, and started again; 0: it "
+        "is left alone.",
     )
     drain_s: float = Field(30.0, ge=0, le=3600, description="When told to end: how long workers may take.")

@@ -194,11 +194,8 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
         "option httpchk",
         "http-check send meth POST uri /rsrv.Health/Check ver HTTP/2 hdr host worker hdr content-type application/grpc hdr te trailers",
         "http-check expect status 200",
-        # Traffic tells at once that a worker is gone, and the next check that it is back. One that is slow stays until
-        # the gateway has seen that, too.
         f"default-server proto h2 tcp-ut {_SILENCE}{_tls(section, files, 'h2 check-alpn h2')}",
         f"default-server check inter {_ms(section.probe_s)} fall 3 rise 1",
-        "default-server observe layer4 error-limit 1 on-error mark-down",
     ]
     for slot, target in slots.items():
         lines.append(f"server {slot} {_where(None if target is None else target.grpc)}")
@@ -208,6 +205,9 @@ def _grpc_workers(section: GatewaySection, files: Files, slots: Mapping[str, Tar
 def _http_workers(section: GatewaySection, files: Files, slots: Mapping[str, Target | None]) -> str:
     lines = [
         *_choice(section, files),
+        # Over HTTP, unlike gRPC, a refusal has a status that HAProxy looks at before it answers: the worker does not
+        # have the model that it was asked for, as it is about to end.
+        "retry-on conn-failure empty-response 404",
         # generate says 400 to any error of a model.
         "acl refused status 400 503",
         "http-response wait-for-body time 1s if refused",
@@ -256,7 +256,12 @@ def _choice(section: GatewaySection, files: Files) -> Iterable[str]:
     yield f"http-request set-var(txn.worker) var(txn.turn),map({files.turns}) if turns"
     # If that one is down, or its name is *: of those that are up, the one with the fewest requests.
     yield "use-server %[var(txn.worker)] if { var(txn.worker) -m found }"
-    yield "balance leastconn"
+    # When a connection is refused, HAProxy asks another worker, but only after a second (or its timeout connect) unless
+    # it takes turns or draws lots, and knows two workers that are up. So it draws twenty and takes the best, which hardly
+    # ever leaves one of a few out, and a refusal alone does not mark a worker as down: the gateway takes it out.
+    yield "balance random(20)"
+    # Lots are drawn in parts of a circle, which are about equal when each worker has many.
+    yield "default-server weight 16"
 
 
 def _tls(section: GatewaySection, files: Files, protocols: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import RuntimeDirectoryError, make_private
 from rsrv_gateway import telling
@@ -21,7 +22,7 @@ from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.state import State, tell, write_maps
 from rsrv_gateway.haproxy.told import Told
 from rsrv_gateway.listening import Token, read_setting
-from rsrv_gateway.plane import Brain, Counts, ListenError, Plane
+from rsrv_gateway.plane import Brain, Counts, Plane
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -61,7 +62,7 @@ class HAProxyPlane:
         self._files = Files(directory)
         self._admin = Admin(self._files.admin)
         self._slots = Slots(max(_SLOTS, 2 * len(section.workers)))
-        self._told = Told(self._slots.worker)
+        self._told = Told(self._slots.worker, brain.failed)
         self._seen = Seen(self._slots.worker)
         self._process: Process | None = None
         #: where HAProxy tells what became of requests
@@ -83,6 +84,10 @@ class HAProxyPlane:
     def pid(self) -> int | None:
         """HAProxy's process; None: not started."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def listens(self) -> bool:
+        return self._process is not None and self._process.runs
 
     async def start(self) -> None:
         section, files = self._section, self._files

@@ -9,10 +9,10 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.haproxy import bound
 from rsrv_gateway.haproxy.admin import Admin, AdminError
 from rsrv_gateway.haproxy.files import Files
-from rsrv_gateway.plane import ListenError
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -58,6 +58,10 @@ class Process:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def runs(self) -> bool:
+        return self._child.returncode is None
 
     @classmethod
     async def start(cls, program: Path, files: Files) -> "Process":
@@ -124,7 +128,7 @@ class Process:
         await self.wait()
 
     def _signal(self, number: int) -> None:
-        if self._child.returncode is None:
+        if self.runs:
             self._child.send_signal(number)
 
     async def _read(self) -> None:

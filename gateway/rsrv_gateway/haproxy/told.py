@@ -12,11 +12,21 @@ from rsrv_gateway.plane import DURATION_BOUNDS, Durations
 _CODES: dict[str, str] = {str(code.value[0]): code.name for code in grpc.StatusCode}
 
 
-class Told:
-    """Counts what was told. `worker_in` tells whose a slot is."""
+#: with these a worker may be about to end: it does not have the model any more for which it got a request
+_DOUBTFUL = ("NOT_FOUND", "UNAVAILABLE")
 
-    def __init__(self, worker_in: Callable[[str], str]) -> None:
+
+class Told:
+    """Counts what was told.
+
+    Args:
+        worker_in: tells whose a slot is.
+        doubted: called with a worker that may be about to end.
+    """
+
+    def __init__(self, worker_in: Callable[[str], str], doubted: Callable[[str], None]) -> None:
         self._worker_in = worker_in
+        self._doubted = doubted
         self._requests: dict[tuple[str, str, str], int] = {}
         self._durations: dict[str, list[int]] = {}
         self._seconds: dict[str, float] = {}
@@ -30,8 +40,11 @@ class Told:
             self.strange += 1
             return
         model, slot, status, code, duration, end = parts
-        key = (model, self._worker_in(slot), code_of(status, code, end))
+        worker, ended = self._worker_in(slot), code_of(status, code, end)
+        key = (model, worker, ended)
         self._requests[key] = self._requests.get(key, 0) + 1
+        if ended in _DOUBTFUL:
+            self._doubted(worker)
         seconds = int(duration) / 1e6
         if model not in self._durations:
             self._durations[model], self._seconds[model] = [0] * (len(DURATION_BOUNDS) + 1), 0.0

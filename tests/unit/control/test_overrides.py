@@ -56,15 +56,40 @@ def test_what_was_kept_is_read_back(tmp_path: Path) -> None:
         {"command": "residency", "model": "a", "residency": "device"},
         {"command": "policy", "model": "a", "weight": 2.0},
         {"command": "pause", "model": "b", "mode": "hold"},
+        {"command": "prefetch", "model": "c"},
     ):
         first.commanded(command)
 
     second = Overrides(path)
 
     assert second.scheduler == {"discipline": "edf", "depth": None}
-    assert second.models == {"a", "b"}
-    for name in "ab":
+    assert second.models == {"a", "b", "c"}
+    for name in "abc":
         assert second.for_model(name) == first.for_model(name)
+
+
+@pytest.mark.parametrize(
+    ("then", "remain"),
+    [
+        ({"command": "evict", "model": "a"}, "b"),
+        ({"command": "evict", "model": None}, ""),
+        ({"command": "residency", "model": "a", "residency": "system"}, "b"),
+        ({"command": "residency", "model": "a", "residency": "device"}, "ab"),
+        ({"command": "compact"}, "ab"),
+    ],
+)
+def test_what_was_prefetched_is_until_it_is_evicted(
+    tmp_path: Path, then: dict[str, Any], remain: str
+) -> None:
+    """Two models are; then something happens, to one of them or to all."""
+    overrides = Overrides(tmp_path / "overrides.json")
+    prefetches = {name: {"command": "prefetch", "model": name} for name in "ab"}
+    for command in (*prefetches.values(), then):
+        overrides.commanded(command)
+
+    again = "".join(name for name in "ab" if prefetches[name] in overrides.for_model(name))
+
+    assert again == remain
 
 
 @pytest.mark.parametrize(

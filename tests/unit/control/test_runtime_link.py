@@ -2,11 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rsrv.control.answering import Refused
 from rsrv.control.overrides import Overrides
-from rsrv.control.runtime import Change, Refused, RuntimeDown, Snapshot
+from rsrv.control.runtime import Change, RuntimeDown, Snapshot
 from rsrv.wire.frames import Kind
 from tests.unit.control.peers import FakeRuntime, entry, linked, looped, until
 
@@ -261,14 +263,22 @@ async def test_what_was_set_counts_though_whoever_asked_has_gone(tmp_path: Path)
     runtime.die()
 
 
+@pytest.mark.parametrize(
+    ("command", "refusal"),
+    [
+        ({"command": "residency", "model": "a", "residency": "device"}, "NOT_FOUND"),
+        ({"command": "prefetch", "model": "a"}, "FAILED_PRECONDITION"),
+    ],
+)
 @looped
-async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(tmp_path: Path) -> None:
-    """The model is announced before commands for it are taken."""
-    pin = {"command": "residency", "model": "a", "residency": "device"}
+async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(
+    tmp_path: Path, command: dict[str, Any], refusal: str
+) -> None:
+    """The model is announced before commands for it are taken, or before it is built."""
     overrides = Overrides(tmp_path / "overrides.json")
-    overrides.commanded(pin)
+    overrides.commanded(command)
     runtime = FakeRuntime(tmp_path / "runtime.sock")
-    answers = iter([{"error": "not yet", "code": "NOT_FOUND"}, {}])
+    answers = iter([{"error": "not yet", "code": refusal}, {}])
     runtime.answers = lambda command: next(answers)
     async with linked(tmp_path) as link:
         await until(link, lambda: link.up)
@@ -277,5 +287,5 @@ async def test_what_a_runtime_does_not_know_yet_is_told_with_its_next_change(tmp
         await link.status()  # the refusal has come before this
         runtime.change("a@1", entry("a"))
 
-        await runtime.came(lambda: runtime.commands == [pin, pin])
+        await runtime.came(lambda: runtime.commands == [command, command])
     runtime.die()

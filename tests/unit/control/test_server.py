@@ -16,11 +16,13 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rsrv.control.server import ListenError, listen
+from rsrv.control.grpc_server import ListenError
+from rsrv.control.server import listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import ControlSection
-from tests.unit.control.peers import looped, served
+from tests.unit.control.peers import entry, looped, served
+from tests.unit.gateway import http2
 
 SECRET = "correct-horse"
 
@@ -63,12 +65,23 @@ async def listening(tmp_path: Path, **settings: Any) -> AsyncIterator[str]:
 
 async def pid(channel: Any, token: str | None = None) -> int:
     """Of the runtime, as the status has it."""
-    metadata = () if token is None else (("authorization", token),)
     async with channel:
         status = await control_pb2_grpc.ControlStub(channel).GetStatus(
-            pb.GetStatusRequest(), metadata=metadata, timeout=20
+            pb.GetStatusRequest(), metadata=bearing(token), timeout=20
         )
         return int(status.runtime.pid)
+
+
+def bearing(token: str | None) -> tuple[tuple[str, str], ...]:
+    return () if token is None else (("authorization", token),)
+
+
+async def answered(address: str, token: str | None = None) -> grpc.StatusCode:
+    try:
+        await pid(grpc.aio.insecure_channel(address), token)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
 
 
 async def refused(channel: Any, token: str | None = None) -> grpc.StatusCode:
@@ -202,6 +215,44 @@ def test_the_unix_socket_needs_no_token(tmp_path: Path, token: Path) -> None:
     run()
 
 
+async def settled(address: str, secret: str | None = None) -> grpc.StatusCode:
+    """What is answered when nothing dies any more: a dying server takes calls, and answers or cancels them."""
+    dying = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    while (code := await answered(address, secret)) in dying:
+        pass
+    return code
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool) -> None:
+    """It ends gRPC's server; another is there in its place, which lets in the same callers, and a watcher goes on."""
+
+    @looped
+    async def run() -> None:
+        section = ControlSection(listen="127.0.0.1:0", token_file=token)
+        async with served(tmp_path, models=["a"]) as server:
+            listener, port = await listen(section, server.service, server.health)
+            where: Path | int = server.socket if local else port
+            address = f"unix:{server.socket}" if local else f"127.0.0.1:{port}"
+            secret = None if local else f"Bearer {SECRET}"
+            async with grpc.aio.insecure_channel(address) as channel:
+                stub: Any = control_pb2_grpc.ControlStub(channel)
+                watch = stub.WatchState(pb.WatchStateRequest(), metadata=bearing(secret))
+                assert (await watch.read()).HasField("snapshot")
+                for _ in range(2):
+                    await http2.status(where, b"/rsrv.control.v1.Control/\xff")
+                    assert await settled(address, secret) is grpc.StatusCode.OK
+                    if not local:
+                        assert await settled(address) is grpc.StatusCode.UNAUTHENTICATED
+                if local:
+                    assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
+                server.runtime.change("b@1", entry("b"))
+                assert (await watch.read()).change.key == "b@1"
+            await listener.stop(0)
+
+    run()
+
+
 def test_tls_refuses_who_does_not_speak_it_or_trusts_others(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
@@ -268,7 +319,7 @@ def test_tls_and_a_token_are_both_asked_for(
         ({"token_file": "missing"}, "control.token_file: "),
         ({"token_file": "empty"}, "is empty"),
         ({"token_file": "public"}, "everybody can read"),
-        ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not host:port"),
+        ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not HOST:PORT"),
     ],
 )
 def test_a_listener_that_anybody_could_use_is_refused(

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.lifecycle import KNOCK, LifecycleError
 from rsrv.control.rounds import Failure
 from rsrv.control.v1 import control_pb2 as pb
 from tests.unit.control.peers import entry, looped, model_status, served, until
@@ -381,6 +381,17 @@ async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
             grpc.StatusCode.UNAVAILABLE,
             "the bundle is being written",
         )
+
+
+@looped
+async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path) -> None:
+    """They begin a moment after the server has begun to serve, however short the pauses between looks are."""
+    settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
+    async with served(tmp_path, models=["a"], settings=settings) as server:
+        server.lifecycle.refusals["a"] = LifecycleError("UNAVAILABLE", "the bundle is being written")
+        asyncio.get_running_loop().call_later(KNOCK / 2, server.lifecycle.refusals.clear)
+        await server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a"))
+        assert server.lifecycle.reloaded == ["a"]
 
 
 @looped

@@ -62,7 +62,7 @@ class Fleet:
         self.now = 0.0
         self.load_s = load_s
         self.models = dict(models)
-        self.servers = {name: Server(budget, set(models)) for name in workers}
+        self.servers = {name: Server(budget, set(models), instance=name) for name in workers}
         #: (time, worker, model): requests that had to wait for weights
         self.misses: list[tuple[float, str, str]] = []
         self._due: dict[str, float] = {}

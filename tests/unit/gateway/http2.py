@@ -7,6 +7,7 @@ import re
 import struct
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 #: frames' types and flags
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
@@ -14,10 +15,13 @@ _END_STREAM, _END_HEADERS = 1, 4
 
 
 async def status(
-    port: int, method: bytes, message: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()
+    where: int | Path, method: bytes, message: bytes = b"", headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> int | None:
-    """The gRPC status of a call; None: the connection ended without. Of 127.0.0.1, and headers of less than 16 kB."""
-    reader, writer = await _connect(port)
+    """The gRPC status of a call; None: the connection ended without. Headers of less than 16 kB.
+
+    `where`: a port of 127.0.0.1, or a Unix socket.
+    """
+    reader, writer = await _connect(where)
     every = [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -43,13 +47,15 @@ async def status(
         writer.close()
 
 
-async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(where: int | Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """As clients do, again and again: while a server is replaced nobody listens for a moment."""
     async with asyncio.timeout(20):
         while True:
             try:
-                return await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
+                if isinstance(where, Path):
+                    return await asyncio.open_unix_connection(where)
+                return await asyncio.open_connection("127.0.0.1", where)
+            except (ConnectionRefusedError, FileNotFoundError):
                 await asyncio.sleep(0.01)
 
 

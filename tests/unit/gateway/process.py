@@ -7,10 +7,11 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import child
 from rsrv_gateway.contract import Table, Worker
-from rsrv_gateway.plane import DURATION_BOUNDS, Brain, Counts, Durations, ListenError
+from rsrv_gateway.plane import DURATION_BOUNDS, Brain, Counts, Durations
 
 
 class TalkingPlane:
@@ -21,6 +22,7 @@ class TalkingPlane:
         self._brain = brain
         self._served = 0
         self._draining = False
+        self.listens = True
         self._table: Table = {}
         self._workers: Mapping[str, Worker] = {}
 

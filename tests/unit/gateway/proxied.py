@@ -90,6 +90,8 @@ class FakeServer(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def http(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         body = await request.read()
+        if b"UNKNOWN" in body and self.name == "x":
+            return web.json_response({"error": "Request for unknown model"}, status=404)
         for tag in (b"QUEUE_FULL", b"DEADLINE", b"NOT_RESIDENT", b"RUNTIME_DOWN"):
             if tag in body:
                 return web.json_response({"error": f"[rsrv:{tag.decode()}] no"}, status=503)
@@ -139,6 +141,7 @@ class FakeRest:
         self._stack = AsyncExitStack()
         self.table: Table = {}
         self.drained = False
+        self.listens = True
 
     async def start(self) -> None:
         server = grpc.aio.server(handlers=[self.fake], options=OPTIONS)

@@ -4,15 +4,21 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import ClientSession, web
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.contract import ModelView, Weights, WorkerView
 from rsrv_gateway.merging import merge
-from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations, ListenError
+from rsrv_gateway.metrics import Leavers
+from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
 
@@ -60,6 +66,19 @@ def test_several_texts_become_one() -> None:
         ("", None),
         ("nonsense", None),
         ("{} 1", None),
+        ('a{worker="1",x="2"} 3', 'a{worker="w",exported_worker="1",x="2"} 3'),
+        ('a{worker="1",exported_worker="2"} 3', None),
+        ('a{x="1",x="2"} 3', None),
+        ('a{x="1", y="2", }\t3', 'a{worker="w",x="1", y="2"} 3'),
+        ('a{__x="1"} 2', None),
+        ('a{x="1} 2', None),
+        ("a one", None),
+        ("a 1_0", None),
+        ("a 1 2 3", None),
+        ("<p>It's 5", None),
+        ("<html> 5", None),
+        ("# TYPE a nonsense\na 1", 'a{worker="w"} 1'),
+        ("# HELP a\na 1", '# HELP a\na{worker="w"} 1'),
     ],
 )
 def test_each_kind_of_line_gets_its_label(line: str, merged: str | None) -> None:
@@ -67,14 +86,66 @@ def test_each_kind_of_line_gets_its_label(line: str, merged: str | None) -> None
     assert merge("", [("w", line)]) == ("" if merged is None else merged + "\n")
 
 
+_ODD = st.text(st.sampled_from('ab_:"\\{}=, \t\r\n\0#<>/1.eE+-\x85\u2028é'), max_size=30)
+_LINES = st.sampled_from(
+    [
+        *TRITON.splitlines(),
+        'a{x="1"} 2',
+        "# HELP a b",
+        "# TYPE a gauge",
+        "<html><body>",
+        "<p>502 Bad Gateway</p>",
+    ]
+)
+
+
+@st.composite
+def _spoilt(draw: st.DrawFn) -> str:
+    """Lines of the format with something else in the middle of them."""
+    lines = []
+    for line in draw(st.lists(_LINES, max_size=5)):
+        at = draw(st.integers(0, len(line)))
+        lines.append(line[:at] + draw(_ODD) + line[at + draw(st.integers(0, 3)) :])
+    return "\n".join(lines)
+
+
+@given(st.just("own 1\n"), st.lists(st.tuples(st.text(), st.one_of(st.text(), _ODD, _spoilt())), max_size=5))
+def test_whatever_workers_say_can_be_read(own: str, texts: list[tuple[str, str]]) -> None:
+    """Text of any kind, and the format with errors in it; what is left says whose it is."""
+    for family in text_string_to_metric_families(merge(own, texts)):
+        whose = {sample.labels.get("worker", "") for sample in family.samples}
+        assert whose <= {"", *(name for name, _ in texts)}
+
+
+@given(
+    st.dictionaries(st.tuples(st.text(), st.text()), st.floats(allow_nan=False), max_size=5),
+    st.text(),
+    st.text(),
+)
+def test_what_is_right_is_kept(values: dict[tuple[str, str], float], help: str, worker: str) -> None:
+    """Any label's value, any figure and any explanation, as prometheus_client writes them."""
+    registry = CollectorRegistry()
+    gauge = Gauge("g", help.replace("\0", ""), ["x", "y"], registry=registry)
+    wanted = {}
+    for (x, y), value in values.items():
+        x, y = x.replace("\0", ""), y.replace("\0", "")
+        gauge.labels(x, y).set(value)
+        wanted[worker, x, y] = value
+
+    merged = merge("", [(worker, generate_latest(registry).decode())])
+
+    found = [sample for family in text_string_to_metric_families(merged) for sample in family.samples]
+    assert {(s.labels["worker"], s.labels["x"], s.labels["y"]): s.value for s in found} == wanted
+
+
 @asynccontextmanager
-async def triton(text: str | None) -> AsyncIterator[int]:
+async def triton(text: str | None, kind: str = "text/plain") -> AsyncIterator[int]:
     """The port of a server of metrics; None: it never answers."""
 
     async def answer(_: web.Request) -> web.Response:
         if text is None:
             await asyncio.Event().wait()
-        return web.Response(text=text)
+        return web.Response(text=text, content_type=kind)
 
     app = web.Application()
     app.add_routes([web.get("/metrics", answer)])
@@ -100,10 +171,10 @@ async def get(url: str) -> tuple[int, str]:
 
 @looped
 async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
-    """A worker whose metrics do not come in time is left out, and shown to be."""
+    """A worker whose metrics do not come in time, or are a page for people, is left out, and shown to be."""
     model = ModelView(400, Weights.RESIDENT)
     view = WorkerView(True, frozenset({"m"}), "1", backlog_s=0.5, models={"m": model})
-    async with triton(TRITON) as one, triton(None) as two:
+    async with triton(TRITON) as one, triton(None) as two, triton("away 5", "text/html") as three:
         section = {
             "mode": "lpt_packing",
             "workers_dns": None,
@@ -111,9 +182,10 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
                 {"host": "a", "metrics_port": None},
                 {"host": "127.0.0.1", "name": "one", "grpc_port": 1, "metrics_port": one},
                 {"host": "127.0.0.1", "name": "two", "grpc_port": 2, "metrics_port": two},
+                {"host": "127.0.0.1", "name": "three", "grpc_port": 3, "metrics_port": three},
             ],
         }
-        world = World(section, a=view, one=view, two=view)
+        world = World(section, a=view, one=view, two=view, three=view)
         buckets = (3, 1, *([0] * (len(DURATION_BOUNDS) - 1)))
         world.plane.counted = Counts(
             {("m", "one", "OK"): 3, ("m", "one", "INTERNAL"): 1},
@@ -140,10 +212,67 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
     assert found["rsrv_gateway_worker_backlog_seconds", ("worker", "a:8001")] == 0.5
     assert found["rsrv_gateway_worker_metrics_up", ("worker", "one")] == 1
     assert found["rsrv_gateway_worker_metrics_up", ("worker", "two")] == 0
+    assert found["rsrv_gateway_worker_metrics_up", ("worker", "three")] == 0
+    assert not any("away" in name for name, *_ in found)
     assert ("rsrv_gateway_worker_metrics_up", ("worker", "a:8001")) not in found
     assert found["nv_cpu_utilization", ("worker", "one")] == 0.25
     assert sum(key[0] == "rsrv_gateway_model_placed" for key in found) == 1
     assert found["rsrv_gateway_repacks_total", ("trigger", "start")] == 1
+
+
+def test_who_left_is_forgotten_after_a_while() -> None:
+    """Ten minutes after it was there last; counters of others, and its own if it comes back, go on where they were."""
+    leavers = Leavers()
+    counts = Counts(
+        {("m", "a", "OK"): 3, ("m", "b", "OK"): 5, ("", "", "NOT_FOUND"): 1},
+        {"m": 8},
+        {"a": 1.0, "b": 0.0},
+        {("m", "b"): 1},
+        {"b": 2},
+    )
+    without = replace(
+        counts,
+        requests={("m", "a", "OK"): 3, ("", "", "NOT_FOUND"): 1},
+        load={"a": 1.0},
+        outstanding={},
+        failovers={},
+    )
+    assert leavers.without(counts, ["a", "b"], 0.0) == counts
+    assert leavers.without(counts, ["a"], 600.0) == counts
+    assert leavers.without(counts, ["a"], 601.0) == without
+    assert leavers.without(counts, ["a"], 5000.0) == without
+    assert leavers.without(counts, ["a", "b"], 5001.0) == counts
+    unseen = Leavers()
+    assert unseen.without(counts, ["a"], 0.0) == counts
+    assert unseen.without(counts, ["a"], 601.0) == without
+
+
+@looped
+async def test_what_models_show_in_tritons_metrics_is_rsrvs_own() -> None:
+    """One worker's control service answers, another's does not."""
+    mirrored = """# HELP rsrv_queue_depth Requests that wait
+# TYPE rsrv_queue_depth gauge
+rsrv_queue_depth{model="m",version="1"} 4
+"""
+    ours = '# HELP rsrv_queue_depth Requests\n# TYPE rsrv_queue_depth gauge\nrsrv_queue_depth{model="m"} 5\n'
+    async with triton(TRITON + mirrored) as port:
+        entry = {"host": "127.0.0.1", "metrics_port": port, "control": "unix:/nowhere"}
+        section = {
+            "workers_dns": None,
+            "workers": [{**entry, "name": "one", "grpc_port": 1}, {**entry, "name": "two", "grpc_port": 2}],
+        }
+        world = World(section, one="m", two="m")
+        world.pages["one"] = ours
+        async with world.running(), watched(world) as url:
+            _, text = await get(f"{url}/metrics")
+    families = {one.name: one for one in text_string_to_metric_families(text)}
+    assert [(s.labels, s.value) for s in families["rsrv_queue_depth"].samples] == [
+        ({"worker": "one", "model": "m"}, 5),
+        ({"worker": "two", "model": "m", "version": "1"}, 4),
+    ]
+    assert [s.labels["worker"] for s in families["nv_cpu_utilization"].samples] == ["one", "two"]
+    up = {s.labels["worker"]: s.value for s in families["rsrv_gateway_worker_metrics_up"].samples}
+    assert up == {"one": 1, "two": 0}
 
 
 @looped
@@ -158,6 +287,9 @@ async def test_ready_is_who_takes_requests_and_has_workers() -> None:
             world.ready.clear()
             await world.gateway.probes.look()
             assert await get(f"{url}/readyz") == (503, "no worker answers\n")
+            world.plane.listens = False
+            status, why = await get(f"{url}/readyz")
+            assert (status, "listens has ended" in why) == (503, True)
             assert (await get(f"{url}/metrics"))[0] == 200
         assert (await get(f"{url}/readyz"))[0] == 503
         assert (await get(f"{url}/other"))[0] == 404

@@ -8,9 +8,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Act, Step, Table, Worker
-from rsrv_gateway.plane import ListenError
 from rsrv_gateway.planner import Planner
 from rsrv_gateway.python_plane import PythonPlane
 from tests.unit.control.virtual import run

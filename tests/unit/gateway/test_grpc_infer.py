@@ -10,8 +10,11 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.channels import Channels
+from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.contract import Routes, Worker
-from tests.unit.gateway.planes import SERVICE, Handler, House, Infer, refusal, refusing, serving
+from tests.unit.gateway.planes import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode
@@ -378,16 +381,43 @@ async def test_a_worker_is_taken_out_of_the_table() -> None:
 
 
 @looped
-async def test_a_worker_whose_calls_are_given_up() -> None:
-    """When the connections of a worker that is not used any more are closed, its calls go to another one."""
-    async with serving(2, request_timeout_s=0.4) as house:
-        first, _ = house.workers
-        hold(first)
+async def test_a_worker_is_away_for_one_probe() -> None:
+    """A call with a long deadline goes on at a worker that is out of the table for a moment, and then its connection ends."""
+    async with serving(2, request_timeout_s=0.2) as house:
+        first, second = house.workers
+        go = asyncio.Event()
+
+        async def late(request: Any, context: Any) -> Any:
+            await go.wait()
+            return await first.echo(request, context)
+
+        first.does["ModelInfer"] = late
         call = house.call("ModelInfer", Infer(model_name="m"), timeout=60)
         await first.called.wait()
         await house.apply({"m": Routes(ready=("b",))}, house.workers[1:])
+        await house.apply({"m": Routes(ready=("b",))})
+        hold(second)
+        assert (await refusal(house.infer()))[0] == "DEADLINE_EXCEEDED"  # longer than a request may take
+        go.set()
 
-        assert (await call).model_version == "b"
+        assert (await call).model_version == "a"
+        assert len(first.got["ModelInfer"]) == 1
+
+
+@looped
+async def test_a_connection_ends_with_its_last_call() -> None:
+    """One that nothing more is sent on is closed when its calls are over."""
+    worker = FakeWorker("a")
+    await worker.start()
+    channels = Channels(f"127.0.0.1:{worker.port}", Contacts(GatewaySection()), 1)
+    link = channels.link()
+    call = link.infer(Infer(model_name="m").SerializeToString())
+    channels.retire()
+    await call
+    while link.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
+        await asyncio.sleep(0)
+    await channels.close()
+    await worker.kill()
 
 
 @looped

@@ -11,10 +11,10 @@ import pytest
 import trustme
 from tritonclient.grpc import service_pb2 as pb
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
 from rsrv_gateway.listening import Token, server_credentials
-from rsrv_gateway.plane import ListenError
 from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving
 from tests.unit.gateway.workers import looped
 

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.contract import Routes, Worker
-from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusing, serving
+from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode
@@ -460,6 +460,41 @@ async def test_too_much_to_keep() -> None:
 
 
 @looped
+async def test_a_worker_is_away_for_one_probe() -> None:
+    """A stream goes on at a worker that is out of the table for a moment, however long it lasts after that."""
+    async with serving(2, TWO, request_timeout_s=0.2) as house:
+        first, second = house.workers
+        call = await opened(house, "m")
+        assert (await call.read()).infer_response.model_version == "a"
+        await house.apply({"m": Routes(ready=("b",))}, [second])
+        await house.apply(TWO)
+        first.does["ModelInfer"] = second.does["ModelInfer"] = never
+        with pytest.raises(grpc.aio.AioRpcError):
+            await house.infer()  # longer than a request may take
+        await ask(call, "m")
+
+        assert (await call.read()).infer_response.model_version == "a"
+
+
+@looped
+async def test_a_call_is_late_beside_a_busy_stream() -> None:
+    """What a stream answers shows that the connection is well: it is kept, and the worker not suspected."""
+    async with serving(1, {"m": Routes(ready=("a",))}, request_timeout_s=0.3, channels=1) as house:
+        (worker,) = house.workers
+        worker.does["ModelInfer"] = never
+        call = await opened(house, "m")
+        await call.read()
+        late = asyncio.ensure_future(refusal(house.infer()))
+        while "ModelInfer" not in worker.got:
+            await asyncio.sleep(0)
+        await ask(call, "m")
+        await call.read()
+
+        assert (await late)[0] == "DEADLINE_EXCEEDED"
+        assert house.brain.failures == []
+
+
+@looped
 async def test_the_client_leaves() -> None:
     """A client that gives up its stream gives it up at all workers."""
     async with serving(2, TWO) as house:
@@ -526,6 +561,10 @@ def gated(worker: FakeWorker) -> asyncio.Event:
 
     worker.does["ModelStreamInfer"] = late
     return go
+
+
+async def never(_: Any, __: Any) -> None:
+    await asyncio.Event().wait()
 
 
 def hold(worker: FakeWorker) -> asyncio.Event:

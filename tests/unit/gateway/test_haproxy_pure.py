@@ -238,7 +238,7 @@ def test_how_a_request_ended(status: str, code: str, end: str, meant: str) -> No
 
 def test_requests_are_counted() -> None:
     """By model, worker and code; and how long they took."""
-    told = Told(lambda slot: {"w1": "x"}.get(slot, ""))
+    told = Told(lambda slot: {"w1": "x"}.get(slot, ""), lambda worker: None)
     for line in (
         "m w1 200 - 400 --",
         "m w1 200 - 2000000 --",
@@ -253,6 +253,16 @@ def test_requests_are_counted() -> None:
     assert told.durations()["m"].sum == pytest.approx(2.00041)
     assert sum(told.durations()["m"].counts) == 3
     assert told.strange == 2
+
+
+def test_a_worker_that_does_not_have_what_it_had_is_looked_at() -> None:
+    """It may be about to end; one that refuses for another reason is not."""
+    doubted: list[str] = []
+    told = Told({"w1": "x", "w2": "y", "w3": "z"}.__getitem__, doubted.append)
+    for line in ("m w1 200 5 400 --", "m w2 503 - 400 --", "m w3 200 8 400 --", "m w3 200 - 400 --"):
+        told.take(line)
+
+    assert doubted == ["x", "y"]
 
 
 def test_counters_are_read() -> None:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientError, web
+from multidict import CIMultiDict
 
+from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
+from rsrv_gateway.http_pools import Pool, Query, Reply
 from rsrv_gateway.upload import SMALL
-from tests.unit.gateway.http_planes import INFER, House, serving
+from tests.unit.gateway.http_planes import INFER, FakeWorker, House, serving
 from tests.unit.gateway.workers import Relay, looped
 
 #: more than is waited for before it is sent on
@@ -529,6 +532,36 @@ async def test_a_client_that_does_not_read() -> None:
 
         assert await counted(house) == {("m", "a", "CANCELLED"): 1}
         writer.close()
+
+
+@looped
+async def test_a_worker_is_away_for_one_probe() -> None:
+    """A stream goes on at a worker that is given up in the middle of it, and its connections end with it."""
+    worker = FakeWorker("a")
+    await worker.start()
+    more = asyncio.Event()
+
+    async def events(request: Any) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        await more.wait()
+        await response.write(b"data: 2\n\n")
+        return response
+
+    worker.does[""] = events
+    pool = Pool(f"127.0.0.1:{worker.port}", GatewaySection(request_timeout_s=0.1), None)
+    reply = await pool.ask(Query("POST", "/v2/models/m/generate_stream", CIMultiDict(), whole=False))
+    assert isinstance(reply, Reply)
+    assert reply.rest is not None
+    assert await reply.rest.read() == b"data: 1\n\n"
+    pool.retire()
+    more.set()
+    assert await reply.rest.read() == b"data: 2\n\n"
+    reply.rest.close()
+    while not pool.closed:
+        await asyncio.sleep(0)
+    await worker.kill()
 
 
 @looped

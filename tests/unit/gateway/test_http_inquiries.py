@@ -13,10 +13,10 @@ import pytest
 import trustme
 from aiohttp import ClientError, ClientSession, UnixConnector, web
 
+from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.contacts import ContactError
 from rsrv_gateway.contract import Routes
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
-from rsrv_gateway.plane import ListenError
 from tests.unit.gateway.http_planes import House, serving
 from tests.unit.gateway.workers import looped
 

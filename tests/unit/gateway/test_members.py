@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Worker
@@ -65,12 +66,14 @@ def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
     """Asked again every resolve_s; the ports are those of workers_ports."""
     dns = Dns("10.0.0.1", "10.0.0.2", "fd00::3")
     members = Members(
-        section(workers_dns="workers", workers_ports={"host": "", "grpc_port": 9001}, resolve_s=5), dns
+        section(workers_dns="workers", workers_ports={"grpc_port": 9001, "control": 8003}, resolve_s=5), dns
     )
 
     async def main() -> None:
         await members.look()
         assert list(members.workers()) == ["10.0.0.1:9001", "10.0.0.2:9001", "[fd00::3]:9001"]
+        controls = [worker.control for worker in members.workers().values()]
+        assert controls == ["10.0.0.1:8003", "10.0.0.2:8003", "[fd00::3]:8003"]
         dns.addresses = ("10.0.0.2", "10.0.0.4")
         changed = asyncio.Event()
         running = asyncio.create_task(members.run(changed.set))
@@ -81,6 +84,13 @@ def test_all_addresses_behind_a_name_are_workers_and_come_and_go() -> None:
         running.cancel()
 
     run(main())
+
+
+@pytest.mark.parametrize("control", ["unix:/run/control.sock", "10.0.0.9:8003"])
+def test_one_control_service_cannot_be_that_of_all_that_the_dns_finds(control: str) -> None:
+    """Each would be asked for the costs and the weights of one of them."""
+    with pytest.raises(ValidationError, match="workers_ports: control must be a PORT"):
+        section(workers_dns="workers", workers_ports={"control": control})
 
 
 def test_a_dns_that_fails_takes_no_worker_away(caplog: pytest.LogCaptureFixture) -> None:

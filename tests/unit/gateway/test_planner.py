@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from rsrv.settings_fleet import GatewayModelSection
-from rsrv_gateway.contract import Act, Step, Weights, WorkerView
+from rsrv_gateway.contract import Act, ModelView, Step, Weights, WorkerView
 from rsrv_gateway.planner import SETTLE_S, Planner
+from rsrv_gateway.routing import Router
 from tests.unit.gateway.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
 
 
@@ -268,6 +269,39 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
     assert scene.settle().status.repacks.last == "membership"
 
 
+def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
+    """With the look that sees it again, as it has their weights; who stood in frees its own, and nothing moves later."""
+    models = {name: Model(bytes=10) for name in "abcdefgh"}
+    fleet = Fleet(["v", "w"], models, budget=50)
+    scene = Scene(fleet, Script())
+    scene.planner = Planner(options())
+    before = homes(scene.settle(10.0).table)
+    assert {len(fleet.resident(worker)) for worker in "vw"} == {4}
+    fleet.servers["v"].alive = False
+    assert set(homes(scene.look().table).values()) == {("w",)}
+    fleet.servers["v"].alive = True
+
+    plan = scene.look()
+    assert homes(plan.table) == before
+    assert not plan.status.workers[0].oversubscribed
+    plan = scene.settle(10.0)
+    assert homes(plan.table) == before
+    assert fleet.resident("v") == {name for name, home in before.items() if home == ("v",)}
+    assert not fleet.resident("v") & fleet.resident("w")
+
+
+def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
+    """When all was packed without it, what it gets is for the next packing to say."""
+    scene = Scene(Fleet(["u", "v"], {"a": Model()}), Script(a=("u",)))
+    scene.settle()
+    scene.fleet.servers["u"].alive = False
+    scene.settle()
+    scene.script.placed["a"] = ("v",)
+    scene.fleet.servers["u"].alive = True
+
+    assert homes(scene.look().table) == {"a": ("v",)}
+
+
 def test_a_control_service_that_is_away_moves_nothing() -> None:
     """While only the control service of a worker does not answer, what it said before holds."""
     scene = Scene(Fleet(["v", "w"], {"a": Model()}), Script(a=("v",)))
@@ -311,12 +345,40 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
     assert scene.look().table["a"].quantum == 1
 
 
+@pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
+def test_the_largest_figures_that_are_believed(mode: str) -> None:
+    """Nothing overflows, whatever else a worker says beside them."""
+    planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
+    most = 2**64 - 1
+    for look in range(4):
+        shown = ModelView(
+            most, Weights.RESIDENT, False, 1e9, most, most, look, look, 1e9 * look / 4, most, most, ("x", 0)
+        )
+        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown})
+        plan = planner.look({"v": view, "w": view}, 2.5 * look)
+        router.update(plan.table)
+        planner.repack()
+
+    assert plan.table["m"].ready == ("v", "w")
+
+
 def test_the_mode_stays() -> None:
     """A running gateway does not change its mode."""
     planner = Planner(options())
     planner.change(options(mode="round_robin", hysteresis=0.5))
 
     assert (planner.options.mode, planner.options.hysteresis) == ("lpt_packing", 0.5)
+
+
+@pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
+def test_a_server_that_is_named_twice_is_told(mode: str) -> None:
+    """Two workers of one runtime are one device, which would get twice its part."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model()})
+    fleet.servers["v"].instance = "w"
+
+    warnings = Planner(options(mode=mode)).look(fleet.views(), 0.0).status.warnings
+
+    assert [warning.partition(" are one server")[0] for warning in warnings] == ["v, w"]
 
 
 def test_nothing_is_served() -> None:

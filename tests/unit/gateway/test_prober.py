@@ -221,6 +221,8 @@ async def test_a_worker_that_answers_nonsense() -> None:
         {"cost_s": math.inf},
         {"device_seconds": math.nan},
         {"device_seconds": -1.0},
+        {"cost_s": 1e308},
+        {"device_seconds": 1e300},
     ],
 )
 @looped

@@ -33,6 +33,9 @@ class FakeProber:
     async def act(self, act: Act, model: str) -> None:
         self.acts.append((act, model))
 
+    async def metrics(self) -> str | None:
+        return None
+
     async def close(self) -> None:
         self.closed = True
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -12,9 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes, Worker
-from rsrv_gateway.plane import Counts, ListenError
+from rsrv_gateway.plane import Counts
 from rsrv_gateway.processes import Processes
 from tests.unit.gateway.workers import looped
 
@@ -88,6 +91,7 @@ async def test_each_process_knows_the_table_when_it_listens_and_every_change() -
     async with world.running():
         pids = world.plane.pids
         assert len(pids) == 2
+        assert world.plane.listens
         assert await world.everybody() == {pid: [["w"], {"m": [["w"], 0.1]}] for pid in pids}
         await world.plane.apply({}, {"n": Routes(())})
         assert await world.everybody() == {pid: [[], {"n": [[], 1.0]}] for pid in pids}
@@ -120,6 +124,8 @@ async def test_a_process_that_ends_is_started_again_and_told_the_table() -> None
     async with world.running():
         (before,) = world.plane.pids
         await world.say("die")
+        while world.plane.listens:
+            await asyncio.sleep(0)
         while world.plane.pids in ([], [before]):
             await asyncio.sleep(0.05)
         assert await world.everybody() == {pid: [["w"], {"m": [["w"], 0.1]}] for pid in world.plane.pids}
@@ -134,6 +140,24 @@ async def test_a_process_that_hangs_is_replaced() -> None:
         assert await world.say("hang") is None
         while world.plane.pids in ([], [before]):
             await asyncio.sleep(0.05)
+
+
+@looped
+async def test_a_process_that_is_late_holds_nobody_up() -> None:
+    """The others get one table after the other, and it gets the last one when it goes on."""
+    world = World(patience=60.0)
+    async with world.running():
+        stopped, other = world.plane.pids
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(20):
+                for number in range(5):
+                    await world.plane.apply(WORKERS, {str(number): Routes(())})
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        while (said := await world.everybody())[stopped][1].keys() != {"4"}:
+            await asyncio.sleep(0)
+        assert said[other][1].keys() == {"4"}
 
 
 @looped

@@ -14,7 +14,8 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rsrv.control import cli
-from rsrv.control.server import ListenError, listen, listen_locally
+from rsrv.control.grpc_server import ListenError
+from rsrv.control.server import listen, listen_locally
 from rsrv.settings import ControlSection
 from rsrv_gateway.contract import ModelView, Weights, WorkerView
 from rsrv_gateway.health import Health

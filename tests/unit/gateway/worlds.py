@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
 from rsrv_gateway.members import Members
-from rsrv_gateway.plane import Counts, ListenError
+from rsrv_gateway.plane import Counts
 from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.probes import DEAD, Probes
 
@@ -50,6 +51,7 @@ class FakePlane:
         self.applied: list[tuple[list[str], dict[str, tuple[str, ...]]]] = []
         self.refuses = ""
         self.counted = Counts()
+        self.listens = True
 
     async def start(self) -> None:
         self.log.append("start")
@@ -89,6 +91,9 @@ class FakeProber:
     async def act(self, act: Act, model: str) -> None:
         self._world.acts.append(f"{self._name} {act.value} {model}")
 
+    async def metrics(self) -> str | None:
+        return self._world.pages.get(self._name)
+
     async def close(self) -> None:
         self._world.closed += 1
 
@@ -101,6 +106,8 @@ class World:
         self.addresses = sorted(ready)
         self.looks: list[str] = []
         self.acts: list[str] = []
+        #: what the control services of workers have for Prometheus
+        self.pages: dict[str, str] = {}
         self.closed = 0
         self.seconds = 0.001
         section = GatewaySection.model_validate(

@@ -107,11 +107,16 @@ def test_a_wrong_command_line_is_refused(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_node_without_bundles_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody would watch for the first one."""
-    (tmp_path / "bundles").mkdir()
-    said = refused(capfd, tmp_path / "bundles", *CPU, "--directory", tmp_path / "node")
+    """Where there is no folder, and where nobody would watch for the first one."""
+    said = refused(capfd, tmp_path / "missing", *CPU, "--directory", tmp_path / "node")
+    assert said.endswith(f"{tmp_path}/missing: No such file or directory\nthere is no such directory\n")
 
-    assert "there is no bundle that can be served; put one there first" in said
+    (tmp_path / "bundles").mkdir()
+    config = tmp_path / "rsrv.yaml"
+    config.write_text("lifecycle: {mode: static}")
+    arguments = ("--config", config, *CPU, "--directory", tmp_path / "node")
+    said = refused(capfd, tmp_path / "bundles", *arguments)
+    assert "with these settings (lifecycle.mode, control.enabled) nobody watches for one" in said
 
 
 def test_two_nodes_do_not_share_a_directory(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.explain import read_yaml
+from rsrv.explain import parse_yaml, read_yaml
 from rsrv.settings import load_settings
 from rsrv.settings_fleet import WorkerEntry
 from rsrv_node.cores import Share
@@ -61,6 +61,14 @@ def test_the_gateway_reads_where_the_workers_are() -> None:
 
     assert settings.gateway.mode == "lpt_packing"
     assert settings.gateway.workers_file == Path("/node/workers.yaml")
+
+
+def test_the_list_without_those_that_are_to_end() -> None:
+    """Also without anybody it is a list: an empty file would be one that is being written."""
+    entries = parse_yaml(workers_file(planned(), {}, {"worker0"}))
+    assert isinstance(entries, list)
+    assert [entry["name"] for entry in entries] == ["worker1"]
+    assert workers_file(planned(), {}, {"worker0", "worker1"}) == "[]\n"
 
 
 def test_the_list_of_workers_is_one_that_settings_take() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rsrv.settings import load_settings
 from rsrv_gen import cli as rsrv_gen
 from rsrv_node.errors import NodeError
-from rsrv_node.repositories import find, generate, watched
+from rsrv_node.repositories import check, find, generate, is_empty, watched
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 
@@ -88,9 +88,17 @@ def test_somebody_elses_model_is_left_alone(bundles: Path, tmp_path: Path) -> No
     assert (tmp_path / "models" / "two").is_dir()
 
 
-def test_without_any_bundle_there_is_nothing_to_run(tmp_path: Path) -> None:
-    """The message says what was wrong with what there is."""
-    with pytest.raises(NodeError) as caught:
-        find([tmp_path / "missing"])
+def test_a_folder_without_bundles_may_get_some(bundles: Path, tmp_path: Path) -> None:
+    """It is enough that one of the folders is there; until then a repository has no models."""
+    check([tmp_path / "missing", tmp_path], load_settings(""))
+    made(tmp_path / "models", tmp_path / "missing")
+    assert is_empty(tmp_path / "models")
 
-    assert str(caught.value).startswith(f"{tmp_path}/missing: No such file or directory\nthere is no bundle")
+    made(tmp_path / "models", bundles)
+    assert not is_empty(tmp_path / "models")
+
+
+def test_a_folder_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    """Nobody waits for it."""
+    with pytest.raises(NodeError, match="missing: No such file or directory\nthere is no such directory"):
+        check([tmp_path / "missing"], load_settings(""))

@@ -17,7 +17,7 @@ import pytest
 from rsrv.wire.paths import start_time
 from rsrv_node.plan import Child
 from rsrv_node.restarts import Restarts
-from rsrv_node.supervise import House, Orders, supervise
+from rsrv_node.supervise import Anew, House, Orders, supervise
 
 #: says who it is, waits to be told to end, and says that it does. Nobody ever writes to the fifo.
 POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
@@ -36,6 +36,12 @@ class Scene:
         self.starts: list[str] = []
         self.pids: list[int] = []
         self.pauses: list[float] = []
+        #: by child: to be set when it is to be started again
+        self.anew: dict[str, asyncio.Future[Anew]] = {}
+        #: those that were to end, and when the node may go on with that
+        self.left: list[str] = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self._more = asyncio.Event()
 
     def child(self, name: str, script: str, **more: Any) -> Child:
@@ -49,7 +55,7 @@ class Scene:
         most: int = 0,
         rest: Callable[[float], Awaitable[None]] | None = None,
     ) -> asyncio.Task[int]:
-        house = House(self._write, self._started, rest or self._rest, follow_s=0.2)
+        house = House(self._write, self._started, rest or self._rest, 0.2, self._watch, self._leaves)
         return asyncio.create_task(
             supervise(workers, gateway, house, self.orders, lambda: Restarts(most, 60))
         )
@@ -77,6 +83,14 @@ class Scene:
 
     async def _rest(self, seconds: float) -> None:
         self.pauses.append(seconds)
+
+    async def _watch(self, child: Child) -> Anew:
+        self.anew[child.name] = asyncio.get_running_loop().create_future()
+        return await self.anew[child.name]
+
+    async def _leaves(self, child: Child) -> None:
+        self.left.append(child.name)
+        await self.may_end.wait()
 
 
 def is_alive(pid: int) -> bool:
@@ -115,6 +129,63 @@ def test_a_child_that_is_killed_is_started_again(play: Callable[[Play], None]) -
         assert await node == 0
         assert {"[a] bye", "[b] bye"} <= set(scene.lines)
         assert not any(map(is_alive, (second, other)))
+
+    play(scenario)
+
+
+def test_a_child_that_hangs_is_killed_and_started_again(play: Callable[[Play], None]) -> None:
+    """It may ignore all else; and that counts as a failure."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(scene.child("a", STUBBORN, drain_s=60))
+        first = await scene.pid("a")
+
+        scene.anew["a"].set_result(Anew("has not answered for 60 s"))
+
+        assert await scene.pid("a", 2) != first
+        assert not is_alive(first)
+        assert scene.pauses == [1]
+        assert scene.left == []
+        scene.orders.once_more()
+        scene.orders.once_more()
+        assert await node == 0
+
+    play(scenario)
+
+
+def test_a_child_is_started_again_though_it_works(play: Callable[[Play], None]) -> None:
+    """That is no failure, and its successor does not wait."""
+
+    async def scenario(scene: Scene) -> None:
+        node = scene.run(scene.child("a", POLITE, drain_s=60), most=1)
+        first = await scene.pid("a")
+
+        for count in (2, 3):
+            scene.anew["a"].set_result(Anew("has got models", works=True))
+            assert await scene.pid("a", count) != first
+
+        assert scene.pauses == []
+        scene.orders.once_more()
+        assert await node == 0
+
+    play(scenario)
+
+
+def test_who_sends_requests_to_a_child_is_told_before_it_ends(play: Callable[[Play], None]) -> None:
+    """It gets no signal before that is done, unless there is hurry."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.may_end.clear()
+        node = scene.run(scene.child("a", POLITE), scene.child("b", POLITE))
+        pids = [await scene.pid("a"), await scene.pid("b")]
+        scene.orders.once_more()
+        while len(scene.left) < 2:
+            await asyncio.sleep(0)
+        assert all(map(is_alive, pids))
+
+        scene.orders.once_more()
+
+        assert await node == 0
 
     play(scenario)
 

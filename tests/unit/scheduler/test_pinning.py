@@ -9,6 +9,7 @@ import pytest
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import (
     EvictWeights,
+    GiveUp,
     LoadWeights,
     Outcome,
     Pinned,
@@ -42,6 +43,42 @@ def test_a_pinned_model_is_loaded_before_anybody_asks_for_it() -> None:
 
     assert driver.resident == {"a"}
     assert driver.loading.keys() == {"c"}
+
+
+@pytest.mark.parametrize("on_demand", [True, False])
+def test_a_pinned_model_whose_load_fails_is_tried_again_by_itself(on_demand: bool) -> None:
+    """A second later, then two, and so on up to a minute; nobody has to ask, and then it is there."""
+    driver = budgeted(200)
+    driver.change(on_demand=on_demand)
+    driver.add(program("a", pinned=True), resident=False)
+    rests = []
+    for _ in range(8):
+        assert GiveUp("a", "no such file") in driver.fail_load("a")
+        assert not driver.loading
+        wakeup = driver.scheduler.next_wakeup()
+        assert wakeup is not None
+        rests.append(round(wakeup - driver.now))
+        driver.tick(wakeup)
+        assert driver.loading.keys() == {"a"}
+    driver.load("a")
+
+    assert rests == [1, 2, 4, 8, 16, 32, 60, 60]
+    driver.tick(driver.now + 100)
+    assert driver.resident == {"a"}
+    assert driver.scheduler.next_wakeup() is None
+
+
+def test_a_request_has_a_pinned_model_tried_at_once() -> None:
+    """Its load failed for another reason than memory, so a try costs nobody anything."""
+    driver = budgeted(200)
+    driver.add(program("a", pinned=True), resident=False)
+    driver.fail_load("a")
+    request = driver.request("a")
+    driver.arrive(request)
+    driver.load("a")
+    driver.finish_all()
+
+    assert driver.outcome(request) is Outcome.ANSWERED
 
 
 def test_pinned_models_go_beyond_the_budget() -> None:

@@ -74,6 +74,7 @@ async def _control_and_leave(options: argparse.Namespace, server: int) -> None:
 async def _control(options: argparse.Namespace, server: int) -> None:
     """Until the server ends, of which `server` is a pidfd. Raises whatever ends it before."""
     # After the claim: who is not needed loads nothing.
+    from rsrv.control.grpc_server import ListenError
     from rsrv.control.health import Health
     from rsrv.control.http import MetricsServer
     from rsrv.control.lifecycle import Lifecycle
@@ -81,7 +82,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.overrides import Overrides
     from rsrv.control.readiness import Readiness
     from rsrv.control.runtime import RuntimeLink
-    from rsrv.control.server import ListenError, listen, listen_locally
+    from rsrv.control.server import listen, listen_locally
     from rsrv.control.service import ControlService
     from rsrv.control.triton import Triton
     from rsrv.settings import load_settings

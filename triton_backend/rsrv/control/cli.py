@@ -21,17 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-    server = common.add_argument_group("the server")
-    server.add_argument("--pid", type=int, help="tritonserver's process id")
-    server.add_argument("--address", help="unix:PATH, or HOST:PORT of control.listen")
-    server.add_argument("--token-file", type=Path, metavar="FILE", help="the token that HOST:PORT asks for")
-    server.add_argument("--tls", action="store_true", help="TLS with the system's authorities")
-    server.add_argument("--tls-ca", type=Path, metavar="PEM", help="TLS with these authorities")
-    server.add_argument("--tls-cert", type=Path, metavar="PEM", help="this client's certificate, and")
-    server.add_argument("--tls-key", type=Path, metavar="PEM", help="its key")
-    common.add_argument("--timeout", type=_seconds, metavar="S", help="seconds to wait for an answer")
-    common.add_argument("--json", action="store_true", help="for programs: the answer as JSON")
+    common = _common("server", "tritonserver", "control.listen")
 
     top = argparse.ArgumentParser(
         prog="rsrv", description="Shows and steers a server with rsrv.", epilog=_EPILOG, parents=[common]
@@ -94,7 +84,11 @@ def parser() -> argparse.ArgumentParser:
     profile = command("profile", "record what the runtime and its device do")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
-    _add_gateway(command("gateway", "several servers behind one endpoint"), common)
+    help = "several servers behind one endpoint"
+    asked = _common("gateway", "rsrv-gateway", "gateway.control_listen")
+    gateway = commands.add_parser("gateway", help=help, description=help, parents=[asked])
+    gateway.set_defaults(command="gateway")
+    _add_gateway(gateway, asked)
     return top
 
 
@@ -123,6 +117,22 @@ def _add_gateway(gateway: argparse.ArgumentParser, common: argparse.ArgumentPars
     repack.add_argument("--no-wait", action="store_true", help="return before it is done")
     locate = command("locate", "the workers that requests of a model can be sent to directly, the best first")
     locate.add_argument("model", metavar="MODEL")
+
+
+def _common(kind: str, program: str, listen: str) -> argparse.ArgumentParser:
+    """What all commands take that ask a server, or a gateway: which one, and how."""
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    server = common.add_argument_group(f"the {kind}")
+    server.add_argument("--pid", type=int, help=f"{program}'s process id")
+    server.add_argument("--address", help=f"unix:PATH, or HOST:PORT of {listen}")
+    server.add_argument("--token-file", type=Path, metavar="FILE", help="the token that HOST:PORT asks for")
+    server.add_argument("--tls", action="store_true", help="TLS with the system's authorities")
+    server.add_argument("--tls-ca", type=Path, metavar="PEM", help="TLS with these authorities")
+    server.add_argument("--tls-cert", type=Path, metavar="PEM", help="this client's certificate, and")
+    server.add_argument("--tls-key", type=Path, metavar="PEM", help="its key")
+    common.add_argument("--timeout", type=_seconds, metavar="S", help="seconds to wait for an answer")
+    common.add_argument("--json", action="store_true", help="for programs: the answer as JSON")
+    return common
 
 
 def _target(of: argparse.ArgumentParser) -> None:

@@ -154,3 +154,16 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("rsrv_build_info", "gauge", ("version",), "Always 1."),
 )
+
+
+def table() -> str:
+    """In Markdown."""
+    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for family in FAMILIES:
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        lines.append(f"| `{family.name}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
+from rsrv.control.answering import Refused
 from rsrv.control.loads import Loads
 from rsrv.control.looks import Looks, Seen
 from rsrv.control.mending import AGREE, Mending
@@ -31,7 +32,7 @@ from rsrv_gen.write import being_written, carried, our_models
 log = logging.getLogger("rsrv.control")
 
 #: Seconds between attempts to reach a tritonserver that is loading its first models.
-_KNOCK = 0.5
+KNOCK = 0.5
 #: Seconds after which that is worth a line.
 _LONG_START = 120.0
 #: Seconds at least between two looks at who has a stub.
@@ -44,13 +45,8 @@ _BROKEN_PAUSE = 60.0
 _AFTER_ERROR = 5.0
 
 
-class LifecycleError(Exception):
-    """It was not done. `code` is the name of a gRPC status."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-        self.text = text
+class LifecycleError(Refused):
+    """A model was not loaded anew."""
 
 
 class Lifecycle:
@@ -168,7 +164,7 @@ class Lifecycle:
                 if silent_since is not None and self._now() - silent_since > _LONG_START:
                     log.warning("tritonserver does not answer at %s yet: %s", self._triton.address, error)
                     silent_since = None
-            await asyncio.sleep(_KNOCK)
+            await asyncio.sleep(KNOCK)
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
         """One fault of ours must not end the rest."""

@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rsrv.control.answering import Refused
 from rsrv.control.families import FAMILIES
-from rsrv.control.runtime import Refused, RuntimeDown, RuntimeLink
+from rsrv.control.runtime import RuntimeDown, RuntimeLink
 from rsrv.histogram import LONG_SECONDS, ROWS, SECONDS, Histogram
 
 log = logging.getLogger("rsrv.control")

@@ -29,12 +29,15 @@ class Overrides:
         self._policy: dict[str, dict[str, Any]] = {}
         #: by name, _ALL for all others; None: not paused though all others are
         self._paused: dict[str, str | None] = {}
+        #: models, and meta models, whose weights were prefetched and not evicted since
+        self._prefetched: set[str] = set()
         try:
             kept = json.loads(path.read_text())
             self.scheduler = dict(kept["scheduler"])
             self._residency = dict(kept["residency"])
             self._policy = {name: dict(policy) for name, policy in kept["policy"].items()}
             self._paused = dict(kept["paused"])
+            self._prefetched = set(kept["prefetched"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -43,7 +46,7 @@ class Overrides:
     @property
     def models(self) -> set[str]:
         """Names of the models that something is set for."""
-        return {*self._residency, *self._policy, *self._paused} - {_ALL}
+        return {*self._residency, *self._policy, *self._paused, *self._prefetched} - {_ALL}
 
     def policy(self, model: str) -> dict[str, Any]:
         """Keys of the command `policy`, those that were set."""
@@ -59,6 +62,15 @@ class Overrides:
         match command:
             case {"command": "residency", "model": str(model), "residency": str(residency)}:
                 self._residency[model] = residency
+                if residency != "device":
+                    # Who is not pinned any more leaves, prefetched or not.
+                    self._prefetched.discard(model)
+            case {"command": "prefetch", "model": str(model)}:
+                self._prefetched.add(model)
+            case {"command": "evict", "model": None}:
+                self._prefetched.clear()
+            case {"command": "evict", "model": model}:
+                self._prefetched.discard(model)
             case {"command": "policy", "model": str(model), **policy}:
                 self._policy[model] = {**self.policy(model), **policy}
             case {"command": "pause", "model": model, "mode": str(mode)}:
@@ -97,6 +109,8 @@ class Overrides:
                 if mode is None
                 else {"command": "pause", "model": model, "mode": mode}
             )
+        if model in self._prefetched:
+            commands.append({"command": "prefetch", "model": model})
         return commands
 
     def _keep(self) -> None:
@@ -105,6 +119,7 @@ class Overrides:
             "residency": self._residency,
             "policy": self._policy,
             "paused": self._paused,
+            "prefetched": sorted(self._prefetched),
         }
         # Aside and renamed: there is never half of it.
         aside = self._path.with_suffix(".new")

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rsrv.control.answering import Refused
 from rsrv.control.connection import Answer, Connection
 from rsrv.control.overrides import Command, Overrides
 from rsrv.control.view import Entry
@@ -26,18 +27,19 @@ _PAUSE = 0.1
 _SLOW = 60.0
 #: changes that wait for somebody who does not take them; beyond, they get a snapshot instead
 _UNTAKEN = 4096
+#: how a runtime that has just started refuses what is said of a model: it does not know it, or has not built it
+_NOT_YET = frozenset(["NOT_FOUND", "FAILED_PRECONDITION"])
 
 
-class RuntimeDown(Exception):
+class RuntimeDown(Refused):
     """The runtime does not answer."""
 
-
-class Refused(Exception):
-    """The runtime does not do that; `code` is the name of a gRPC status."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
+    def __init__(self) -> None:
+        super().__init__(
+            "UNAVAILABLE",
+            "the runtime does not answer: it has ended, or it hangs. The models cannot serve before one does; the server's "
+            "log may say more",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +318,7 @@ class RuntimeLink:
         said = answer.result()
         if "error" not in said:
             log.info("told the runtime again: %s", command)
-        elif said.get("code") == "NOT_FOUND":
+        elif said.get("code") in _NOT_YET:
             self._untold.add(name)  # with its next change
         else:
             log.error("the runtime does not take again what was set, %s: %s", command, said["error"])

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rsrv.control.grpc_server import KEEPALIVE, GrpcServer, ListenError
 from rsrv.control.v1 import control_pb2, control_pb2_grpc
 from rsrv.settings import ControlSection
 
@@ -25,20 +27,10 @@ _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_concurrent_streams", 64),
     # Two processes on one port would each answer some.
     ("grpc.so_reuseport", 0),
-    # As Triton's.
-    ("grpc.keepalive_time_ms", 7_200_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    ("grpc.http2.max_pings_without_data", 2),
-    ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
-    ("grpc.http2.max_ping_strikes", 2),
+    *KEEPALIVE,
 )
 #: calls at a time on one listener, watchers among them
 _CALLS = 256
-
-
-class ListenError(Exception):
-    """control.listen cannot be used; the message says which setting is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,51 +48,36 @@ CONTROL = Kind(
 )
 
 
-async def listen_locally(path: Path, service: Any, health: Any, kind: Kind = CONTROL) -> Any:
-    """A started server on a Unix socket in a private directory, which only this user can reach."""
+async def listen_locally(path: Path, service: Any, health: Any, kind: Kind = CONTROL) -> GrpcServer:
+    """A started server on a Unix socket in a private directory, which only this user can reach. Raises ListenError."""
     path.unlink(missing_ok=True)
-    server = _server(service, health, kind, [])
-    server.add_insecure_port(f"unix:{path}")
-    path.chmod(0o600)
-    await server.start()
+    server = GrpcServer(partial(_server, service, health, kind), kind.section)
+    await server.start(f"unix:{path}")
     return server
 
 
 async def listen(
     settings: ControlSection, service: Any, health: Any, kind: Kind = CONTROL
-) -> tuple[Any, int]:
+) -> tuple[GrpcServer, int]:
     """A started server on `settings.listen`, and its port. Raises ListenError."""
     address = settings.listen
     assert address is not None
-    port = address.rpartition(":")[2]
-    if not (port.isdigit() and int(port) < 65536):
-        raise ListenError(f"{kind.listen}: {address!r} is not host:port")  # gRPC would take another port
     credentials, token = _credentials(settings, kind), _token(settings, kind)
     if settings.tls_client_ca is None and token is None:
         raise ListenError(
             f"{kind.listen} needs tls_client_ca (with tls_certificate and tls_key) or token_file: whoever reaches the "
             "port could steer the server"
         )
-    server = _server(service, health, kind, [] if token is None else [_TokenCheck(token)])
-    try:
-        bound = (
-            server.add_insecure_port(address)
-            if credentials is None
-            else server.add_secure_port(address, credentials)
-        )
-    except RuntimeError:
-        # gRPC says why only in a log of its own.
-        raise ListenError(
-            f"{kind.listen}: cannot listen on {address}: it is taken, or not of this machine, or the certificate and "
-            "key cannot be used"
-        ) from None
-    await server.start()
+    server = GrpcServer(partial(_server, service, health, kind, token), kind.listen)
+    bound = await server.start(address, credentials)
     secured = [*(["TLS"] if credentials else []), *(["a token"] if token else [])]
     log.info("%s: listens on %s, with %s", kind.listen, address, " and ".join(secured))
     return server, bound
 
 
-def _server(service: Any, health: Any, kind: Kind, interceptors: list[Any]) -> Any:
+def _server(service: Any, health: Any, kind: Kind, token: bytes | None = None) -> Any:
+    """One of grpc.aio that listens nowhere yet. `token`: that callers must send, if any."""
+    interceptors = [] if token is None else [_TokenCheck(token)]
     server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_CALLS)
     kind.add(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

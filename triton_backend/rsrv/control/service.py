@@ -1,80 +1,23 @@
 """rsrv.control.v1.Control: what the runtime and the lifecycle do, over gRPC. control.proto says what each call means."""
 
 import asyncio
-import functools
 import importlib.metadata
-import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-import grpc
+from typing import Any, NoReturn
 
 from rsrv.control import messages
+from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
-from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.lifecycle import KNOCK, LifecycleError
 from rsrv.control.metrics import Metrics
-from rsrv.control.runtime import Change, Refused, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
+from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.control.view import Reloading
 from rsrv.settings import CHANGEABLE, Settings
-
-log = logging.getLogger("rsrv.control")
-
-_DOWN = (
-    "the runtime does not answer: it has ended, or it hangs. The models cannot serve before one does; the server's log "
-    "may say more"
-)
-
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-Service = TypeVar("Service")
-
-
-class _Wrong(Exception):
-    """The request; INVALID_ARGUMENT."""
-
-
-def _answers(
-    method: Callable[[Service, Request], Awaitable[Response]],
-) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """A method of the service that ends with a gRPC status, whatever it raises."""
-
-    @functools.wraps(method)
-    async def answer(self: Service, request: Request, context: Any) -> Response:
-        try:
-            return await method(self, request)
-        except RuntimeDown:
-            status, text = grpc.StatusCode.UNAVAILABLE, _DOWN
-        except _Wrong as error:
-            status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
-        except (Refused, LifecycleError) as error:
-            codes = grpc.StatusCode.__members__
-            status, text = codes.get(error.code, grpc.StatusCode.INTERNAL), str(error)
-        except Exception:
-            log.exception("%s failed", method.__name__)
-            status, text = grpc.StatusCode.INTERNAL, "internal error; the server's log says more"
-        await context.abort(status, text)
-        raise AssertionError("abort raises")
-
-    return answer
-
-
-def _steers(
-    method: Callable[[Service, Request], Awaitable[Response]],
-) -> Callable[[Service, Request, Any], Awaitable[Response]]:
-    """Likewise, and the log says who asked for what."""
-    inner = _answers(method)
-
-    @functools.wraps(method)
-    async def answer(self: Service, request: Request, context: Any) -> Response:
-        log.info("%s from %s: %s", method.__name__, context.peer(), " ".join(str(request).split()))
-        return await inner(self, request, context)
-
-    return answer
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -98,7 +41,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     # --- what is ------------------------------------------------------------------------------------------
 
-    @_answers
+    @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         link = self._link
         status = await link.status()
@@ -156,22 +99,22 @@ class ControlService(control_pb2_grpc.ControlServicer):
             ],
         )
 
-    @_answers
+    @answers
     async def GetLoad(self, request: pb.GetLoadRequest) -> pb.GetLoadResponse:
         return messages.load(await self._link.command({"command": "load"}))
 
-    @_answers
+    @answers
     async def GetMetrics(self, request: pb.GetMetricsRequest) -> pb.GetMetricsResponse:
         return pb.GetMetricsResponse(text=await self._metrics.text())
 
-    @_answers
+    @answers
     async def GetStory(self, request: pb.GetStoryRequest) -> pb.GetStoryResponse:
         said = await self._link.command({"command": "story", "model": _model(request.model)})
         return pb.GetStoryResponse(
             stories=[pb.Story(key=key, lines=lines) for key, lines in said["stories"].items()]
         )
 
-    @_answers
+    @answers
     async def GetTimeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse:
         said = await self._link.command({"command": "timeline", "since": request.since})
         if request.since and request.instance not in ("", said["instance"]):
@@ -199,20 +142,20 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     # --- where weights are --------------------------------------------------------------------------------
 
-    @_steers
+    @steers
     async def SetResidency(self, request: pb.SetResidencyRequest) -> pb.SetResidencyResponse:
         model = _model(request.model)
         try:
             residency = member_name(pb.Residency, request.residency)
         except ValueError as error:
-            raise _Wrong(f"residency {error}") from None
+            raise Wrong(f"residency {error}") from None
         if request.wait and residency != "device":
-            raise _Wrong("wait is for the residency device only")
+            raise Wrong("wait is for the residency device only")
         command = {"command": "residency", "model": model, "residency": residency}
         await self._have_loaded(command, model, request.wait)
         return pb.SetResidencyResponse()
 
-    @_steers
+    @steers
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         model = _model(request.model)
         await self._have_loaded({"command": "prefetch", "model": model}, model, request.wait)
@@ -228,66 +171,67 @@ class ControlService(control_pb2_grpc.ControlServicer):
         finally:
             subscription.close()
 
-    @_steers
+    @steers
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
         said = await self._link.command({"command": "evict", "model": _target(request.target)})
         return pb.EvictResponse(models=sorted(said["models"]))
 
-    @_steers
+    @steers
     async def Compact(self, request: pb.CompactRequest) -> pb.CompactResponse:
         await self._link.command({"command": "compact"})
         return pb.CompactResponse()
 
     # --- who may run --------------------------------------------------------------------------------------
 
-    @_steers
+    @steers
     async def SetPolicy(self, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
         policy = messages.given(request.policy)
         if not policy:
-            raise _Wrong("policy must have at least one of weight, max_delay_us, max_queue_depth")
+            raise Wrong("policy must have at least one of weight, max_delay_us, max_queue_depth")
         await self._link.command({"command": "policy", "model": _model(request.model), **policy})
         return pb.SetPolicyResponse()
 
-    @_steers
+    @steers
     async def SetScheduler(self, request: pb.SetSchedulerRequest) -> pb.SetSchedulerResponse:
         try:
             changes = messages.scheduler_changes(request.scheduler)
         except ValueError as error:
-            raise _Wrong(str(error)) from None
+            raise Wrong(str(error)) from None
         for key in changes:
             if key not in CHANGEABLE:
-                raise _Wrong(f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can")
+                raise Wrong(f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can")
         return pb.SetSchedulerResponse(scheduler=messages.scheduler(await self._link.configure(changes)))
 
-    @_steers
+    @steers
     async def Pause(self, request: pb.PauseRequest) -> pb.PauseResponse:
         try:
             mode = member_name(pb.Pause, request.mode)
         except ValueError as error:
-            raise _Wrong(f"mode {error}") from None
+            raise Wrong(f"mode {error}") from None
         await self._link.command({"command": "pause", "model": _target(request.target), "mode": mode})
         return pb.PauseResponse()
 
-    @_steers
+    @steers
     async def Continue(self, request: pb.ContinueRequest) -> pb.ContinueResponse:
         await self._link.command({"command": "continue", "model": _target(request.target)})
         return pb.ContinueResponse()
 
-    @_steers
+    @steers
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         if not request.request_id:
-            raise _Wrong("request_id is empty")
+            raise Wrong("request_id is empty")
         said = await self._link.command({"command": "abort", "request": request.request_id})
         return pb.AbortResponse(aborted=said["aborted"], executing=said["executing"])
 
     # --- bundles and profiles -----------------------------------------------------------------------------
 
-    @_steers
+    @steers
     async def ReloadWeights(self, request: pb.ReloadWeightsRequest) -> pb.ReloadWeightsResponse:
         model = _model(request.model)
         section, loop = self._settings.lifecycle, asyncio.get_running_loop()
-        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole.
-        patience = loop.time() + section.poll_s + 3 * section.look_s
+        # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole; and the
+        # looks begin when the lifecycle has found that the server serves.
+        patience = loop.time() + KNOCK + section.poll_s + 3 * section.look_s
         while True:
             try:
                 await self._lifecycle.reload(model)
@@ -299,7 +243,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         versions = messages.by_name(self._link.entries).get(model, {})
         return pb.ReloadWeightsResponse(versions=messages.version_list(versions))
 
-    @_steers
+    @steers
     async def StartProfile(self, request: pb.StartProfileRequest) -> pb.StartProfileResponse:
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._clock()))
         parent = self._profiles()
@@ -314,7 +258,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         await self._link.slow_command({"command": "profile", "directory": str(directory)})
         return pb.StartProfileResponse(directory=str(directory))
 
-    @_steers
+    @steers
     async def StopProfile(self, request: pb.StopProfileRequest) -> pb.StopProfileResponse:
         await self._link.slow_command({"command": "profile"})
         found = sorted(self._profiles().glob(f"*-{self._server_pid}"))
@@ -336,7 +280,7 @@ def _target(target: pb.Target) -> str | None:
 
 
 def _complain(text: str) -> NoReturn:
-    raise _Wrong(text)
+    raise Wrong(text)
 
 
 async def _until_resident(update: Update, subscription: Subscription, model: str) -> None:

@@ -62,7 +62,8 @@ class Gateway:
     def look(self, now: float) -> list[tuple[int, Event]]:
         """Look at all devices, route by what the planner says of that, and return what devices are to be told."""
         views = {
-            name: self._view(device, now) for name, device in zip(self.names, self._devices, strict=True)
+            name: self._view(name, device, now)
+            for name, device in zip(self.names, self._devices, strict=True)
         }
         plan = self._planner.look(views, now)
         if plan.table is not self._table:
@@ -85,12 +86,12 @@ class Gateway:
             case Act.EVICT:
                 return index, Evict((step.model,))
 
-    def _view(self, device: Device, now: float) -> WorkerView:
+    def _view(self, name: str, device: Device, now: float) -> WorkerView:
         loading = None if device.loading is None else device.loading.model
         seen = {
-            name: ModelView(
+            model: ModelView(
                 bytes=load.device_bytes,
-                weights=_weights(name, device.resident, loading),
+                weights=_weights(model, device.resident, loading),
                 pinned=load.pinned,
                 item_s=load.row_seconds,
                 queued=load.queued,
@@ -102,12 +103,12 @@ class Gateway:
                 max_items=load.max_rows,
                 batch_input=_ROWS,
             )
-            for name, load in device.scheduler.load().models.items()
+            for model, load in device.scheduler.load().models.items()
         }
         return WorkerView(
             alive=True,
             ready=self._ready,
-            instance="simulated",
+            instance=name,
             budget_bytes=self._budget,
             backlog_s=device.scheduler.backlog_seconds(now),
             models=_Models(seen, self._unseen),

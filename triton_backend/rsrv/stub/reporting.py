@@ -36,13 +36,27 @@ class Mirror(Protocol):
 class Reporting:
     """From its making until `close`. `mirror` None: figures are shown nowhere."""
 
-    def __init__(self, session: Session, meters: Meters, mirror: Mirror | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        meters: Meters,
+        mirror: Mirror | None,
+        *,
+        pause: float = _PAUSE,
+        long_pause: float = _LONG_PAUSE,
+    ) -> None:
         self._session = session
         self._meters = meters
         self._mirror = mirror
+        self._pause, self._long_pause = pause, long_pause
         self._link: Link | None = None
         self._lane: Lane | None = None
         self._closed = threading.Event()
+        #: what was shown last
+        self._shown: Mapping[str, Any] | None = None
+        if mirror is not None:
+            # Before the first request: what is counted by now is not this stub's.
+            self._tell()
         session.on_change = meters.some.set
         self._thread = threading.Thread(target=self._run, name="reporting", daemon=True)
         self._thread.start()
@@ -58,22 +72,28 @@ class Reporting:
             self._mirror.clear()
 
     def _run(self) -> None:
-        shown: Mapping[str, Any] | None = None
-        pause: float | None = None if self._mirror is None else _PAUSE
+        pause = None if self._mirror is None else self._pause
         while True:
             self._meters.some.wait(pause)
             if self._closed.is_set():
                 return
-            try:
-                figures = self._report(self._meters.take())
-                if self._mirror is not None:
-                    self._mirror.show(figures)
-                    pause = _LONG_PAUSE if figures == shown else _PAUSE
-                    shown = figures
-            except Exception:
-                log.exception("what was measured cannot be reported")
-            if self._closed.wait(_PAUSE):
+            changed = self._tell()
+            if self._mirror is not None:
+                pause = self._pause if changed else self._long_pause
+            if self._closed.wait(self._pause):
                 return
+
+    def _tell(self) -> bool:
+        """Report, and show; whether there was something new to be shown."""
+        try:
+            figures = self._report(self._meters.take())
+            if self._mirror is not None:
+                self._mirror.show(figures)
+        except Exception:
+            log.exception("what was measured cannot be reported")
+            return False
+        changed, self._shown = figures != self._shown, figures
+        return changed
 
     def _report(self, report: Report) -> dict[str, Any] | None:
         """The runtime's figures. None: it does not answer, and what was to be reported is lost."""

@@ -257,8 +257,8 @@ class Memory:
             self.compaction.ask(reload=False)
             self.loads.want(model)
             return
-        if holding.starved and event.out_of_memory:
-            self.rests.begin(model, now)
+        if event.out_of_memory or holding.pinned:
+            self.rests.begin(model, now, shut=event.out_of_memory)
         holding.starved = False
         self.loads.forget(model.name)
         if holding.pinned or holding.asked or model.warm_up:

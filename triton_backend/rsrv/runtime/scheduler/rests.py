@@ -1,7 +1,7 @@
-"""Models whose weights found no memory twice, and which are not tried again for a while.
+"""Models whose weights found no memory twice, and pinned ones whose load failed: they are not tried again for a while.
 
-Each try costs all others their weights. A rest ends by time, or when an operator makes room: then there may be memory
-that was not to be had before. How long it is stays with the model until a load goes well (`Holding`).
+Without memory each try costs all others their weights. A rest ends by time, or when an operator makes room: then there may be
+memory that was not to be had before. How long it is stays with the model until a load goes well (`Holding`).
 """
 
 from rsrv.runtime.scheduler.model import ModelState
@@ -16,8 +16,9 @@ class Rests:
         #: a dictionary for its order.
         self._models: dict[ModelState, None] = {}
 
-    def begin(self, model: ModelState, now: float) -> None:
-        model.holding.give_up(now)
+    def begin(self, model: ModelState, now: float, *, shut: bool) -> None:
+        """`shut`: until it is over requests are refused, too, for want of memory."""
+        model.holding.give_up(now, shut=shut)
         self._models[model] = None
 
     def forget(self, model: ModelState) -> None:

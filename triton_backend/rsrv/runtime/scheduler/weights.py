@@ -19,7 +19,7 @@ from rsrv.runtime.scheduler.popularity import Uses
 
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
-#: seconds for which requests do not cause a load that has found no memory; doubling from the first to the longest.
+#: seconds for which a load that failed is not tried again; doubling from the first to the longest.
 _FIRST_REST, _LONGEST_REST = 1.0, 60.0
 #: share of a model's bytes that a load must move to say something of how long a whole one takes.
 _TELLING = 0.5
@@ -51,6 +51,7 @@ class Holding:
         "residency",
         "rest",
         "rests_until",
+        "shut",
         "since",
         "starved",
         "takes",
@@ -75,10 +76,11 @@ class Holding:
         #: whether the latest load that is over was abandoned, or found no memory.
         self.abandoned = False
         self.starved = False
-        #: until when requests do not cause a load, because it found no memory twice, and how long that takes in all: each
-        #: time all others had given way for it.
+        #: until when it is not loaded by itself, because that failed, and how long that takes in all.
         self.rests_until = -inf
         self.rest = 0.0
+        #: whether requests do not cause a load either: it found no memory twice, and each time all others had given way.
+        self.shut = False
         #: completed loads.
         self.loads = 0
         #: how long a load of all its bytes takes: as the latest telling one, or as the program says.
@@ -113,18 +115,20 @@ class Holding:
         size = self.bytes
         return self.load_seconds * self.absent_bytes / size if size else self.load_seconds
 
-    def give_up(self, now: float) -> None:
-        """A load found no memory though all others had given way."""
+    def give_up(self, now: float, *, shut: bool) -> None:
+        """A load failed; `shut`: it found no memory though all others had given way."""
         self.rest = min(max(2.0 * self.rest, _FIRST_REST), _LONGEST_REST)
         self.rests_until = now + self.rest
+        self.shut = shut
 
     def end_rest(self) -> None:
-        """It may find memory now; if it does not, the next rest is longer all the same."""
+        """It may go well now; if it does not, the next rest is longer all the same."""
         self.rests_until = -inf
 
     def resting(self, now: float) -> float:
         """Seconds for which requests do not cause a load of it; 0: they do, or need none."""
-        return max(0.0, self.rests_until - now) if self.residency is Residency.ABSENT else 0.0
+        shut = self.shut and self.residency is Residency.ABSENT
+        return max(0.0, self.rests_until - now) if shut else 0.0
 
     def needed(self, now: float) -> None:
         """A request came after a pause."""

@@ -1,0 +1,250 @@
+"""What Prometheus is given, and how it is served."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rsrv.control import http
+from rsrv.control.families import FAMILIES, table
+from rsrv.control.http import MetricsServer
+from rsrv.control.metrics import Server, expose
+from rsrv.control.rounds import Failure
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.histogram import LONG_SECONDS, ROWS, SECONDS, Histogram
+from tests.unit.control.peers import looped, served, until
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = {family.name for family in FAMILIES}
+ALONE = Server(restarts=2, models=["a"], failed=["b"], version="1.2.3")
+
+
+def measured(bounds: tuple[float, ...], *values: float) -> list[float]:
+    histogram = Histogram(bounds)
+    for value in values:
+        histogram.observe(value)
+    return histogram.to_json()
+
+
+def common() -> dict[str, Any]:
+    return {
+        "queued": 4,
+        "requests": {"answered": 3, "failed": 0},
+        "device_seconds": 0.5,
+        "hooks": {"pre": measured(SECONDS, 0.01)},
+        "request": measured(SECONDS, 0.02, 0.03),
+        "responses": {"ok": 3},
+    }
+
+
+#: what the runtime says, with something of everything
+SAID: dict[str, Any] = {
+    "models": {
+        'od"d': {
+            **common(),
+            "resident": True,
+            "host_bytes": 10,
+            "device_bytes": 20,
+            "refused": {"queue_full": 1},
+            "missed": {"load": 2},
+            "executions": 2,
+            "rows": 5,
+            "padded_rows": 3,
+            "misses": 1,
+            "evictions": {"room": 1},
+            "queue_wait": measured(SECONDS, 0.1, 100.0),
+            "execute": measured(SECONDS, 0.001),
+            "load": measured(SECONDS, 0.2),
+            "batch_rows": measured(ROWS, 1, 4),
+        }
+    },
+    "metas": {"chain": {**common(), "running": 1, "calls": 7}},
+    "memory": {
+        "device": {
+            "limit_bytes": None,
+            "budget_bytes": 100,
+            "pinned_bytes": 1,
+            "logical_bytes": 2,
+            "physical_bytes": 3,
+            "held_bytes": 4,
+        },
+        "host": {"logical_bytes": 5, "physical_bytes": 6, "tensors": 7},
+        "scratch_bytes": 8,
+        "kept_bytes": 9,
+    },
+    "executables": {"compiled": 1, "cache": 2, "shared": 3},
+    "compile": measured(LONG_SECONDS, 1.5),
+}
+
+
+def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_docs_have_every_metric() -> None:
+    """If not, replace the end of the page with what python -m rsrv.control.families prints."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    marker = "<!-- python -m rsrv.control.families -->"
+
+    assert text.partition(marker)[2].strip() == table().strip()
+
+
+def test_every_family_is_served_and_has_its_labels() -> None:
+    """By Prometheus' own parser; none is served that the table does not have."""
+    families = {
+        one.name + ("_total" if one.type == "counter" else ""): one
+        for one in text_string_to_metric_families(expose(SAID, ALONE))
+    }
+
+    assert families.keys() == NAMES
+    for family in FAMILIES:
+        found = families[family.name]
+        assert (found.type, found.documentation) == (family.kind, family.help)
+        extra = {"le"} if family.kind == "histogram" else set()
+        for sample in found.samples:
+            assert sample.labels.keys() - extra == set(family.labels), sample
+
+
+def test_samples_are_what_the_runtime_says() -> None:
+    """Names with quotes, histograms with a value beyond all bounds."""
+    found = samples(expose(SAID, ALONE))
+    model = ("model", 'od"d')
+
+    assert found["rsrv_queue_wait_seconds_bucket", (("le", "60.0"), model)] == 1
+    assert found["rsrv_queue_wait_seconds_bucket", (("le", "+Inf"), model)] == 2
+    assert found["rsrv_queue_wait_seconds_sum", (model,)] == pytest.approx(100.1)
+    assert found["rsrv_batch_rows_bucket", (("le", "2.0"), model)] == 1
+    assert found["rsrv_weight_loads_total", (model,)] == 1
+    assert found["rsrv_deadline_missed_total", (model, ("stage", "load"))] == 2
+    assert found["rsrv_meta_calls_total", (("model", "chain"),)] == 7
+    assert ("rsrv_device_memory_bytes", (("kind", "limit"),)) not in found
+    assert found["rsrv_reload_failed", (("model", "b"),)] == 1
+    assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1
+
+
+def test_without_a_runtime_there_is_what_is_known() -> None:
+    """Whether it is up, and which bundles failed."""
+    found = samples(expose(None, ALONE))
+
+    assert {name for name, _ in found} == {
+        "rsrv_reload_failed",
+        "rsrv_runtime_up",
+        "rsrv_runtime_restarts_total",
+        "rsrv_build_info",
+    }
+    assert (found["rsrv_runtime_up", ()], found["rsrv_runtime_restarts_total", ()]) == (0, 2)
+
+
+@looped
+async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(tmp_path: Path) -> None:
+    """It ends; a bundle that failed shows all the time."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.answers = lambda command: SAID
+        server.lifecycle.failures["a"] = Failure("no module", since=0.0)
+
+        up = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
+        server.runtime.die()
+        await until(server.link, lambda: not server.link.up)
+        down = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
+
+    assert (up["rsrv_runtime_up", ()], up["rsrv_executions_total", (("model", 'od"d'),)]) == (1, 2)
+    assert down["rsrv_runtime_up", ()] == 0
+    assert up["rsrv_reload_failed", (("model", "a"),)] == down["rsrv_reload_failed", (("model", "a"),)] == 1
+
+
+# --- HTTP ----------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def page(text: str = "rsrv_up 1\n") -> AsyncIterator[int]:
+    async def make() -> str:
+        if not text:
+            raise ValueError("no text")
+        return text
+
+    server = MetricsServer(make)
+    port = await server.start("127.0.0.1:0")
+    yield port
+    await server.stop()
+
+
+async def say(port: int, request: bytes) -> bytes:
+    """All that is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@looped
+async def test_the_page_is_served_to_who_gets_it() -> None:
+    """Whatever follows the path, and whatever headers there are."""
+    async with page() as port:
+        answer = await say(port, b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n")
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8" in head
+    assert b"Content-Length: 10" in head
+    assert body == b"rsrv_up 1\n"
+
+
+@looped
+async def test_nothing_else_is_served() -> None:
+    """Other paths and methods, what is too long, and what is no HTTP."""
+    async with page() as port:
+        for request, status in (
+            (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+            (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+            (b"GET /metrics\r\n\r\n", b"400"),
+            (b"GET /metrics HTTP/1.1\r\nA: " + b"a" * 9000 + b"\r\n\r\n", b"400"),
+            (b"\x16\x03\x01\x02", b"400"),
+        ):
+            assert (await say(port, request)).split(b" ")[1] == status
+
+
+@looped
+async def test_a_page_that_cannot_be_made_ends_one_connection() -> None:
+    """The next one is answered as before."""
+    async with page("") as port:
+        assert await say(port, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
+        assert (await say(port, b"GET / HTTP/1.1\r\n\r\n")).split(b" ")[1] == b"404"
+
+
+@looped
+async def test_who_says_nothing_takes_one_of_few_places_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who comes when all are taken is closed on at once; when those are given up, the next one is answered."""
+    monkeypatch.setattr(http, "_CONNECTIONS", 2)
+    monkeypatch.setattr(http, "_PATIENCE", 0.2)
+    async with page() as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        third, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await third.read() == b""
+        writer.close()
+        for reader, writer in idle:
+            assert await reader.read() == b""
+            writer.close()
+        assert (await say(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+@looped
+async def test_an_address_that_cannot_be_had_is_said() -> None:
+    """A port that is taken, and what is no address."""
+    async with page() as port:
+        with pytest.raises(OSError, match="address already in use"):
+            await MetricsServer(lambda: asyncio.sleep(0, "")).start(f"127.0.0.1:{port}")
+    for address in ("8004", "a:b", "127.0.0.1:70000"):
+        with pytest.raises(ValueError, match="is not HOST:PORT"):
+            await MetricsServer(lambda: asyncio.sleep(0, "")).start(address)

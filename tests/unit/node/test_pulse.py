@@ -1,0 +1,73 @@
+"""Whether a process hangs, with real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+from rsrv_node.plan import Address
+from rsrv_node.pulse import hangs
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+#: seconds that nobody needs for answering
+SHORT = 0.3
+
+
+async def serving(answer: Answer) -> tuple[asyncio.Server, Address]:
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    return server, Address("0.0.0.0", server.sockets[0].getsockname()[1])
+
+
+def test_a_server_that_takes_connections_and_says_nothing_hangs() -> None:
+    """As one does that was stopped: the kernel takes the connections."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as stopped:
+            await hangs(Address("127.0.0.1", stopped.getsockname()[1]), "/v2/health/live", SHORT)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_any_answer_is_one() -> None:
+    """Also a refusal, and the end of the connection; and one in time makes up for those that did not come."""
+
+    async def scenario() -> None:
+        asked: list[bytes] = []
+        enough = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.readline())
+            turn = len(asked) % 4
+            if turn == 1:
+                writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            elif turn in (2, 3):
+                await reader.read()
+            writer.close()
+            if len(asked) == 16:
+                enough.set()
+
+        server, address = await serving(answer)
+        async with server:
+            waiting = asyncio.ensure_future(hangs(address, "/healthz", SHORT))
+            await enough.wait()
+            assert not waiting.done()
+            waiting.cancel()
+        assert set(asked) == {b"GET /healthz HTTP/1.1\r\n"}
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_server_that_takes_no_connections_does_not_hang() -> None:
+    """It loads its models, or it has just ended, which is noticed otherwise."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        waiting = asyncio.ensure_future(hangs(Address("127.0.0.1", port), "/healthz", 0.001))
+        await asyncio.wait([waiting], timeout=0.1)
+        assert not waiting.done()
+        waiting.cancel()
+
+    asyncio.run(scenario())

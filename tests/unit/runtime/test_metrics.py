@@ -1,0 +1,208 @@
+"""What a runtime counts and its stubs measure is all there, once, and goes away with the model."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from rsrv.histogram import ROWS, SECONDS, Histogram
+from rsrv.settings import load_settings
+from rsrv.stub.engine import Engine
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.meta import MetaEngine
+from rsrv.stub.reporting import Reporting
+from rsrv.wire.frames import Kind, pack_json
+from rsrv.wire.socket import Closed
+from tests.fakes import FakeError, FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import ask
+from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
+from tests.unit.runtime.watchers import Operator
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    return start_runtime(load_settings("stub: {in_place_ms: 0}"))
+
+
+class FakeMirror:
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        self.ended = 0
+
+    def show(self, figures: Mapping[str, Any] | None) -> None:
+        self.shown.put(figures)
+
+    def clear(self) -> None:
+        self.ended += 1
+
+    def until(self, condition: Callable[[Mapping[str, Any] | None], object]) -> None:
+        while not condition(self.shown.get(timeout=20)):
+            pass
+
+
+@contextmanager
+def reporting(engine: Engine | MetaEngine, mirror: FakeMirror | None = None) -> Iterator[None]:
+    """As the stub's `initialize` and `finalize` do, at a quicker pace."""
+    made = Reporting(engine._session, engine.meters, mirror, pause=0.01, long_pause=0.02)
+    try:
+        yield
+    finally:
+        made.close()
+
+
+def metrics(runtime: Runtime) -> dict[str, Any]:
+    with Operator(runtime) as operator:
+        return operator.do("metrics")
+
+
+def count(said: Any, bounds: tuple[float, ...] = SECONDS) -> int:
+    return sum(Histogram.from_json(bounds, said).counts)
+
+
+def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """Three requests that are answered, one that the stub refuses, one whose hook raises."""
+
+    def preprocess(arrays: dict[str, Any]) -> dict[str, Any]:
+        if arrays["x"].min() < 0:
+            raise ValueError("negative")
+        return arrays
+
+    engine = make_engine(runtime, doublings["a"], Hooks(preprocess), name="a")
+    with reporting(engine):
+        for _ in range(3):
+            ask(engine, FakeRequest({"x": rows(2)}))
+        (wrong,) = ask(engine, FakeRequest({"x": rows(1000)}))
+        (raised,) = ask(engine, FakeRequest({"x": -rows(1)}))
+        assert refused(wrong, FakeError.INVALID_ARG, "")
+        assert refused(raised, FakeError.INTERNAL, "")
+        until(lambda: sum(metrics(runtime)["models"]["a"]["responses"].values()) == 5)
+
+        a = metrics(runtime)["models"]["a"]
+
+    assert a["responses"] == {"ok": 3, "invalid": 1, "internal": 1}
+    assert count(a["request"]) == 5
+    assert {hook: count(seconds) for hook, seconds in a["hooks"].items()} == {"pre": 5}
+    assert a["requests"] == {
+        "answered": 3,
+        "refused": 0,
+        "expired": 0,
+        "shed": 0,
+        "cancelled": 0,
+        "failed": 0,
+    }
+    assert (a["executions"], a["rows"], count(a["execute"])) == (3, 6, 3)
+    assert (count(a["queue_wait"]), count(a["batch_rows"], ROWS)) == (3, 3)
+    assert (a["resident"], a["queued"], count(a["load"])) == (True, 0, 1)
+    assert a["device_bytes"] == a["host_bytes"] == 12
+    engine.close()
+    until(lambda: metrics(runtime)["models"] == {})
+
+
+def test_a_new_version_adds_to_what_the_old_one_counted(runtime: Runtime, doublings: dict[str, Path]) -> None:
+    """They overlap, as Triton's reload has it; the counts of a model that comes back later begin anew."""
+    old = make_engine(runtime, doublings["a"], name="m")
+    ask(old, FakeRequest({"x": rows(1)}))
+    new = make_engine(runtime, doublings["b"], name="m")
+    ask(new, FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}))
+
+    assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
+    old.close()
+    with Operator(runtime) as operator:
+        until(lambda: len(operator.do("story", model="m")["stories"]) == 1)
+    assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 3
+    new.close()
+    until(lambda: metrics(runtime)["models"] == {})
+    again = make_engine(runtime, doublings["a"], name="m")
+    assert metrics(runtime)["models"]["m"]["requests"]["answered"] == 0
+    again.close()
+
+
+def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
+    runtime: Runtime, start_meta: StartMeta
+) -> None:
+    """One run calls `a` and ends, one raises."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        result: dict[str, Any] = call("a", inputs)
+        if inputs["x"].min() < 0:
+            raise ValueError("negative")
+        return result
+
+    engine = start_meta(runtime, run, "a", hooks={"a": Hooks(lambda arrays: arrays)})
+    with reporting(engine):
+        ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": -rows(1)}))
+        until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
+        said = metrics(runtime)
+
+    meta = said["metas"]["meta"]
+    assert meta["responses"] == {"ok": 1, "internal": 1}
+    assert (meta["requests"]["answered"], meta["requests"]["failed"], meta["calls"]) == (1, 1, 2)
+    assert count(meta["hooks"]["run"]) == 2
+    assert count(said["models"]["a"]["hooks"]["pre"]) == 2
+    assert said["models"]["a"]["requests"]["answered"] == 2
+    assert said["models"]["a"]["responses"] == {}
+
+
+def test_the_mirror_follows_the_runtime(start_runtime: StartRuntime, doublings: dict[str, Path]) -> None:
+    """Of requests, of its end, and of the next one, which begins anew; and is cleared in the end."""
+    first, mirror = start_runtime(load_settings("stub: {in_place_ms: 0}")), FakeMirror()
+    engine = make_engine(first, doublings["a"], name="a")
+    with reporting(engine, mirror):
+        ask(engine, FakeRequest({"x": rows(1)}))
+        mirror.until(lambda seen: seen and seen["requests"]["answered"] == 1 and seen["queued"] == 0)
+
+        first.stop()
+        mirror.until(lambda seen: seen is None)
+        start_runtime(load_settings("stub: {in_place_ms: 0}"))
+        mirror.until(lambda seen: seen and seen["requests"]["answered"] == 0)
+    assert mirror.ended == 1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {},
+        {"requests": [0, 0], "responses": {}, "hooks": []},
+        {"requests": [0, 99, 1], "responses": {}, "hooks": {}},
+        {"requests": [0, 0], "responses": {"great": 1}, "hooks": {}},
+        {"requests": [0, 0], "responses": {"ok": -1}, "hooks": {}},
+        {"requests": [0, 0], "responses": {}, "hooks": {"b": {"pre": [0, 0]}}},
+        {"requests": [0, 0], "responses": {}, "hooks": {"a": {"other": [0, 0]}}},
+    ],
+    ids=json.dumps,
+)
+def test_a_report_of_something_else_ends_its_connection_alone(
+    runtime: Runtime, doublings: dict[str, Path], report: dict[str, Any]
+) -> None:
+    """Nothing of it is counted, and the model serves on."""
+    engine = make_engine(runtime, doublings["a"], name="a")
+    link = engine._session.link
+    assert link is not None
+    lane = engine._session.open_lane(link.key)
+
+    with pytest.raises(Closed):
+        lane.report(report, 10)
+
+    lane.close()
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}))
+    assert answer.error is None
+    assert metrics(runtime)["models"]["a"]["responses"] == {}
+    engine.close()
+
+
+def test_who_has_registered_nothing_has_nothing_to_report(runtime: Runtime) -> None:
+    """The connection ends."""
+    greeted = runtime.open()
+    greeted.sock.settimeout(10)
+    greeted.sock.send(pack_json(Kind.REPORT, {"requests": [0, 0], "responses": {}, "hooks": {}}))
+    with pytest.raises(Closed):
+        greeted.receiver.receive()
+    greeted.sock.close()

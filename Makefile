@@ -19,7 +19,7 @@ TRITON := .triton/.stamp
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
 	soak-gateway scheduler-page simulator-page \
-	eviction-page configuration-page lint format clean proto bundles docs docs-serve dist test-wheel
+	eviction-page configuration-page dashboards alerts-page lint format clean proto bundles docs docs-serve dist test-wheel
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -91,6 +91,12 @@ eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md an
 
 configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
 	$(BIN)/python tools/configuration_page.py
+
+dashboards: $(VENV) ## make Grafana's dashboards in docker/grafana anew
+	$(BIN)/python tools/dashboards.py
+
+alerts-page: $(VENV) ## make the table of docs/dashboards.md anew, from the alert rules
+	$(BIN)/python tools/alerts_page.py
 
 docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -57,7 +57,7 @@ class Metrics:
             said = None
         server = Server(
             restarts=max(0, link.lives - 1),
-            models=frozenset(entry["name"] for entry in link.entries.values()) if link.up else frozenset(),
+            models=frozenset(e["name"] for e in link.entries.values() if link.up and e["state"] != "failed"),
             failed=frozenset(self._failed()),
             version=self._version,
         )

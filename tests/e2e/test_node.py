@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.wire.paths import base_directory
 from tests.e2e.harness import is_alive, wait_until
@@ -40,6 +42,18 @@ def public(start: int) -> str:
     return f"gateway: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n"
 
 
+def answering(url: str) -> set[str]:
+    """Workers that have answered requests, as this page says twice: with rsrv's metrics, and with Triton's."""
+    with urllib.request.urlopen(url, timeout=10) as page:
+        families = {one.name: one for one in text_string_to_metric_families(page.read().decode())}
+
+    def workers(family: str, **more: str) -> set[str]:
+        samples = families[family].samples if family in families else []
+        return {s.labels["worker"] for s in samples if s.value and s.labels.items() >= more.items()}
+
+    return workers("rsrv_requests", outcome="answered") & workers("nv_inference_request_success")
+
+
 def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tmp_path: Path) -> None:
     """Each has a port, a repository and cores of its own; both follow the bundles; SIGTERM leaves nothing."""
     start = free_block(30)
@@ -50,6 +64,10 @@ def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tm
         assert [worker.name for worker in workers] == ["worker0", "worker1"]
         assert [node.wait_answer(worker.grpc_port, MODEL) for worker in workers] == [1, 1]
         assert node.wait_answer(grpc, MODEL) == 1
+        wait_until(
+            lambda: answering(f"http://127.0.0.1:{start + 22}/metrics") == {"worker0", "worker1"},
+            what="all metrics in one scrape",
+        )
         first, second = map(server_pid, workers)
         if len(os.sched_getaffinity(0)) > 1:
             assert os.sched_getaffinity(first).isdisjoint(os.sched_getaffinity(second))

@@ -90,6 +90,8 @@ def _put_common(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
     """What models and meta models have."""
     page.put_each("rsrv_requests_total", (name,), model["requests"])
     page.put_each("rsrv_responses_total", (name,), model["responses"])
+    page.put_each("rsrv_refused_total", (name,), model["refused"])
+    page.put_each("rsrv_deadline_missed_total", (name,), model["missed"])
     page.measure("rsrv_request_seconds", (name,), SECONDS, model["request"])
     page.put("rsrv_queue_depth", (name,), model["queued"])
     page.put("rsrv_device_seconds_total", (name,), model["device_seconds"])
@@ -100,8 +102,6 @@ def _put_common(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
 def _put_model(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
     _put_common(page, name, model)
     page.measure("rsrv_queue_wait_seconds", (name,), SECONDS, model["queue_wait"])
-    page.put_each("rsrv_refused_total", (name,), model["refused"])
-    page.put_each("rsrv_deadline_missed_total", (name,), model["missed"])
     page.put("rsrv_executions_total", (name,), model["executions"])
     page.measure("rsrv_execute_seconds", (name,), SECONDS, model["execute"])
     page.measure("rsrv_batch_rows", (name,), ROWS, model["batch_rows"])

@@ -118,7 +118,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
             listeners.append(page)
             log.info("metrics.listen: port %d", port)
         except (OSError, ValueError) as error:
-            log.warning("metrics.listen: %s: there is no /metrics of rsrv's own", error)
+            log.warning("no metrics of rsrv's own: %s; set metrics.listen to a free port, or to null", error)
     log.info(
         "control process %d of tritonserver %d listens in %s",
         os.getpid(),

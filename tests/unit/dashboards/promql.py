@@ -96,12 +96,13 @@ def _labels(node: Any) -> set[str]:
         case promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
             return _labels(node.expr)
         case promql_parser.BinaryExpr():
-            there = _labels(node.lhs) | _labels(node.rhs)
-            if node.modifier is not None and node.modifier.matching is not None:
-                _require(
-                    set(node.modifier.matching.labels) <= there, f"matched by a label of neither: {node}"
-                )
-            return there
+            left, right = _labels(node.lhs), _labels(node.rhs)
+            matching = None if node.modifier is None else node.modifier.matching
+            if matching is not None:
+                _require(set(matching.labels) <= left | right, f"matched by a label of neither: {node}")
+            elif not isinstance(node.rhs, promql_parser.NumberLiteral) and str(node.op) != "or":
+                _require(left == right, f"never match, for their labels differ: {node}")
+            return left | right
         case promql_parser.AggregateExpr():
             inner = _labels(node.expr)
             if str(node.op) in ("topk", "bottomk"):
@@ -128,9 +129,14 @@ def _selected(selector: Any) -> set[str]:
     name = selector.name
     _require(name in served(), f"nobody serves {name}")
     there = served()[name] | TARGET
-    asked = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
+    matchers = selector.matchers.matchers
+    asked = {matcher.name: matcher.value for matcher in matchers}
     if name in mirrored():
-        _require(asked.pop("version", None) == "", f'{name} is on Triton\'s page, too: version=""')
+        left_out = any(
+            (one.name, one.op, one.value) == ("version", promql_parser.MatchOp.Equal, "") for one in matchers
+        )
+        _require(left_out, f'{name} is on Triton\'s page, too: version=""')
+        del asked["version"]
     _require(asked.keys() <= there, f"{name} has no label {asked.keys() - there}")
     for label, value in asked.items():
         known = _values(name, label)

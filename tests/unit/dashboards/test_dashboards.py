@@ -11,6 +11,7 @@ import pytest
 
 import dashboards as tool
 from tests.unit.dashboards.promql import labels
+from tests.unit.deploy.manifests import ROOT, read
 
 BOARDS = {name: json.loads(text) for name, text in tool.boards().items()}
 #: what Grafana puts for its variables
@@ -84,6 +85,16 @@ def test_choices_ask_for_what_is_there(board: Any) -> None:
             selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", query).groups()  # type: ignore[union-attr]
             assert label in labels(selector)
             assert variable["datasource"]["uid"] == "${datasource}"
+
+
+def test_composes_prometheus_is_chosen_at_first() -> None:
+    """Each dashboard begins with the source that Compose provides; any other can be chosen."""
+    (sources,) = read((ROOT / "docker/grafana/provisioning/datasources/prometheus.yaml").read_text())
+    (source,) = sources["datasources"]
+    for board in BOARDS.values():
+        variable = variables(board)["datasource"]
+        assert (variable["type"], variable["query"]) == ("datasource", source["type"])
+        assert variable["current"] == {"text": source["name"], "value": source["uid"]}
 
 
 def test_a_model_leads_to_its_dashboard() -> None:

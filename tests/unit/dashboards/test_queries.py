@@ -47,12 +47,14 @@ def test_what_a_query_answers_has_these_labels(query: str, found: set[str]) -> N
         "rsrv_rows_total / on (stage) rsrv_executions_total",
         "histogram_quantile(0.5, sum by (model) (rate(rsrv_execute_seconds_bucket[5m])))",
         "sum(rsrv_queue_depth)",
+        'sum(rsrv_queue_depth{version!=""})',
+        "sum by (model) (rsrv_rows_total) / sum by (worker) (rsrv_executions_total)",
         'rsrv_requests_total{version="",outcome="done"}',
         'rsrv_responses_total{status=~"ok|fine"}',
         "nv_inference_count",
     ],
 )
 def test_queries_for_what_nobody_serves_are_refused(query: str) -> None:
-    """A name, a label, a label's value, a bucket that is not there; what is there twice; what is no query."""
+    """A name, a label, its value, a bucket that is not there; what is there twice; what never matches; what is no query."""
     with pytest.raises(ValueError):  # noqa: PT011
         labels(query)

@@ -317,7 +317,8 @@ def test_tls_and_a_token_are_both_asked_for(
         ({"tls_certificate": "missing", "tls_key": "key.pem"}, "control.tls_certificate: "),
         ({"tls_certificate": "cert.pem", "tls_key": "empty", "token_file": "token"}, "cannot listen on"),
         ({"token_file": "missing"}, "control.token_file: "),
-        ({"token_file": "empty"}, "is empty"),
+        ({"token_file": "empty"}, "holds no token"),
+        ({"token_file": "lines"}, "holds no token: one line without spaces"),
         ({"token_file": "public"}, "everybody can read"),
         ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not HOST:PORT"),
     ],
@@ -327,6 +328,8 @@ def test_a_listener_that_anybody_could_use_is_refused(
 ) -> None:
     """And so are one with half of what it needs and one that cannot be; the text names the setting."""
     (tmp_path / "empty").touch(mode=0o600)
+    (tmp_path / "lines").write_text(f"{SECRET}\n{SECRET}\n")
+    (tmp_path / "lines").chmod(0o600)
     (tmp_path / "public").write_text(SECRET)
     (tmp_path / "public").chmod(0o644)
     paths = {key: str(value if key == "listen" else tmp_path / value) for key, value in settings.items()}

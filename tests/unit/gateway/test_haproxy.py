@@ -506,9 +506,9 @@ async def test_clients_use_tls(tmp_path: Path, authority: trustme.CA) -> None:
 async def test_clients_have_a_token(tmp_path: Path) -> None:
     """Without it they meet the plane behind, which refuses them. Workers do not get to see it."""
     token = tmp_path / "token"
-    token.write_text('cor"rect (horse)\\\n')
+    token.write_text('cor"rect-(horse)\\\n')
     token.chmod(0o600)
-    right = (("authorization", 'Bearer cor"rect (horse)\\'),)
+    right = (("authorization", 'Bearer cor"rect-(horse)\\'),)
     wrong = (("authorization", "Bearer correct"),)
     async with (
         crowd("x", "y") as (fakes, workers),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
 from rsrv_gateway.haproxy.admin import AdminError, ServerCounts, parse_counts, pieces
-from rsrv_gateway.haproxy.config import Target, configuration
+from rsrv_gateway.haproxy.config import GRPC_WORKERS, HTTP_WORKERS, Target, configuration
 from rsrv_gateway.haproxy.files import Files
 from rsrv_gateway.haproxy.maps import Maps, Slots, commands, maps_of, text
 from rsrv_gateway.haproxy.seen import Seen
@@ -285,7 +285,7 @@ def test_counters_tell_of_workers_that_fail() -> None:
     seen = Seen({"w1": "x", "w2": "y"}.__getitem__)
 
     def look(*servers: tuple[str, bool, int, int, int]) -> set[str]:
-        return seen.take([ServerCounts("b", *server) for server in servers])
+        return seen.take([ServerCounts(GRPC_WORKERS, *server) for server in servers])
 
     assert look(("w1", True, 2, 0, 0), ("w2", True, 1, 0, 0)) == set()
     assert seen.load() == {"x": 2, "y": 1}
@@ -296,3 +296,13 @@ def test_counters_tell_of_workers_that_fail() -> None:
     assert look(("w1", True, 0, 0, 1)) == set()
     assert seen.failovers["x"] == 4
     assert look(("w2", False, 0, 0, 0)) == {"y"}
+
+
+def test_the_plane_behind_is_no_worker() -> None:
+    """HAProxy counts it as a server; it counts its requests by itself, and nobody looks after it."""
+    seen = Seen({"w1": "x"}.__getitem__)
+    behind = ServerCounts("grpc_rest", "gateway", False, 3, 1, 1)
+
+    assert seen.take([ServerCounts(HTTP_WORKERS, "w1", True, 2, 0, 1), behind]) == set()
+    assert seen.load() == {"x": 2}
+    assert seen.failovers == {"x": 1}

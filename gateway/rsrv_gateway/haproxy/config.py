@@ -40,7 +40,7 @@ class Target:
 
     grpc: tuple[str, int]
     http: tuple[str, int] | None = None
-    #: what its certificate must bear; None: it is known by an address only
+    #: what its certificate must bear; None: it shows none, or is known by an address only
     name: str | None = None
 
 

@@ -201,7 +201,9 @@ class HAProxyPlane:
             return None
         http = None if worker.http is None else await self._resolve(worker.http)
         host = worker.grpc.rpartition(":")[0].strip("[]")
-        return Target(grpc, http, None if _is_address(host) else host)
+        # Only for TLS does HAProxy have a map of names.
+        named = self._section.worker_ca is not None and not _is_address(host)
+        return Target(grpc, http, host if named else None)
 
     async def _resolve(self, address: str) -> tuple[str, int] | None:
         """HOST:PORT with the host's address; None: it has none, or is a Unix socket, which slots cannot be."""

@@ -10,6 +10,7 @@ import socket
 import ssl
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,30 @@ async def test_workers_join_and_leave(tmp_path: Path) -> None:
             assert {await front.infer("a") for _ in range(9)} == {"z"}
             fakes["x"].release.set()
             assert await held == "x"
+            assert front.plane.pid == pid
+
+
+@looped
+async def test_the_dns_learns_a_worker_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the plane behind serves it."""
+    known: list[str] = []
+
+    async def answer(*_: Any, **__: Any) -> list[Any]:
+        if not known:
+            raise OSError("no such name")
+        return [(None, None, None, None, (address, 0)) for address in known]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", answer)
+    async with serving("x") as (_, x):
+        named = replace(x, grpc=x.grpc.replace("127.0.0.1", "gpu1"))
+        async with fronted(tmp_path, {"x": named}, at("x", "a"), resolve_s=0.1) as front:
+            assert await front.infer("a") == "rest"
+            pid = front.plane.pid
+            known.append("127.0.0.1")
+            while await front.infer("a") != "x":
+                pass
+            await front.plane.apply({}, {})
+            assert await front.infer("a") == "rest"
             assert front.plane.pid == pid
 
 

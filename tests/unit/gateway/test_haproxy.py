@@ -203,6 +203,28 @@ async def test_workers_join_and_leave(tmp_path: Path) -> None:
 
 
 @looped
+async def test_the_dns_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers' names stay what they were, and models move without waiting for it."""
+    asked = asyncio.Event()
+
+    async def silent(*_: Any, **__: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with (
+        serving("x", host="localhost") as (_, x),
+        serving("y", host="localhost") as (_, y),
+        fronted(tmp_path, {"x": x, "y": y}, at("x", "a"), resolve_s=0.1) as front,
+    ):
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+        await asked.wait()
+        # Half of what the DNS is given.
+        async with asyncio.timeout(5):
+            await front.plane.apply({"x": x, "y": y}, at("y", "a"))
+        assert await front.infer("a") == "y"
+
+
+@looped
 async def test_the_dns_learns_a_worker_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then the plane behind serves it."""
     known: list[str] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
+import json
 import os
 import signal
 import socket
@@ -17,6 +19,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from tritonclient.grpc import service_pb2
 
 from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.contract import Routes, Worker
@@ -109,10 +112,62 @@ async def test_http_with_the_model_in_the_path(tmp_path: Path) -> None:
             ("/v2", "rest"),
         ):
             for size in (10, MB):
-                assert await front.http(path, bytes(size)) == (200, {"who": who, "bytes": size})
+                found = await front.http(path, bytes(size), {"Inference-Header-Content-Length": "10"})
+                assert found == (200, {"who": who, "bytes": size})
         assert await front.http("/v2/models/infer") == (200, {"who": "rest", "bytes": 0})
-        sequence = b'{"parameters":{"sequence_id":1}}'
-        assert (await front.http("/v2/models/a/infer", sequence))[1]["who"] == "rest"
+
+
+@pytest.mark.parametrize("size", [10, KB, 7 * KB, 10 * KB, 20 * KB, 100 * KB, 500 * KB])
+@looped
+async def test_a_sequence_is_named_behind_much_else(tmp_path: Path, size: int) -> None:
+    """It goes to the plane behind, however much there is; without a sequence only what HAProxy cannot hold does."""
+    async with crowd("x", "y") as (_, workers), fronted(tmp_path, workers, at("x", "a")) as front:
+        held = "x" if size < 8 * KB else "rest"
+        many = {f"parameter{number:05}": number for number in range(size // 25)}
+        for parameters in ({}, many):
+            request_id = "" if parameters else "i" * size
+            assert await front.infer("a", request_id=request_id, parameters=parameters) == held
+            sequence = {**parameters, "sequence_id": 3}
+            for tensor in (10, MB):
+                got = await front.infer("a", request_id=request_id, parameters=sequence, size=tensor)
+                assert got == "rest"
+
+
+@pytest.mark.parametrize("size", [10, KB, 8 * KB, 14 * KB, 20 * KB, 100 * KB, 500 * KB])
+@looped
+async def test_a_sequence_is_named_behind_much_else_over_http(tmp_path: Path, size: int) -> None:
+    """In the JSON, which may have binary data after it; compressed, nobody knows."""
+    async with crowd("x", "y") as (_, workers), fronted(tmp_path, workers, at("x", "a")) as front:
+        path, held = "/v2/models/a/infer", "x" if size < 15 * KB else "rest"
+        plain = json.dumps({"inputs": [{"data": "0" * size}]}).encode()
+        sequence = json.dumps({"inputs": [{"data": "0" * size}], "parameters": {"sequence_id": 1}}).encode()
+        for tensor in (0, KB, 500 * KB):
+            for said, who in ((plain, held), (sequence, "rest")):
+                length = {"Inference-Header-Content-Length": str(len(said))}
+                for headers in (length,) if tensor else (length, None):
+                    assert (await front.http(path, said + bytes(tensor), headers))[1]["who"] == who
+        gzipped = await front.http(path, gzip.compress(plain), {"Content-Encoding": "gzip"})
+        assert gzipped[1]["who"] == "rest"
+
+
+@looped
+async def test_odd_messages_over_grpc(tmp_path: Path) -> None:
+    """A zero among the parameters ends no search; tensors within the message, instead of after it, may have parameters
+    behind what HAProxy reads."""
+    async with crowd("x", "y") as (_, workers), fronted(tmp_path, workers, at("x", "a")) as front:
+        infer = front.channel.unary_unary(
+            f"{SERVICE}ModelInfer", response_deserializer=service_pb2.ModelInferResponse.FromString
+        )
+        zero, sequence = service_pb2.ModelInferRequest(model_name="a"), service_pb2.ModelInferRequest()
+        zero.parameters["priority"].int64_param = 0
+        sequence.parameters["sequence_id"].int64_param = 3
+        sequence.inputs.add(name="x")
+        message = zero.SerializeToString() + sequence.SerializeToString()
+        assert (await infer(message, timeout=20)).id == "rest"
+        for size, who in ((10, "x"), (7 * KB, "x"), (10 * KB, "rest"), (20 * KB, "rest"), (MB, "rest")):
+            request = service_pb2.ModelInferRequest(model_name="a")
+            request.inputs.add(name="x").contents.bytes_contents.append(bytes(size))
+            assert (await infer(request.SerializeToString(), timeout=20)).id == who
 
 
 @looped

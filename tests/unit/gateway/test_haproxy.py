@@ -645,12 +645,22 @@ async def test_workers_use_tls(tmp_path: Path, authority: trustme.CA) -> None:
     ):
         await front.plane.apply({"x": x}, {"a": Routes(ready=("x",))})
         for size in (KB, MB):
-            assert await front.infer("a", size=size) == "x"
+            assert await reached(front, "a", size=size) == "x"
         await front.plane.apply({"y": y}, {"a": Routes(ready=("y",))})
         assert (await front.refusal("a"))[0] == "UNAVAILABLE"
         # Known by its address only.
         await front.plane.apply({"z": z}, {"a": Routes(ready=("z",))})
-        assert await front.infer("a") == "z"
+        assert await reached(front, "a") == "z"
+
+
+async def reached(front: Front, model: str, **how: Any) -> str:
+    """Who answers, as soon as one does: on a busy machine a handshake may take longer than HAProxy waits."""
+    while True:
+        try:
+            return await front.infer(model, **how)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
 
 
 @looped

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.health import Health
 from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.overrides import Overrides
 from rsrv.control.readiness import Readiness
@@ -347,6 +348,7 @@ async def served(
             os.getpid(),
             lifecycle,
             Metrics(link, lambda: lifecycle.failures.keys()),
+            Live(link, dict),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

@@ -12,6 +12,7 @@ from rsrv.control import messages
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
 from rsrv.control.lifecycle import KNOCK, LifecycleError
+from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
@@ -29,6 +30,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         server_pid: int,
         lifecycle: Reloading,
         metrics: Metrics,
+        live: Live,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._link = link
@@ -37,6 +39,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._server_pid = server_pid
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._live = live
         self._clock = clock
 
     # --- what is ------------------------------------------------------------------------------------------
@@ -120,6 +123,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if request.since and request.instance not in ("", said["instance"]):
             said = await self._link.command({"command": "timeline", "since": 0})
         return messages.timeline(said, self._clock())
+
+    async def WatchPage(
+        self, request: pb.WatchPageRequest, context: Any
+    ) -> AsyncIterator[pb.WatchPageResponse]:
+        async for event in self._live.watch():
+            yield pb.WatchPageResponse(event=event.name, json=event.json)
 
     async def WatchState(
         self, request: pb.WatchStateRequest, context: Any

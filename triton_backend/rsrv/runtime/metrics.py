@@ -30,7 +30,9 @@ def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_byt
         model["resident"] |= listed.weights == "resident"
         model["host_bytes"] += listed.model.host.nbytes if listed.model.host.kept else 0
         model["device_bytes"] += listed.model.host.device_bytes if listed.weights != "absent" else 0
+        model["bytes"] = max(model["bytes"], listed.model.host.device_bytes)
         model["queued"] += 0 if now is None else now.queued
+        model["executing"] += 0 if now is None else now.executing
     return {
         "models": models,
         "metas": _metas(metas, scheduler, reported),
@@ -62,6 +64,8 @@ def figures(group: Group, scheduler: Scheduler) -> dict[str, Any]:
 def _model(totals: Totals, reported: Reported | None) -> dict[str, Any]:
     return {
         "queued": 0,
+        "executing": 0,
+        "bytes": 0,
         "resident": False,
         "host_bytes": 0,
         "device_bytes": 0,

@@ -1,0 +1,19 @@
+"""Files with a secret."""
+
+import os
+import stat
+from pathlib import Path
+
+
+def read_token(path: Path, key: str) -> bytes:
+    """What it holds, one line. Raises ValueError: the file that the setting `key` names is no secret."""
+    try:
+        token = path.expanduser().read_bytes().strip()
+        mode = stat.S_IMODE(os.stat(path.expanduser()).st_mode)
+    except OSError as error:
+        raise ValueError(f"{key}: {error}") from None
+    if mode & 0o004:
+        raise ValueError(f"{key}: everybody can read {path}: chmod o-r it, and change the token")
+    if not token or len(token.split()) != 1:
+        raise ValueError(f"{key}: {path} holds no token: one line without spaces")
+    return token

@@ -348,10 +348,11 @@ async def served(
             os.getpid(),
             lifecycle,
             Metrics(link, lambda: lifecycle.failures.keys()),
-            Live(link, dict),
+            live := Live(link, dict, every=0.01),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())
+        living = asyncio.create_task(live.run())
         server = await listen_locally(tmp_path / "control.sock", service, health)
         try:
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock") as channel:
@@ -369,6 +370,7 @@ async def served(
                 )
         finally:
             noticing.cancel()
+            living.cancel()
             await server.stop(0)
             runtime.die()
 

@@ -139,7 +139,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     """Its workers replace all sources of workers."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {workers_dns: workers, workers: [{host: a}], mode: round_robin}")
-    section = read(config, "b:1234")
+    section = read(config, "b:1234").gateway
     assert (section.workers[0].host, len(section.workers), section.workers_dns) == ("b", 1, None)
     assert section.mode == "round_robin"
     with pytest.raises(MembersError, match="HOST:PORT"):

@@ -4,15 +4,15 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from rsrv.control.answering import Refused
 from rsrv.control.overview import Overview, describe
 from rsrv.control.runtime import Change, RuntimeLink, Snapshot
 from rsrv.control.view import Entry
-from rsrv.live.routes import Wrong
+from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
 
 #: seconds between two looks, while somebody watches
 _EVERY = 1.0
@@ -21,8 +21,6 @@ _LINES = 200
 _SECONDS = 30.0
 #: answers of the timeline that are read at a look: what is beyond is read at the next one
 _PAGES = 5
-#: HTTP's word for a refusal
-_STATUSES = {"NOT_FOUND": 404, "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 409, "UNAVAILABLE": 503}
 #: events that wait for a watcher who does not take them; beyond, he is let go
 _UNTAKEN = 256
 
@@ -32,6 +30,10 @@ class Event(NamedTuple):
 
     name: str
     json: str
+
+
+#: what was told before is told again
+_BEGIN = Event("begin", "null")
 
 
 class Live:
@@ -60,10 +62,10 @@ class Live:
             group.create_task(self._keep_log())
             group.create_task(self._look())
 
-    async def watch(self) -> AsyncIterator[Event]:
+    async def watch(self) -> AsyncGenerator[Event, None]:
         """What there is, then what happens. Ends for a watcher who is too slow: he may begin anew."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        for past in (*self._log, *(event for _, event in self._spans)):
+        for past in (_BEGIN, *self._log, *(event for _, event in self._spans)):
             events.put_nowait(past)
         self._watchers.add(events)
         self._watched.set()
@@ -160,28 +162,23 @@ class OneServer:
     def __init__(self, live: Live, link: RuntimeLink) -> None:
         self._live, self._link = live, link
 
-    async def events(self) -> AsyncIterator[tuple[str, str, str]]:
-        async for event in self._live.watch():
-            yield "server", event.name, event.json
+    async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
+        async with aclosing(self._live.watch()) as events:
+            async for event in events:
+                yield "server", event.name, event.json
 
     async def story(self, server: str, model: str) -> list[str]:
         said = await self._ask({"command": "story", "model": model})
-        stories = said["stories"]
-        return [
-            line if len(stories) == 1 else f"{key}: {line}"
-            for key, lines in stories.items()
-            for line in lines
-        ]
+        return story_lines(said["stories"])
 
     async def steer(self, server: str, model: str, what: str) -> None:
-        residency = {"pin": "device", "unpin": "system"}.get(what)
-        command: dict[str, Any] = {"command": what, "model": model}
-        if residency is not None:
-            command = {"command": "residency", "model": model, "residency": residency}
-        await self._ask(command)
+        if what in RESIDENCIES:
+            await self._ask({"command": "residency", "model": model, "residency": RESIDENCIES[what]})
+        else:
+            await self._ask({"command": what, "model": model})
 
     async def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         try:
             return await self._link.command(command)
         except Refused as refused:
-            raise Wrong(_STATUSES.get(refused.code, 500), str(refused)) from None
+            raise Wrong.of(refused.code, str(refused)) from None

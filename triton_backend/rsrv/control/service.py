@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -127,8 +128,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def WatchPage(
         self, request: pb.WatchPageRequest, context: Any
     ) -> AsyncIterator[pb.WatchPageResponse]:
-        async for event in self._live.watch():
-            yield pb.WatchPageResponse(event=event.name, json=event.json)
+        async with aclosing(self._live.watch()) as events:
+            async for event in events:
+                yield pb.WatchPageResponse(event=event.name, json=event.json)
 
     async def WatchState(
         self, request: pb.WatchStateRequest, context: Any

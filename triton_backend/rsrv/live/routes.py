@@ -1,15 +1,22 @@
 """The live page over HTTP: three files, a stream of events, stories, and steering for those who have the token."""
 
+import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from importlib import resources
 from typing import Protocol
 
 from aiohttp import web
 
+log = logging.getLogger("rsrv.live")
+
 #: what may be asked for by whoever has the token
 ACTIONS = ("pin", "unpin", "prefetch", "evict")
+#: what two of them mean for where weights are for sure
+RESIDENCIES = {"pin": "device", "unpin": "system"}
 _FILES = {"": "index.html", "page.css": "page.css", "page.js": "page.js"}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 #: the page loads nothing from elsewhere, and is shown in nobody else's
@@ -22,8 +29,19 @@ _HEADERS = {
 }
 #: watchers at a time
 _MOST = 64
+#: seconds that one may take for an event
+_PATIENCE = 30.0
 #: bytes of what is asked for
 _BODY = 4096
+#: HTTP's word for a refusal of gRPC's
+_STATUSES = {
+    "NOT_FOUND": 404,
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 409,
+    "UNAUTHENTICATED": 502,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
 
 
 class Wrong(Exception):
@@ -33,11 +51,22 @@ class Wrong(Exception):
         super().__init__(text)
         self.status = status
 
+    @classmethod
+    def of(cls, code: str, text: str) -> "Wrong":
+        """`code`: the name of a gRPC status."""
+        return cls(_STATUSES.get(code, 500), text)
+
+
+def story_lines(stories: Mapping[str, Sequence[str]]) -> list[str]:
+    """What there is of each version, by key, in one list; of several, with the key."""
+    alone = len(stories) == 1
+    return [line if alone else f"{key}: {line}" for key, lines in stories.items() for line in lines]
+
 
 class Source(Protocol):
     """One server or several, by name; who has one only calls it by any name."""
 
-    def events(self) -> AsyncIterator[tuple[str, str, str]]:
+    def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         """Server, name of the event, and JSON: what there is, then what happens."""
 
     async def story(self, server: str, model: str) -> list[str]:
@@ -80,13 +109,14 @@ class Page:
             await answer.prepare(request)
             hello = json.dumps({"writable": self._token is not None})
             await answer.write(f"retry: 1000\nevent: hello\ndata: {hello}\n\n".encode())
-            async for server, name, text in self._source.events():
-                await answer.write(
-                    f'event: {name}\ndata: {{"server": {json.dumps(server)}, "is": {text}}}\n\n'.encode()
-                )
+            async with aclosing(self._source.events()) as events:
+                async for server, name, text in events:
+                    event = f'event: {name}\ndata: {{"server": {json.dumps(server)}, "is": {text}}}\n\n'
+                    async with asyncio.timeout(_PATIENCE):
+                        await answer.write(event.encode())
             return answer
-        except ConnectionError:
-            return answer  # the watcher has gone
+        except (ConnectionError, TimeoutError):
+            return answer  # the watcher has gone, or takes nothing
         finally:
             self._watchers -= 1
 
@@ -107,14 +137,25 @@ class Page:
                 status=401, text="that is not the token\n", headers={"WWW-Authenticate": "Bearer"}
             )
         try:
-            wanted = json.loads(await request.content.read(_BODY))
+            wanted = json.loads(await _body(request))
             server, model, what = (str(wanted[key]) for key in ("server", "model", "what"))
         except (ValueError, LookupError, TypeError):
             return web.Response(status=400, text="wanted: an object with server, model and what\n")
         if what not in ACTIONS:
             return web.Response(status=400, text=f"what must be one of {', '.join(ACTIONS)}\n")
+        log.info("live page at %s: %s %s at %s", request.remote, what, model, server)
         try:
             await self._source.steer(server, model, what)
         except Wrong as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n")
         return web.Response(text="done\n")
+
+
+async def _body(request: web.Request) -> bytes:
+    """Raises ValueError: it is too large."""
+    body = b""
+    while some := await request.content.readany():
+        body += some
+        if len(body) > _BODY:
+            raise ValueError
+    return body

@@ -2,7 +2,9 @@
 // Everything that comes from outside becomes text (textContent), never markup.
 
 const SECONDS = 30; // of the timeline
+const MOST_SPANS = 50_000; // of a device, in the timeline
 const MOST_LINES = 200; // of the log
+const SILENCE = 5; // seconds without figures of a device until that is said
 
 const $ = (id) => document.getElementById(id);
 const make = (tag, properties = {}, ...children) => {
@@ -30,10 +32,14 @@ const seconds = (value) => {
 };
 const rate = (value) => (value == null ? "–" : value < 10 ? value.toFixed(1) : value.toFixed(0));
 const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
+const colours = new Map();
 const colour = (name) => {
-  let hash = 0;
-  for (const character of name) hash = (hash * 31 + character.codePointAt(0)) >>> 0;
-  return `hsl(${hash % 360} ${45 + (hash >> 9) % 25}% ${45 + (hash >> 17) % 15}%)`;
+  if (!colours.has(name)) {
+    let hash = 0;
+    for (const character of name) hash = (hash * 31 + character.codePointAt(0)) >>> 0;
+    colours.set(name, `hsl(${hash % 360} ${45 + (hash >>> 9) % 25}% ${45 + (hash >>> 17) % 15}%)`);
+  }
+  return colours.get(name);
 };
 
 // --- state --------------------------------------------------------------------------------------------------
@@ -65,7 +71,7 @@ function take(state) {
     const per = (name) => (last ? Math.max(0, (model[name] - last[name]) / elapsed) : null);
     const row = rows.get(key) ?? { key, server: state.server };
     rows.set(key, row);
-    Object.assign(row, model, { rate: per("requests"), share: per("device_s"), loading: per("loads"), gone: false });
+    Object.assign(row, model, { rate: per("requests"), share: per("device_s"), loading: per("loads") });
     seen.add(key);
   }
   for (const [key, row] of rows) {
@@ -79,10 +85,10 @@ function take(state) {
 function takeSpans(server, spans) {
   const kept = known(server).spans;
   for (const [kind, model, start, length, n, size, requests, failed] of spans) {
-    kept.push({ kind, model, start, length, n, size, requests, failed });
+    kept.push({ kind, model, start, length, n, size, requests, failed, colour: colour(model) });
   }
   const oldest = kept.at(-1).start - SECONDS - 5;
-  let gone = 0;
+  let gone = Math.max(0, kept.length - MOST_SPANS);
   while (gone < kept.length && kept[gone].start + kept[gone].length < oldest) gone++;
   kept.splice(0, gone);
 }
@@ -101,7 +107,7 @@ function drawDevices() {
     say(title, name);
     const device = state.device;
     if (!state.up || !device) {
-      say(facts, state.why || "the runtime does not answer");
+      say(facts, state.why);
       for (const part of Object.values(bar)) part.style.flexGrow = 0;
       continue;
     }
@@ -123,7 +129,11 @@ function drawDevices() {
     say(facts, `${bytes(device.held)} of ${device.budget == null ? "no limit" : bytes(device.budget)} for weights · `
       + `busy ${percent(Math.min(1, busy))} · host ${bytes(state.host.physical)}`);
   }
-  for (const server of servers.values()) if (server.card && !server.card.root.isConnected) $("devices").append(server.card.root);
+  const cards = names.map((name) => servers.get(name).card).filter(Boolean);
+  cards.forEach(({ root }, at) => {
+    const there = $("devices").children[at];
+    if (there !== root) $("devices").insertBefore(root, there ?? null);
+  });
 }
 
 function card(name) {
@@ -147,15 +157,19 @@ function drawTimeline(server) {
   const context = canvas.getContext("2d");
   context.clearRect(0, 0, width, height);
   const { from, scale } = window_(server, width);
+  const painted = new Map(); // by the top of a lane: to where it is full
   for (const span of server.spans) {
-    const at = (span.start - from) * scale;
-    if (at > width || at + span.length * scale < 0) continue;
+    const at = (span.start - from) * scale, end = at + Math.max(span.length * scale, devicePixelRatio);
+    if (at > width || end < 0) continue;
     const [top, tall] = lane(span.kind, height);
-    context.fillStyle = colour(span.model);
-    context.fillRect(at, top, Math.max(span.length * scale, devicePixelRatio), tall);
+    // Of thousands a second most would be in the same column of pixels.
+    if (end <= (painted.get(top) ?? -1) && !span.failed) continue;
+    painted.set(top, Math.ceil(end));
+    context.fillStyle = span.colour;
+    context.fillRect(at, top, end - at, tall);
     if (span.failed) {
       context.fillStyle = getComputedStyle(document.body).getPropertyValue("--bad");
-      context.fillRect(at, top, Math.max(span.length * scale, 2 * devicePixelRatio), 3 * devicePixelRatio);
+      context.fillRect(at, top, end - at + devicePixelRatio, 3 * devicePixelRatio);
     }
   }
 }
@@ -241,8 +255,9 @@ function line(row) {
   const cells = COLUMNS.map((column) => make("td", { className: column.number ? "number" : column.id, hidden: column.hidden?.() ?? false }));
   const button = make("button", { type: "button", textContent: row.name, title: row.name });
   button.addEventListener("click", () => tell(row));
-  cells[0].append(make("i", { style: `background:${colour(row.name)}` }), button);
-  cells[0].firstChild.style.background = colour(row.name);
+  const dot = make("i");
+  dot.style.background = colour(row.name);
+  cells[0].append(dot, button);
   const element = make("tr", {}, ...cells);
   element.dataset.model = row.name;
   return element;
@@ -303,7 +318,9 @@ function action(what, row) {
 
 function log({ t, server, text }) {
   const time = make("time", { textContent: new Date(t * 1000).toLocaleTimeString() });
-  $("log").prepend(make("li", {}, time, servers.size > 1 ? `${server}: ${text}` : text));
+  const item = make("li", {}, time, servers.size > 1 ? `${server}: ${text}` : text);
+  item.dataset.server = server;
+  $("log").prepend(item);
   while ($("log").children.length > MOST_LINES) $("log").lastChild.remove();
 }
 
@@ -320,7 +337,11 @@ source.addEventListener("open", () => connection("live", "live"));
 source.addEventListener("error", () => connection("lost", "connection lost; trying again"));
 on(source, "hello", (hello) => {
   writable = hello.writable;
-  $("log").replaceChildren();
+});
+on(source, "begin", ({ server }) => {
+  // Its latest lines and spans follow.
+  known(server).spans.length = 0;
+  for (const item of [...$("log").children]) if (item.dataset.server === server) item.remove();
 });
 on(source, "log", ({ server, is }) => log({ server, ...is }));
 on(source, "spans", ({ server, is }) => takeSpans(server, is.spans));
@@ -337,11 +358,21 @@ on(source, "gone", ({ server }) => {
   servers.get(server)?.card?.root.remove();
   servers.delete(server);
   for (const [key, row] of rows) if (row.server === server) { row.element?.remove(); rows.delete(key); }
+  drawHeader();
   drawModels();
+  drawTotals();
 });
 for (const id of ["find", "busy"]) $(id).addEventListener("input", drawModels);
 const frame = () => {
-  for (const server of servers.values()) if (server.card) drawTimeline(server);
+  for (const server of servers.values()) {
+    if (!server.card) continue;
+    drawTimeline(server);
+    const silent = (performance.now() - server.seen) / 1000;
+    if (silent > SILENCE) {
+      server.card.root.dataset.up = "false";
+      say(server.card.facts, `no figures for ${Math.round(silent)} s`);
+    }
+  }
   setTimeout(() => requestAnimationFrame(frame), 100);
 };
 drawHeader();

@@ -7,6 +7,9 @@ PYTEST := $(BIN)/python -m pytest
 # Compiled models survive from run to run; the runtime reads this as its setting runtime.compilation_cache_dir.
 export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
+# Of the theme, about a successor; the documentation's tools are pinned.
+export NO_MKDOCS_2_WARNING := 1
+
 # Where there is no GPU; one with GPUs has its own idea.
 NODE ?= --cpu-workers 2
 
@@ -17,7 +20,7 @@ BROWSER := .browser/.stamp
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
 	soak-gateway scheduler-page simulator-page \
-	eviction-page live-page-picture lint format clean proto bundles
+	eviction-page live-page-picture configuration-page lint format clean proto bundles docs docs-serve dist test-wheel
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -95,10 +98,25 @@ eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md an
 live-page-picture: $(VENV) $(TRITON) $(BROWSER) ## make the picture of docs/live-page.md anew
 	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 
+configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
+	$(BIN)/python tools/configuration_page.py
+
+docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(VENV) ## the same on http://127.0.0.1:8080, following changes
+	$(BIN)/python -m mkdocs serve --livereload --dev-addr 127.0.0.1:8080
+
+dist: $(VENV) ## the wheel and the sdist, in dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+test-wheel: $(VENV) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
+	$(BIN)/python tools/try_wheel.py
+
 proto: $(VENV) ## generate the stubs of the control services anew
 	$(BIN)/python tools/make_proto.py
 
-lint: $(VENV) ## style and types
+lint: $(VENV) docs ## style, types, and the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

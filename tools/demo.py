@@ -63,7 +63,9 @@ def main() -> int:
         env = {"RSRV_METRICS__LISTEN": page}
         with TritonServer(repository, log_path=log_path, extra_args=FOLLOW, env=env) as server:
             server.wait_ready(timeout=600, progress=lambda model: print(f"   loaded {model}", flush=True))
-            print(f"   ready after {time.monotonic() - started:.1f} s; live page until it stops: http://{page}/")
+            print(
+                f"   ready after {time.monotonic() - started:.1f} s; live page until it stops: http://{page}/"
+            )
             good = classify(server) and compare(server)
             step("stopping tritonserver")
     except (ServerFailed, InstallError) as error:

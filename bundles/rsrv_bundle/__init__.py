@@ -1,13 +1,35 @@
 """The bundle format: a directory with compiled modules, weights, a manifest and optional Python hooks.
 
-Importing this package loads numpy and nothing heavier. `rsrv_bundle.modules` looks into compiled modules and needs
-jaxlib; `rsrv_bundle.export` writes bundles and needs jax.
+Importing this package loads nothing: each of its names is fetched when it is used, and then numpy is the heaviest of what
+is loaded. `rsrv_bundle.modules` looks into compiled modules and needs jaxlib; `rsrv_bundle.export` writes bundles and
+needs jax.
 """
 
-from rsrv_bundle.errors import BundleError
-from rsrv_bundle.reader import find_bundles, read_bundle
-from rsrv_bundle.spec import Bundle, Kind, Manifest, TensorSpec, WeightSpec
-from rsrv_bundle.weights import load_weights
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rsrv_bundle.errors import BundleError
+    from rsrv_bundle.reader import find_bundles, read_bundle
+    from rsrv_bundle.spec import Bundle, Kind, Manifest, TensorSpec, WeightSpec
+    from rsrv_bundle.weights import load_weights
+else:
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        for module, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"rsrv_bundle.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+#: where the names are at home, by module
+_HOMES = {
+    "errors": ("BundleError",),
+    "reader": ("find_bundles", "read_bundle"),
+    "spec": ("Bundle", "Kind", "Manifest", "TensorSpec", "WeightSpec"),
+    "weights": ("load_weights",),
+}
 
 __all__ = [
     "Bundle",

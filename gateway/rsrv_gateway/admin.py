@@ -87,18 +87,19 @@ class Admin:
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
         """The pages of each worker that has any, Triton's and rsrv's; None: there was nothing in time."""
-        workers = self._gateway.probes.workers().values()
+        probes = self._gateway.probes
+        views, workers = probes.views(), probes.workers().values()
         found = {worker.name: worker for worker in workers if worker.metrics or worker.control}
-        return dict(zip(found, await asyncio.gather(*map(self._pages, found.values())), strict=True))
+        pages = (self._pages(worker, alive=views[name].alive) for name, worker in found.items())
+        return dict(zip(found, await asyncio.gather(*pages), strict=True))
 
-    async def _pages(self, worker: Worker) -> Sequence[str | None]:
-        probes, name = self._gateway.probes, worker.name
-        if not probes.views()[name].alive:
+    async def _pages(self, worker: Worker, *, alive: bool) -> Sequence[str | None]:
+        if not alive:
             return (None,)
         async with self._slots:
             tritons, ours = await asyncio.gather(
                 self._text(worker.metrics) if worker.metrics else _nothing(),
-                probes.metrics(name) if worker.control else _nothing(),
+                self._gateway.probes.metrics(worker.name) if worker.control else _nothing(),
             )
         if tritons is not None and ours is not None:
             # What models show there is in ours, and would count twice.

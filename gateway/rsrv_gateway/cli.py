@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrv.command import add_version
+
 _EPILOG = """Settings are the section `gateway` of rsrv.yaml, and RSRV_GATEWAY__KEY in the environment, which wins.
 Exit status: 0 after SIGTERM or SIGINT; 1 when it cannot listen or go on; 2 for wrong settings or a wrong command line."""
 
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT,...",
         help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
     )
+    add_version(top)
     # How the gateway starts its own processes: the number of its end of a socket.
     top.add_argument("--process", type=int, help=argparse.SUPPRESS)
     return top

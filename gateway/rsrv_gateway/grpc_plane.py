@@ -28,6 +28,7 @@ from rsrv_gateway.traffic import CANCELLED, Traffic
 #: of the client's own connection, not of its request
 _HOP = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
+_INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
@@ -52,8 +53,8 @@ class GrpcFront:
                 SERVICE + name: grpc.unary_unary_rpc_method_handler(call)
                 for name, call in inquiries.calls().items()
             },
-            SERVICE + "ModelInfer": grpc.unary_unary_rpc_method_handler(self._infer),
-            SERVICE + "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(streaming.stream),
+            _INFER: grpc.unary_unary_rpc_method_handler(self._infer),
+            _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
         self._door = Door()
@@ -67,7 +68,7 @@ class GrpcFront:
             self.port = await self._server.start(self._settings.grpc, server_credentials(self._settings))
 
     def _make(self) -> Any:
-        handlers = [self._door, _Handlers(self.methods, self._token)]
+        handlers = [self._door, _Handlers(self.methods, self._token, self._traffic)]
         return grpc.aio.server(handlers=handlers, options=server_options(self._settings))
 
     def apply(self, workers: Mapping[str, Worker]) -> None:
@@ -110,13 +111,13 @@ class GrpcFront:
             if left is not None and self._steered and request.parameter("timeout") is None:
                 data += int_parameter("timeout", int(timeout * 1e6) or 1)
         except Malformed as error:
-            traffic.refused("INVALID_ARGUMENT")
+            traffic.refused("", "INVALID_ARGUMENT")
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         choice = router.select(model, items)
         if choice is None:
             found = await traffic.find(model, items)
             if isinstance(found, Refusal):
-                traffic.refused(found.code.name)
+                traffic.refused(model, found.code.name)
                 await refuse(context, found)
             choice = found
         code = CANCELLED
@@ -176,8 +177,9 @@ class GrpcFront:
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
     """All methods, for clients with the token."""
 
-    def __init__(self, handlers: Mapping[str, Any], token: Token) -> None:
+    def __init__(self, handlers: Mapping[str, Any], token: Token, traffic: Traffic) -> None:
         self._handlers = handlers
+        self._traffic = traffic
         self._token = token if token.needed else None
 
         async def refuse_client(_: Any, context: Any) -> None:
@@ -188,5 +190,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, details: Any) -> Any:
         if self._token is not None and not self._token.lets_in(details.invocation_metadata):
+            if details.method in (_INFER, _STREAM_INFER):
+                self._traffic.refused("", grpc.StatusCode.UNAUTHENTICATED.name)
             return self._refuse
         return self._handlers.get(details.method)

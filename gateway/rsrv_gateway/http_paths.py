@@ -1,17 +1,18 @@
 """What a client asks for over HTTP, by method and path. Pure.
 
-Model names are as they stand in the path: tritonserver does not decode them either.
+Model names are as they stand in the path: tritonserver does not decode them either. None has a #, behind which nothing
+would be sent on.
 """
 
 import re
 from dataclasses import dataclass
 
 _MODEL = re.compile(
-    r"/v2/models/([^/]+)(?:/versions/[0-9]+)?(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
+    r"/v2/models/([^/#]+)(?:/versions/[0-9]+)?(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
 )
-_CONTROL = re.compile(r"/v2/repository(?:/[^/]+)?/(?:models/([^/]+)/(load|unload)|(index))")
+_CONTROL = re.compile(r"/v2/repository(?:/[^/#]+)?/(?:models/([^/#]+)/(load|unload)|(index))")
 _MEMORY = re.compile(
-    r"/v2/(system|cuda)sharedmemory(?:(?:/region/[^/]+)?/(status|unregister)|/region/[^/]+/(register))"
+    r"/v2/(system|cuda)sharedmemory(?:(?:/region/[^/#]+)?/(status|unregister)|/region/[^/#]+/(register))"
 )
 _FIXED = {
     "/v2": "server",

@@ -21,13 +21,13 @@ from rsrv_gateway.contract import Worker
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_outcomes import error_body, for_client
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
-from rsrv_gateway.http_peek import MOST_JSON, peek
+from rsrv_gateway.http_peek import MOST_JSON, MOST_SEARCHED, peek
 from rsrv_gateway.http_pools import Pool, Query, Reply, Rest, end_to_end
 from rsrv_gateway.listening import Token
 from rsrv_gateway.listening import tls_context as server_context
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.traffic import CANCELLED, Traffic
-from rsrv_gateway.upload import Upload, UploadError, decoded
+from rsrv_gateway.upload import Keeping, Upload, UploadError, decoded
 
 _INFERENCE = ("infer", "generate", "generate_stream")
 _TOKEN = frozenset(["authorization"])
@@ -64,6 +64,8 @@ class HttpFront:
         self._hop = _TOKEN if self._token.needed else frozenset()
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
+        #: bodies of inference requests
+        self.keeping = Keeping()
         self._draining = False
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -153,6 +155,8 @@ class HttpFront:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         sent = request.headers.get("Authorization", "")
         if not self._token.lets_in([("authorization", sent)]):
+            if request.path.endswith(_INFERENCE):
+                self._traffic.refused("", StatusCode.UNAUTHENTICATED.name)
             return _refused(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))
         try:
             target = target_of(request.method, request.raw_path)
@@ -161,7 +165,7 @@ class HttpFront:
         if target.what in _INFERENCE:
             return await self._infer(request, target)
         try:
-            upload = await self._upload(request)
+            upload = await self._upload(request, None)
             await self._in_time(upload.settle())
         except UploadError as error:
             return _refused(error.refusal)
@@ -170,22 +174,29 @@ class HttpFront:
         return _refused(answer) if isinstance(answer, Refusal) else _response(answer)
 
     async def _infer(self, request: web.BaseRequest, target: Target) -> web.StreamResponse:
+        try:
+            upload = await self._upload(request, self.keeping)
+            try:
+                return await self._pass(request, upload, target)
+            finally:
+                upload.forget()
+        except UploadError as error:
+            self._traffic.refused(target.model, error.refusal.code.name)
+            return _refused(error.refusal)
+
+    async def _pass(self, request: web.BaseRequest, upload: Upload, target: Target) -> web.StreamResponse:
+        """Raises UploadError, before any worker is asked."""
         arrived = monotonic()
         deadline = arrived + self._timeout_s
         traffic, model = self._traffic, target.model
         router = traffic.router
-        try:
-            upload = await self._upload(request)
-            header = await self._in_time(_json(request, upload))
-        except UploadError as error:
-            traffic.refused(error.refusal.code.name)
-            return _refused(error.refusal)
+        header = await self._in_time(_json(request, upload))
         items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
         choice = router.select(model, items)
         if choice is None:
             found = await traffic.find(model, items)
             if isinstance(found, Refusal):
-                traffic.refused(found.code.name)
+                traffic.refused(model, found.code.name)
                 return _refused(found)
             choice = found
         query = self._query(request, upload, target)
@@ -194,7 +205,11 @@ class HttpFront:
             if sequence:
                 traffic.settle(choice, model, sequence)
             answer = await self._ask(choice.worker, query, deadline - monotonic())
-            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
+            again = not sequence and not upload.cut
+            if again and isinstance(answer, Refusal) and answer.lost and not choice.others:
+                # A worker closes an idle connection when it likes, which may be now.
+                answer = await self._ask(choice.worker, query, deadline - monotonic())
+            elif again and isinstance(answer, Refusal) and answer.elsewhere():
                 answer = await ask_others(
                     traffic,
                     choice,
@@ -209,8 +224,7 @@ class HttpFront:
                 response: web.StreamResponse = _response(answer)
                 code = "OK"
             else:
-                response, complete = await _stream(request, answer, answer.rest, self._timeout_s)
-                code = "OK" if complete else _BROKEN
+                response, code = await _stream(request, answer, answer.rest, self._timeout_s)
             return response
         finally:
             router.release(choice)
@@ -220,6 +234,10 @@ class HttpFront:
         pool = self._pools.get(worker)
         if pool is None:
             return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} has gone, or serves no HTTP")
+        if query.upload is not None and query.upload.cut:
+            return Refusal(
+                StatusCode.RESOURCE_EXHAUSTED, "too much is on its way to be kept for another worker"
+            )
         answers = pool.answers
         try:
             async with asyncio.timeout(timeout):
@@ -233,10 +251,10 @@ class HttpFront:
             self._traffic.brain.failed(worker)
         return answer
 
-    async def _upload(self, request: web.BaseRequest) -> Upload:
+    async def _upload(self, request: web.BaseRequest, keeping: Keeping | None) -> Upload:
         """Raises UploadError."""
         size = request.content_length if request.body_exists else 0
-        upload = Upload(request.content, size, self._settings.max_message_bytes)
+        upload = Upload(request.content, size, self._settings.max_message_bytes, keeping)
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
@@ -265,14 +283,12 @@ class HttpFront:
 
 
 async def _json(request: web.BaseRequest, upload: Upload) -> bytes:
-    """The request's JSON, without the binary data after it. Raises UploadError."""
+    """The request's JSON as far as it is looked at, without the binary data after it. Raises UploadError."""
     encoding = request.headers.get("Content-Encoding")
     length = request.headers.get("Inference-Header-Content-Length", "")
     await upload.settle()
-    if not (length.isdecimal() and len(length) < 10):
-        whole = await upload.whole()
-        return whole if encoding is None else decoded(whole, encoding, MOST_JSON + 1)
-    size = int(length)
+    most = MOST_SEARCHED if encoding is None else MOST_JSON + 1
+    size = min(int(length), most) if length.isdecimal() and len(length) < 10 else most
     if encoding is None:
         return (await upload.head(size))[:size]
     return decoded(await upload.head(size + _COMPRESSED_MORE), encoding, size)
@@ -289,8 +305,11 @@ def _response(reply: Reply) -> web.Response:
 
 async def _stream(
     request: web.BaseRequest, reply: Reply, rest: Rest, patience: float
-) -> tuple[web.StreamResponse, bool]:
-    """Passes on what is still to come; whether all of it came. The worker may be silent for `patience` seconds."""
+) -> tuple[web.StreamResponse, str]:
+    """Passes on what is still to come; with the code by which that ended.
+
+    The worker may be silent, and the client take nothing, for `patience` seconds.
+    """
     reply.headers["Server"] = _NAME
     response = web.StreamResponse(status=reply.status, headers=reply.headers)
     response.content_length = reply.size
@@ -301,14 +320,22 @@ async def _stream(
                 async with asyncio.timeout(patience):
                     piece = await rest.read()
             except (ClientError, TimeoutError, OSError):
-                if request.transport is not None:
-                    # Too late for a status: only the broken connection says that this is not all.
-                    request.transport.abort()
-                return response, False
+                return _broken_off(request, response), _BROKEN
             if not piece:
                 break
-            await response.write(piece)
+            try:
+                async with asyncio.timeout(patience):
+                    await response.write(piece)
+            except TimeoutError:
+                return _broken_off(request, response), CANCELLED
     finally:
         rest.close()
     await response.write_eof()
-    return response, True
+    return response, "OK"
+
+
+def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
+    """Too late for a status: only the broken connection says that this is not all."""
+    if request.transport is not None:
+        request.transport.abort()
+    return response

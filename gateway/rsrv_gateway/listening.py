@@ -68,8 +68,8 @@ class Token:
             raise ListenError(
                 f"gateway.token_file: everybody can read {path}: chmod o-r it, and change the token"
             )
-        if not token:
-            raise ListenError(f"gateway.token_file: {path} is empty")
+        if not (token and token.isascii() and token.decode().isprintable()):
+            raise ListenError(f"gateway.token_file: {path} holds no token: one line of ASCII")
         self._wanted = b"Bearer " + token
 
     @property
@@ -86,7 +86,9 @@ class Token:
         if self._wanted is None:
             return True
         sent = next((value for name, value in headers if name == "authorization"), "")
-        return hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._wanted)
+        # Over HTTP, bytes that are no text come as surrogates.
+        token = sent.encode(errors="surrogateescape") if isinstance(sent, str) else sent
+        return hmac.compare_digest(token, self._wanted)
 
 
 def read_setting(key: str, path: Path) -> bytes:

@@ -62,7 +62,8 @@ class _Families(Collector):
 def _traffic(counts: Counts) -> Iterator[Metric]:
     yield _counter(
         "rsrv_gateway_requests",
-        "Inference requests that are over; no model: the client named none that there is.",
+        "Inference requests that are over. No model: the client named none that there is, or was not let in; no worker: it "
+        "went to none.",
         ("model", "worker", "code"),
         counts.requests,
     )

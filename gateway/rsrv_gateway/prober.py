@@ -83,7 +83,7 @@ class GrpcProber:
             answer = await stub.GetMetrics(pb.GetMetricsRequest(), **self._terms(_METRICS))
         except grpc.RpcError:
             return None
-        return str(answer.text)
+        return None if answer is None else str(answer.text)  # None: no such message
 
     def control(self) -> Control | None:
         if self._control is None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from rsrv_gateway.contacts import Control
 from rsrv_gateway.contract import Act, Worker, WorkerView
@@ -173,7 +174,8 @@ class Errands:
     def __init__(self, do: Do) -> None:
         self._do = do
         self._pending: set[tuple[Act, str, str]] = set()
-        self._locks: dict[str, asyncio.Lock] = {}
+        #: by worker, as long as something waits or is under way
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, act: Act, worker: str, model: str) -> None:

@@ -1,9 +1,9 @@
 """rsrv.gateway.v1.Gateway: what the planner knows and does, over gRPC. gateway.proto says what each call means."""
 
-import importlib.metadata
 import os
 from collections import Counter
 
+import rsrv
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member
 from rsrv.control.server import Kind
@@ -49,7 +49,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             workers=[messages.worker(one, workers, outstanding[one.name]) for one in status.workers],
             warnings=status.warnings,
             pid=os.getpid(),
-            version=importlib.metadata.version("rsrv"),
+            version=rsrv.__version__,
         )
 
     @steers

@@ -1,8 +1,9 @@
 """ModelStreamInfer: one stream of a client, and one to the worker of each model that its messages are for.
 
-All messages of a model go to one worker, so that sequences stay together and answers of a model stay in order. Those of
-several models are put in order here (`stream_order`), which needs to know which of them are decoupled: that is asked as
-soon as a stream has a second model, for the worker of a single one keeps the order itself.
+All messages of a model go to one worker, that of the first one's sequence if it has one, so that sequences stay together
+and answers of a model stay in order. Those of several models are put in order here (`stream_order`), which needs to know
+which of them are decoupled: that is asked as soon as a stream has a second model, for the worker of a single one keeps the
+order itself; or a lot of messages without answers.
 
 Models do not share a stream, even where they have one worker: tritonserver (24.10) writes the answers of several at once,
 and ends itself when that happens (triton-inference-server/server issue 7472).
@@ -20,7 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import Channels, Link
-from rsrv_gateway.outcomes import MOST_LOSSES, Refusal
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, tagged
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.stream_order import Answers, Place
@@ -28,6 +29,8 @@ from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.
 _KEPT_BYTES = 4 << 20
+#: Messages to a decoupled model that are believed to wait for an answer: nobody says which of them get none.
+_MOST_WAITING = 1000
 #: tritonserver ends a stream with its first error, if the client sends this, and else says errors in answers
 _ERRORS_END_IT = "triton_grpc_error"
 #: how an answer begins that says an error
@@ -67,6 +70,12 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _error_code(answer: bytes) -> str:
+    """Of an error that is said in an answer, where only a tag can tell; that stands in the bytes as it is."""
+    message = answer.decode(errors="replace")
+    return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
 
 class _Refused(Exception):
@@ -189,14 +198,17 @@ class _Stream:
             measured = router.measured(model)
             items = 1 if measured is None else request.items(*measured)
             name = request.id
+            sequence = None if model in self._homes else request.parameter("sequence_id")
         except Malformed as error:
-            self._traffic.refused("INVALID_ARGUMENT")
+            self._traffic.refused("", "INVALID_ARGUMENT")
             raise _Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
         choice = router.select(model, items) or await self._traffic.find(model, items)
         if isinstance(choice, Refusal):
-            self._traffic.refused(choice.code.name)
+            self._traffic.refused(model, choice.code.name)
             await self._refuse_message(choice, name)
             return
+        if sequence:
+            self._traffic.settle(choice, model, sequence)
         message = _Message(model, items, choice)
         try:
             message.place = await self._place(model)
@@ -207,6 +219,15 @@ class _Stream:
         upstream.expect(message, data)
         async with upstream.writing:
             await upstream.write(data)
+        if len(upstream.waiting) > _MOST_WAITING:
+            await self._forget(upstream)
+
+    async def _forget(self, upstream: _Upstream) -> None:
+        """The oldest message, unless it will be answered."""
+        await self._tell_apart()
+        if upstream.waiting and self._once[upstream.model] is False:
+            upstream.answered()
+            self._over(upstream.waiting.popleft(), "OK")
 
     async def _refuse_message(self, refusal: Refusal, name: str) -> None:
         """As tritonserver refuses one message of a stream."""
@@ -275,7 +296,7 @@ class _Stream:
                 upstream.link.answers += 1
                 if upstream.waiting:
                     message = upstream.waiting.popleft()
-                    self._over(message, "UNKNOWN" if data[:1] == _ERROR else "OK")
+                    self._over(message, _error_code(data) if data[:1] == _ERROR else "OK")
                     place = message.place
                 await self._answers.put(place, data)
             # Only the client ends a stream in order.

@@ -86,9 +86,10 @@ class Traffic:
         durations.observe(seconds)
         self._items[model] += items
 
-    def refused(self, code: str) -> None:
-        """A request is over that named no model of ours: its name is the client's invention."""
-        key = ("", "", code)
+    def refused(self, model: str, code: str) -> None:
+        """A request is over that went to no worker. A model that there is not is the client's invention, and has no
+        name."""
+        key = (model if model in self.table else "", "", code)
         self._requests[key] = self._requests.get(key, 0) + 1
 
     def counts(self) -> Counts:
@@ -107,4 +108,9 @@ class Traffic:
 
 def _home(what: str, workers: Sequence[str]) -> str:
     """The same one of the workers each time, and mostly also when another one comes or goes."""
-    return max(workers, key=lambda worker: blake2b(f"{worker}/{what}".encode(), digest_size=8).digest())
+
+    def rank(worker: str) -> bytes:
+        # JSON may say texts that are no Unicode.
+        return blake2b(f"{worker}/{what}".encode(errors="surrogatepass"), digest_size=8).digest()
+
+    return max(workers, key=rank)

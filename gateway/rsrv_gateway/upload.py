@@ -1,4 +1,6 @@
-"""A client's request body, on its way to a worker: it goes on as it comes, and is kept in case another worker is asked."""
+"""A client's request body, on its way to a worker: it goes on as it comes, and is kept in case another worker is asked,
+unless too much is kept already.
+"""
 
 import asyncio
 import zlib
@@ -12,6 +14,17 @@ from rsrv_gateway.outcomes import Refusal
 
 #: bytes up to which a body is waited for and sent as one
 SMALL = 1 << 18
+#: Bytes of bodies that a process keeps for another worker. What comes above that goes to one worker, and is forgotten.
+MOST_KEPT = 1 << 30
+
+
+class Keeping:
+    """What all uploads of one process keep together."""
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        """At most so many bytes."""
+        self.most = most
+        self.bytes = 0
 
 
 class UploadError(Exception):
@@ -24,16 +37,25 @@ class UploadError(Exception):
 
 
 class Upload:
-    """One event loop owns it; several workers may get it at the same time."""
+    """One event loop owns it; several workers may get it at the same time, while it is kept."""
 
-    def __init__(self, stream: StreamReader, size: int | None, most: int) -> None:
-        """Of `size` bytes (None: the client does not say), and not more than `most`. Raises UploadError."""
+    def __init__(
+        self, stream: StreamReader, size: int | None, most: int, keeping: Keeping | None = None
+    ) -> None:
+        """Of `size` bytes (None: the client does not say), and not more than `most`; without `keeping` it is kept
+        whatever that takes. Raises UploadError."""
         self._stream = stream
         #: None: the client does not say
         self.size = size
         self._most = most
         self._pieces: list[bytes] = []
         self._came = 0
+        self._keeping = keeping
+        self._counted = 0
+        #: whether it can be sent from its beginning, to any number of workers
+        self.kept = True
+        #: whether its beginning has been forgotten
+        self.cut = False
         self._reading = asyncio.Lock()
         #: the client has sent all
         self.ended = False
@@ -66,12 +88,24 @@ class Upload:
 
     async def _all(self) -> AsyncIterator[bytes]:
         at = 0
-        while at < len(self._pieces) or not self.ended:
-            if at == len(self._pieces):
-                await self._more(at)
-            else:
+        while True:
+            if at and not self.kept:  # what was sent is not needed any more
+                del self._pieces[:at]
+                at, self.cut = 0, True
+            if at < len(self._pieces):
                 at += 1
                 yield self._pieces[at - 1]
+            elif self.ended:
+                break
+            else:
+                await self._more(at)
+
+    def forget(self) -> None:
+        """No other worker will be asked. May be called again."""
+        self.kept = False
+        if self._keeping is not None:
+            self._keeping.bytes -= self._counted
+        self._counted = 0
 
     async def _more(self, known: int) -> None:
         """Waits until there are more pieces than `known`, or it has ended. Raises UploadError."""
@@ -91,7 +125,16 @@ class Upload:
                 raise self._too_large()
             if piece:
                 self._pieces.append(piece)
+                self._count(len(piece))
             self.ended = self._stream.at_eof()
+
+    def _count(self, size: int) -> None:
+        if self._keeping is None or not self.kept:
+            return
+        self._counted += size
+        self._keeping.bytes += size
+        if self._keeping.bytes > self._keeping.most:
+            self.forget()
 
     def _too_large(self) -> UploadError:
         message = f"the request has more than {self._most} bytes, which is gateway.max_message_bytes"
@@ -101,7 +144,7 @@ class Upload:
 
 def decoded(head: bytes, encoding: str, size: int) -> bytes:
     """The first `size` bytes of what was compressed; nothing where it is not known how."""
-    if encoding not in ("gzip", "deflate"):
+    if encoding not in ("gzip", "deflate") or not size:  # to zlib, 0 is no limit
         return b""
     try:
         return zlib.decompressobj(47).decompress(head, size)  # either of the two, as its first bytes say

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrv.command import add_version
+
 _EPILOG = """Every other setting is in rsrv.yaml, sections node and gateway, or in the environment (RSRV_NODE__FIRST_PORT).
 Ends with 0 when it is told to (SIGTERM, SIGINT; a second one ends it at once), with 1 when it cannot start or one of its
 processes has used up its restarts, with 2 for a wrong command line."""
@@ -14,7 +16,7 @@ processes has used up its restarts, with 2 for a wrong command line."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     from rsrv_node import node
 
     try:
@@ -23,18 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
         prog="rsrv-node",
         description="Serves bundles on all devices of this machine: a tritonserver for each, which follows changes of "
         "the bundles, and with two or more the gateway in front of them.",
         epilog=_EPILOG,
     )
-    parser.add_argument(
+    top.add_argument(
         "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a directory of bundles, or a bundle"
     )
-    parser.add_argument("--config", metavar="FILE", type=Path, help="settings; without: the defaults")
-    devices = parser.add_mutually_exclusive_group()
+    top.add_argument("--config", metavar="FILE", type=Path, help="settings; without: the defaults")
+    devices = top.add_mutually_exclusive_group()
     devices.add_argument(
         "--gpus",
         metavar="LIST",
@@ -44,12 +46,13 @@ def _parser() -> argparse.ArgumentParser:
     devices.add_argument(
         "--cpu-workers", metavar="N", type=_count, help="servers on the CPU instead (node.cpu_workers)"
     )
-    parser.add_argument(
+    top.add_argument(
         "--directory", metavar="DIR", type=Path, help="where the repositories are kept (node.directory)"
     )
-    parser.add_argument("--tritonserver", metavar="PROGRAM", help="the server to start (node.tritonserver)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
-    return parser
+    top.add_argument("--tritonserver", metavar="PROGRAM", help="the server to start (node.tritonserver)")
+    top.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
+    add_version(top)
+    return top
 
 
 def _gpus(text: str) -> list[int | str]:

@@ -122,7 +122,12 @@ def running_triton(
         log_path=log_path,
         extra_args=extra_args,
         # Compiled models are kept between runs of the tests; with an empty cache everything is only slower.
-        env={"RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()), **(env or {})},
+        # Several servers at a time would want one port for their metrics.
+        env={
+            "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
+            "RSRV_METRICS__LISTEN": "null",
+            **(env or {}),
+        },
         exit_on_error=exit_on_error,
     )
     _running.append(server)

@@ -97,7 +97,11 @@ def running_node(bundles: Path, folder: Path, settings: str, *arguments: Any) ->
     """A node over these bundles, with rsrv.yaml's text; ended with everything that it has started."""
     config = folder / "rsrv.yaml"
     config.write_text(settings)
-    environment = {**os.environ, "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache())}
+    environment = {
+        **os.environ,
+        "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(compilation_cache()),
+        "RSRV_METRICS__LISTEN": "null",
+    }
     with (folder / "node.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]

@@ -19,7 +19,7 @@ from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import caller, refusal
-from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
 from tests.e2e.lives import place
 
 ROW = np.ones((1, 64), np.float32)
@@ -67,13 +67,12 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text(
-        f"lifecycle: {{look_s: 0.1, poll_s: 0.5}}\nmetrics: {{listen: '127.0.0.1:{port}'}}\n"
-    )
+    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1, poll_s: 0.5}\n")
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
-    with running_triton(folder / "gen", folder / "server.log", extra_args=flags) as running:
+    env = {"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"}
+    with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as running:
         found = Metrics(running, port, folder / "bundles")
         wait_until(lambda: found.value("rsrv_runtime_up") == 1.0, what="rsrv's own metrics")
         yield found
@@ -165,3 +164,23 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
     )
     with caller(metrics.server) as call:
         call("exact", {"x": ROW})
+
+
+def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:
+    """Making one there could end it; rsrv's own page has everything."""
+    port = free_port()
+    assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(tmp_path / "gen")]) == 0
+    running = start_triton(
+        tmp_path / "gen",
+        extra_args=["--allow-metrics=false"],
+        env={"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"},
+    )
+    metrics = Metrics(running, port, tmp_path)
+
+    with caller(running) as call:
+        call("exact", {"x": ROW})
+
+    wait_until(
+        lambda: metrics.value("rsrv_responses_total", model="exact", status="ok") == 1, what="rsrv's page"
+    )
+    assert metrics.samples(metrics.tritons) == {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.wire.paths import base_directory
 from tests.e2e.harness import is_alive, wait_until
@@ -42,6 +44,18 @@ def public(start: int) -> str:
     return f"gateway: {{http: '{http}', grpc: '{grpc}', admin: '{admin}'}}\n"
 
 
+def answering(url: str) -> set[str]:
+    """Workers that have answered requests, as this page says twice: with rsrv's metrics, and with Triton's."""
+    with urllib.request.urlopen(url, timeout=10) as page:
+        families = {one.name: one for one in text_string_to_metric_families(page.read().decode())}
+
+    def workers(family: str) -> set[str]:
+        samples = families[family].samples if family in families else []
+        return {sample.labels["worker"] for sample in samples if sample.value}
+
+    return workers("rsrv_queue_wait_seconds") & workers("nv_inference_request_success")
+
+
 def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tmp_path: Path) -> None:
     """Each has a port, a repository and cores of its own; both follow the bundles; SIGTERM leaves nothing."""
     start = free_block(30)
@@ -52,6 +66,10 @@ def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tm
         assert [worker.name for worker in workers] == ["worker0", "worker1"]
         assert [node.wait_answer(worker.grpc_port, MODEL) for worker in workers] == [1, 1]
         assert node.wait_answer(grpc, MODEL) == 1
+        wait_until(
+            lambda: answering(f"http://127.0.0.1:{start + 22}/metrics") == {"worker0", "worker1"},
+            what="all metrics in one scrape",
+        )
         first, second = map(server_pid, workers)
         if len(os.sched_getaffinity(0)) > 1:
             assert os.sched_getaffinity(first).isdisjoint(os.sched_getaffinity(second))

@@ -1,1 +1,12 @@
 """rsrv: many compiled models on one GPU, behind Triton. Importing this costs nothing."""
+
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`, from the package's metadata, where pyproject.toml's is: looked up when somebody asks."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rsrv")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,10 +41,6 @@ class Histogram:
         #: of all values
         self.sum = 0.0
 
-    def __bool__(self) -> bool:
-        """Whether anything was observed."""
-        return any(self.counts)
-
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
@@ -76,11 +72,12 @@ class Histogram:
 
     def to_json(self) -> list[float]:
         """Sum, number of empty intervals before the first that is not, and the counts from that one to the last."""
-        filled = [index for index, count in enumerate(self.counts) if count]
-        if not filled:
-            return [0.0, 0]
-        first, last = filled[0], filled[-1]
-        return [self.sum, first, *self.counts[first : last + 1]]
+        counts, first, end = self.counts, 0, len(self.counts)
+        while end and not counts[end - 1]:
+            end -= 1
+        while first < end and not counts[first]:
+            first += 1
+        return [self.sum, first, *counts[first:end]]
 
     @classmethod
     def from_json(cls, bounds: Sequence[float], value: Any) -> "Histogram":

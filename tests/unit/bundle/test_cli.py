@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv_bundle import cli
+from rsrv_bundle import checking, cli
 from rsrv_bundle.export import export_bundle
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle
 
@@ -93,6 +93,6 @@ def test_signatures_without_jaxlib_are_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A check that was not made must not look like one that passed."""
-    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    monkeypatch.setattr(checking, "find_spec", lambda _: None)
     assert cli.main(["check", str(make_bundle(tmp_path))]) == 2
     assert "--no-signatures" in capsys.readouterr().err

@@ -66,18 +66,6 @@ async def shell(
         yield Shell(server, capsys)
 
 
-def test_help_comes_at_once() -> None:
-    """Nothing heavy is imported before the command knows what to do."""
-    program = (
-        "import sys, rsrv.control.cli as cli; cli.parser().format_help(); "
-        "print([name for name in ('grpc', 'google.protobuf', 'rich', 'pydantic', 'numpy') if name in sys.modules])"
-    )
-
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-
-    assert said.stdout.strip() == "[]"
-
-
 def test_commands_need_no_settings_reader_and_no_numpy() -> None:
     """Each invocation imports what it needs, no more: pydantic would double the time."""
     program = (

@@ -39,6 +39,8 @@ def common() -> dict[str, Any]:
         "hooks": {"pre": measured(SECONDS, 0.01)},
         "request": measured(SECONDS, 0.02, 0.03),
         "responses": {"ok": 3},
+        "refused": {"queue_full": 1},
+        "missed": {"load": 2},
     }
 
 
@@ -50,8 +52,6 @@ SAID: dict[str, Any] = {
             "resident": True,
             "host_bytes": 10,
             "device_bytes": 20,
-            "refused": {"queue_full": 1},
-            "missed": {"load": 2},
             "executions": 2,
             "rows": 5,
             "padded_rows": 3,

@@ -172,6 +172,7 @@ async def test_a_model_that_nobody_serves_now() -> None:
         assert code == "UNAVAILABLE"
         assert "'m'" in message
         assert house.brain.refreshes == 0
+        assert house.plane.counts().requests == {("m", "", "UNAVAILABLE"): 1}
 
         await house.apply({}, [])
         assert (await refusal(house.infer()))[0] == "UNAVAILABLE"

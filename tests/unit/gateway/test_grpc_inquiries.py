@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
-from rsrv_gateway.listening import server_credentials
+from rsrv_gateway.listening import Token, server_credentials
 from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving
 from tests.unit.gateway.workers import looped
 
@@ -184,6 +184,30 @@ async def test_a_region_is_registered_everywhere_or_nowhere(kind: str) -> None:
 
 
 @looped
+async def test_a_worker_does_not_say_whether_it_has_registered_a_region() -> None:
+    """A registration that one worker does not answer in time is taken back from that worker, too."""
+    async with serving(2) as house:
+        undone = asyncio.Semaphore(0)
+
+        async def undo(_: Any, __: Any) -> Any:
+            undone.release()
+            return pb.SystemSharedMemoryUnregisterResponse()
+
+        async def never(_: Any, __: Any) -> Any:
+            await asyncio.Event().wait()
+
+        everywhere(house, "SystemSharedMemoryRegister", saying(pb.SystemSharedMemoryRegisterResponse()))
+        house.workers[1].does["SystemSharedMemoryRegister"] = never
+        everywhere(house, "SystemSharedMemoryUnregister", undo)
+        request = pb.SystemSharedMemoryRegisterRequest(name="r")
+        code, _ = await refusal(house.call("SystemSharedMemoryRegister", request, timeout=0.5))
+
+        assert code == "DEADLINE_EXCEEDED"
+        for _ in house.workers:
+            await undone.acquire()
+
+
+@looped
 async def test_the_client_leaves_while_a_region_is_registered() -> None:
     """A registration that the client gave up is taken back from all workers that have done it."""
     async with serving(2) as house:
@@ -260,10 +284,22 @@ def test_the_token(tmp_path: Path) -> None:
                     house.stream(metadata=metadata).read(),
                 ):
                     assert (await refusal(call))[0] == "UNAUTHENTICATED"
+            assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 4}
             await house.call("ModelInfer", infer, metadata=(("authorization", "Bearer sesame"),))
             assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("contents", ["", "two\nlines", "d\u00fcrfen"])
+def test_a_file_without_a_token(tmp_path: Path, contents: str) -> None:
+    """A file that holds nothing that a client can send is refused, and not every client."""
+    secret = tmp_path / "token"
+    secret.write_text(contents)
+    secret.chmod(0o600)
+
+    with pytest.raises(ListenError, match="holds no token"):
+        Token(GatewaySection(token_file=secret))
 
 
 def test_tls(tmp_path: Path) -> None:

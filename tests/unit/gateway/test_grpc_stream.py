@@ -105,6 +105,20 @@ async def test_streams_share_the_workers() -> None:
 
 
 @looped
+async def test_a_sequence_goes_on_in_a_stream() -> None:
+    """A stream that begins with a request of a sequence goes to the worker that has the others of the sequence."""
+    async with serving(4) as house:
+        for number in range(1, 9):
+            request = Infer(model_name="m", id="m")
+            request.parameters["sequence_id"].int64_param = number
+            home = (await house.call("ModelInfer", request)).model_version
+            call = house.stream()
+            await call.write(request)
+            await call.done_writing()
+            assert await answers(call) == [("m", home, "")]
+
+
+@looped
 async def test_more_answers_than_requests() -> None:
     """A decoupled model's answers all arrive, also those after the client has said all."""
 
@@ -194,6 +208,31 @@ async def test_a_decoupled_model_does_not_wait() -> None:
         assert (await call.read()).infer_response.id == "m0"
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+@looped
+async def test_messages_without_answers(decoupled: bool) -> None:
+    """Of a decoupled model that never answers only so many messages are kept in mind; what others owe stays."""
+
+    async def swallow(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            pass
+
+    async with serving(1) as house:
+        (worker,) = house.workers
+        worker.does["ModelStreamInfer"] = swallow
+        worker.decoupled = {"m"} if decoupled else set()
+        call = await opened(house, *["m"] * 1010)
+        while len(worker.got.get("ModelStreamInfer", ())) < 1010:
+            await asyncio.sleep(0)
+        if decoupled:
+            await counted_at_least(house, ("m", "a", "OK"), 10)
+
+        assert house.plane.counts().outstanding == {("m", "a"): 1000 if decoupled else 1010}
+        assert len(worker.got["ModelConfig"]) == 1
+        await call.done_writing()
+        assert await answers(call) == []
+
+
 @looped
 async def test_nobody_says_whether_a_model_is_decoupled() -> None:
     """A model whose config no worker gives is neither waited for nor made to wait."""
@@ -264,10 +303,34 @@ async def test_errors_are_answers() -> None:
         assert (wrong, right) == ("wrong shape", "")
         assert house.plane.counts().requests == {
             ("", "", "NOT_FOUND"): 1,
-            ("", "", "UNAVAILABLE"): 1,
+            ("away", "", "UNAVAILABLE"): 1,
             ("n", "b", "UNKNOWN"): 1,
             ("m", "a", "OK"): 1,
         }
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("[rsrv:QUEUE_FULL] retry after 3 ms", "RESOURCE_EXHAUSTED"),
+        ("in ensemble 'e', [rsrv:RUNTIME_DOWN] wait", "UNAVAILABLE"),
+    ],
+)
+@looped
+async def test_errors_in_answers_are_final(message: str, code: str) -> None:
+    """What a worker says in a stream goes to the client, whatever it is, and a tag says how it is counted."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        async for _ in requests:
+            await context.write(service_pb2.ModelStreamInferResponse(error_message=message))
+
+    async with serving(2, TWO) as house:
+        house.workers[0].does["ModelStreamInfer"] = refuse
+        call = await opened(house, "m")
+        await call.done_writing()
+
+        assert await answers(call) == [("", "", message)]
+        assert house.plane.counts().requests == {("m", "a", code): 1}
 
 
 @looped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from io import BytesIO
@@ -122,6 +123,25 @@ async def test_items_are_read_where_they_count(binary: bool, compressed: bool) -
         assert house.plane.counts().items == {"m": 6}
 
 
+@pytest.mark.parametrize("length", ["0", "999999999"])
+@looped
+async def test_what_would_become_large_is_not_unpacked(length: str) -> None:
+    """However much compressed JSON a client announces, only the beginning of it is unpacked."""
+    body = gzip.compress(bytes(64 << 20), 1)
+    headers = {"Content-Encoding": "gzip", "Inference-Header-Content-Length": length}
+
+    async with serving(1) as house:
+        tracemalloc.start()
+        try:
+            answer = await house.infer(body, headers=headers)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+        assert answer.body == body
+        assert most < 16 << 20
+
+
 @pytest.mark.parametrize(("status", "message"), [(503, "[rsrv:RUNTIME_DOWN] wait"), (404, "no such model")])
 @looped
 async def test_another_worker_answers(status: int, message: str) -> None:
@@ -146,6 +166,24 @@ async def test_another_worker_gets_a_large_request_from_its_beginning() -> None:
 
         assert (answer.headers["X-Worker"], answer.body) == ("b", LARGE)
         assert first.got[0].body == LARGE
+        assert house.plane.http.keeping.bytes == 0
+
+
+@looped
+async def test_too_much_to_keep() -> None:
+    """A body that does not fit into what is kept goes to one worker, whole, and to no other one when that refuses."""
+    async with serving(2) as house:
+        first, second = house.workers
+        keeping, headers = house.plane.http.keeping, {"Inference-Header-Content-Length": "1"}
+        keeping.most = len(LARGE) // 2
+        assert (await house.infer(sized(LARGE), headers=headers)).body == LARGE
+        assert keeping.bytes == 0
+
+        second.does[""] = second.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
+        assert (await house.infer(sized(LARGE), headers=headers)).status == 503
+        assert [len(worker.got) for worker in (first, second)] == [1, 1]
+        assert second.got[0].body == LARGE
+        assert keeping.bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -236,6 +274,28 @@ async def test_a_worker_dies_with_a_request() -> None:
 
 
 @looped
+async def test_the_only_worker_closes_a_connection() -> None:
+    """A request on a connection that closes just then gets a new one, once."""
+    async with serving(1) as house:
+        (worker,) = house.workers
+        closes = 1
+
+        async def close(request: Any) -> web.StreamResponse:
+            nonlocal closes
+            closes -= 1
+            if closes >= 0:
+                request.transport.abort()
+            return await worker.echo(request)
+
+        worker.does[""] = close
+        assert (await house.infer()).status == 200
+
+        closes = 2
+        assert (await house.infer()).status == 503
+        assert closes == 0
+
+
+@looped
 async def test_a_worker_dies_with_an_answer() -> None:
     """A small answer that breaks off is another worker's to give; of a large one the client sees that it broke off."""
     async with serving(2) as house:
@@ -307,6 +367,15 @@ async def test_a_sequence_stays_together() -> None:
         keeper.does[""] = keeper.says(503, {"error": "[rsrv:RUNTIME_DOWN] wait"})
 
         assert (await house.infer({"parameters": {"sequence_id": 7}})).status == 503
+
+
+@looped
+async def test_a_sequence_whose_id_is_no_text() -> None:
+    """Any id that JSON can write names a sequence."""
+    async with serving(2) as house:
+        sent = [await house.infer(b'{"parameters":{"sequence_id":"\\ud800"}}') for _ in range(3)]
+
+        assert len({answer.headers["X-Worker"] for answer in sent}) == 1
 
 
 @looped
@@ -437,6 +506,32 @@ async def test_a_stream_of_events() -> None:
             assert await response.content.readany() == b"data: 2\n\n"
             assert response.headers["Content-Type"] == "text/event-stream"
         assert await counted(house) == {("m", "a", "OK"): 1}
+
+
+@looped
+async def test_a_client_that_does_not_read() -> None:
+    """A client that takes nothing of a long answer has its connection broken, and its worker nothing to do for it."""
+    async with serving(1, request_timeout_s=0.2) as house:
+        (worker,) = house.workers
+        ended = asyncio.Event()
+
+        async def without_end(request: Any) -> web.StreamResponse:
+            response = web.StreamResponse()
+            try:
+                await response.prepare(request)
+                while True:
+                    await response.write(bytes(1 << 20))
+            finally:
+                ended.set()
+
+        worker.does[""] = without_end
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port, limit=1024)
+        writer.write(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+        await reader.readline()
+        await ended.wait()
+
+        assert await counted(house) == {("m", "a", "CANCELLED"): 1}
+        writer.close()
 
 
 @looped

@@ -56,6 +56,8 @@ def asked(house: House) -> list[tuple[str, str]]:
         ("POST", "/v2/models/m/ready", 405),
         ("GET", "/v2/", 404),
         ("GET", "/v2/models//ready", 404),
+        ("GET", "/v2/models/m#x/ready", 404),
+        ("POST", "/v2/models/m#x/infer", 404),
         ("GET", "/v2/models/m/versions/x", 404),
         ("GET", "/metrics", 404),
     ],
@@ -314,9 +316,23 @@ async def test_the_token(tmp_path: Path) -> None:
                 answer = await house.ask(method, path, headers=headers)
                 assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert asked(house) == []
+        assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 2}
 
         assert (await house.infer(headers={"Authorization": "Bearer secret"})).status == 200
         assert "Authorization" not in house.workers[0].got[0].headers
+
+
+@looped
+async def test_a_token_that_is_no_text(tmp_path: Path) -> None:
+    """Whatever bytes come for the token, they are a wrong one."""
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
+
+    async with serving(1, token_file=tmp_path / "token") as house:
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.plane.http.port)
+        writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+        writer.close()
 
 
 @looped

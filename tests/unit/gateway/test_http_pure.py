@@ -53,7 +53,16 @@ def test_large_json_is_not_read_for_items() -> None:
     assert peek(json.dumps(request).encode(), ("X", 0)) == (1, None)
 
     request["parameters"] = {"sequence_id": "s"}  # type: ignore[assignment]
-    assert peek(json.dumps(request).encode(), ("X", 0)) == (4, "s")
+    assert peek(json.dumps(request).encode(), ("X", 0)) == (1, "s")
+
+
+@pytest.mark.parametrize("sequence", [7, -1, 2**64 - 1, "s", 'a "quoted" \\ one', "\ud800", ""])
+def test_a_sequence_is_found_without_parsing(sequence: Any) -> None:
+    """The id is as JSON means it, also after a text that looks like one."""
+    request = {"inputs": ['"sequence_id": 1', "sequence_id"], "parameters": {"sequence_id": sequence}}
+
+    assert peek(json.dumps(request, indent=1).encode(), None) == (1, sequence)
+    assert peek(b'{"sequence_id":' + b"9" * 5000, None) == (1, None)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
@@ -62,6 +71,7 @@ def test_no_more_is_decoded_than_asked_for(compress: Any) -> None:
     data = compress(b'{"id":1}' + bytes(1 << 20))
 
     assert decoded(data, "deflate", 8) == b'{"id":1}'
+    assert decoded(data, "deflate", 0) == b""
 
 
 def test_own_words() -> None:

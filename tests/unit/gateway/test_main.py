@@ -103,15 +103,6 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_help_is_there_at_once() -> None:
-    """It loads nothing but what it needs for it: that takes 0.1 s of the CPU."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = subprocess.run([*GATEWAY, "--help"], check=True, capture_output=True, text=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "--workers" in said.stdout
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -83,6 +83,21 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
 
 
 @looped
+async def test_metrics_of_a_control_service_are_there_or_not() -> None:
+    """One that has them, an older one, one that is gone, and a worker that has none."""
+    control = FakeControl()
+    async with serving(FakeTriton(), control) as port:
+        one, bare = prober(port, control=True), prober(port)
+        assert await one.metrics() is None
+        control.metrics = "rsrv_runtime_up 1\n"
+        assert await one.metrics() == "rsrv_runtime_up 1\n"
+        assert await bare.metrics() is None
+    assert await one.metrics() is None
+    await one.close()
+    await bare.close()
+
+
+@looped
 async def test_a_worker_whose_runtime_is_gone_is_alive() -> None:
     """Triton answers, and says which models are ready."""
     control = FakeControl()

@@ -65,6 +65,8 @@ class FakeControl(control_pb2_grpc.ControlServicer):
     def __init__(self) -> None:
         self.load: pb.GetLoadResponse | None = pb.GetLoadResponse(instance="1")
         self.steps: list[tuple[str, str]] = []
+        #: for Prometheus; None: it is an older one, without
+        self.metrics: str | None = None
         self.token: str | None = None
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:
@@ -73,6 +75,11 @@ class FakeControl(control_pb2_grpc.ControlServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the runtime does not answer")
         assert self.load is not None
         return self.load
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
+        if self.metrics is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "what is that?")
+        return pb.GetMetricsResponse(text=self.metrics)
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
         self.steps.append(("prefetch", request.model))

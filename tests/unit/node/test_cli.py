@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,21 +28,6 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     """What the command says when it does not start."""
     assert run(*arguments) == 1
     return capfd.readouterr().err
-
-
-def test_help_is_quick() -> None:
-    """Nothing is loaded for it that is not Python's own."""
-    script = (
-        "import json, sys; import rsrv_node.cli as cli; cli._parser(); print(json.dumps(sorted(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-
-    assert not {name.split(".")[0] for name in json.loads(out.stdout)} & {
-        "pydantic",
-        "grpc",
-        "asyncio",
-        "rsrv",
-    }
 
 
 def test_a_dry_run_says_what_it_would_run(

@@ -196,6 +196,20 @@ def test_each_control_service_has_a_port_of_its_own() -> None:
     assert "RSRV_CONTROL__LISTEN" not in planned().workers[0].child.environment
 
 
+def test_metrics_have_one_port_behind_a_gateway_and_else_one_each() -> None:
+    """The gateway serves those of all workers; metrics.listen is the first worker's."""
+    two = planned("metrics: {listen: '0.0.0.0:9200'}")
+    assert {worker.child.environment["RSRV_METRICS__LISTEN"] for worker in two.workers} == {"null"}
+
+    elsewhere = planned("metrics: {listen: '0.0.0.0:9200'}\ngateway: {grpc: null, http: null}")
+    assert [worker.child.environment["RSRV_METRICS__LISTEN"] for worker in elsewhere.workers] == [
+        "0.0.0.0:9200",
+        "0.0.0.0:9201",
+    ]
+    none = planned("metrics: {listen: null}\ngateway: {grpc: null, http: null}")
+    assert "RSRV_METRICS__LISTEN" not in none.workers[0].child.environment
+
+
 @pytest.mark.parametrize(
     ("text", "devices", "message"),
     [

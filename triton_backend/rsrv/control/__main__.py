@@ -124,7 +124,10 @@ async def _control(options: argparse.Namespace, server: int) -> None:
             listeners.append(http)
             log.info("metrics.listen: /metrics and the live page are at port %d", port)
         except (OSError, ValueError) as error:
-            log.warning("metrics.listen: %s: there are no /metrics of rsrv's own, and no live page", error)
+            log.warning(
+                "no metrics of rsrv's own, and no live page: %s; set metrics.listen to a free port, or to null",
+                error,
+            )
     log.info(
         "control process %d of tritonserver %d listens in %s",
         os.getpid(),

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrv.command import add_version
+
 _EPILOG = """The server is the one of yours that runs here, or what --pid, --address or RSRV_CONTROL_ADDRESS names.
 Exit status: 0; 1 when it fails, or, of health, when it is not serving; 2 for a wrong command line."""
 
@@ -26,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="rsrv", description="Shows and steers a server with rsrv.", epilog=_EPILOG, parents=[common]
     )
+    add_version(top)
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, help: str, *aliases: str) -> argparse.ArgumentParser:

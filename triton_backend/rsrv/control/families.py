@@ -56,7 +56,7 @@ FAMILIES: tuple[Family, ...] = (
         "counter",
         ("model", "stage"),
         "Requests whose deadline passed, or was certain to, by where they were: arrival (it had passed when they came), "
-        "queue, load (they waited for weights), execute (they were answered all the same).",
+        "queue, load (they waited for weights), execute (they were answered all the same); of runs of a meta model: gate (they waited to be let in).",
     ),
     Family(
         "rsrv_hook_seconds",

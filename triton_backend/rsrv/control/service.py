@@ -1,7 +1,6 @@
 """rsrv.control.v1.Control: what the runtime and the lifecycle do, over gRPC. control.proto says what each call means."""
 
 import asyncio
-import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -9,6 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import rsrv
 from rsrv.control import messages
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
@@ -66,7 +66,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             server=pb.Server(
                 pid=self._server_pid,
                 control_pid=os.getpid(),
-                version=importlib.metadata.version("rsrv"),
+                version=rsrv.__version__,
                 mode=member(pb.Mode, self._settings.lifecycle.mode),
                 repository=str(self._repository),
             ),

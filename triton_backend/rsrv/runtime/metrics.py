@@ -7,7 +7,7 @@ from typing import Any
 from rsrv.runtime.connection import Group, MetaCounts
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reported, Reports
-from rsrv.runtime.scheduler.events import Outcome
+from rsrv.runtime.scheduler.events import Outcome, Reason
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.scheduler.totals import Totals
 from rsrv.runtime.status import memory
@@ -99,6 +99,8 @@ def _metas(
                 "queued": 0 if gate is None else gate.waiting,
                 "running": 0 if gate is None else gate.running,
                 "requests": dict.fromkeys((outcome.value for outcome in Outcome), 0),
+                "refused": {} if gate is None else {Reason.QUEUE_FULL.value: gate.refused},
+                "missed": {} if gate is None else {"gate": gate.expired},
                 "calls": 0,
                 "device_seconds": 0.0,
                 **_reported(reported.get(group.name)),

@@ -1,22 +1,11 @@
-"""The command rsrv-sim: a scenario in, metrics, plots and decisions out."""
+"""The command rsrv-sim: a scenario in, metrics, plots and decisions out. Light until it knows what it is to do."""
 
 import argparse
-import gc
-import importlib
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rsrv.sim.decisions import decision_lines, fleet_decision_lines
-from rsrv.sim.fleet import MODES, rows, summarize_fleet, with_mode
-from rsrv.sim.metrics import summarize
-from rsrv.sim.record import SimulationError
-from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario
-from rsrv.sim.simulate import simulate, simulate_fleet
-from rsrv.sim.table import aligned, table
-from rsrv_gateway.routing import Mode
+from rsrv.command import add_version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,99 +14,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 if the scenario or the command line is wrong or nothing can be written; 3 if the simulation is.
     """
-    options = _parser().parse_args(argv)
-    collecting = gc.isenabled()
-    # Nothing of a simulation is garbage before its end, and a million requests are much to search in vain.
-    gc.disable()
-    try:
-        return _run(options)
-    finally:
-        if collecting:
-            gc.enable()
+    options = parser().parse_args(argv)
+    from rsrv.sim import run
+
+    return run.run(options)
 
 
-def _run(options: argparse.Namespace) -> int:
-    try:
-        scenario = load_scenario(options.scenario)
-        if options.out is not None:
-            # Before the simulation, which may take minutes.
-            options.out.mkdir(parents=True, exist_ok=True)
-        if scenario.gateway is None:
-            if options.modes:
-                raise ScenarioError(f"{options.scenario}: --modes compares gateways: say `devices` there")
-            lines, text = _run_one(scenario, options)
-        else:
-            lines, text = _run_fleet(scenario, options)
-    except ScenarioError as error:
-        return _complain(str(error), 2)
-    except FileExistsError:
-        return _complain(f"cannot write: --out {options.out} is not a directory", 2)
-    except OSError as error:
-        return _complain(f"cannot write: {error}", 2)
-    except SimulationError as error:
-        return _complain(f"internal error, please report it with the scenario: {error}", 3)
-    try:
-        if options.decisions:
-            sys.stdout.writelines(f"{line}\n" for line in lines)
-        print(text, file=sys.stderr if options.decisions else sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever reads our output has seen enough. Python would complain while it closes it.
-        sys.stdout = None
-    return 0
-
-
-def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """Returns the lines of the decisions, and the table."""
-    record = simulate(scenario)
-    metrics = summarize(record)
-    if options.out is not None:
-        _write_metrics(options.out, metrics)
-        if plots := _plots("plots"):
-            plots.write_plots(record, options.out, options.window)
-    return decision_lines(record), table(metrics)
-
-
-def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
-    """As `_run_one`, of several devices. Decisions are those of the last mode."""
-    assert scenario.gateway is not None
-    records = {
-        mode: simulate_fleet(with_mode(scenario, mode)) for mode in options.modes or [scenario.gateway.mode]
-    }
-    runs = {mode: summarize_fleet(record) for mode, record in records.items()}
-    if options.out is not None:
-        _write_metrics(options.out, {"modes": runs})
-        if plots := _plots("fleet_plots"):
-            plots.write_fleet_plots(records, runs, options.out)
-    return fleet_decision_lines(list(records.values())[-1]), aligned(rows(runs))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
         prog="rsrv-sim",
         description="Runs rsrv's scheduler in virtual time over the models and the traffic of a scenario.",
         epilog="docs/simulator.md describes scenarios and metrics.",
     )
-    parser.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots there")
-    parser.add_argument(
+    top.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)
+    top.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots there")
+    top.add_argument(
         "--decisions",
         action="store_true",
         help="print each decision as one line to stdout, and the table to stderr",
     )
-    parser.add_argument(
+    top.add_argument(
         "--modes",
         metavar="MODE,MODE",
         type=_modes,
         help="of several devices: compare these modes of the gateway (default: the scenario's alone)",
     )
-    parser.add_argument(
+    top.add_argument(
         "--window",
         metavar="START:END",
         type=_window,
         help="seconds that timeline.png shows (default: the first of them)",
     )
-    return parser
+    add_version(top)
+    return top
 
 
 def _window(text: str) -> tuple[float, float]:
@@ -131,31 +60,13 @@ def _window(text: str) -> tuple[float, float]:
     return window
 
 
-def _modes(text: str) -> list[Mode]:
-    modes = [mode for mode in MODES if mode in text.split(",")]
+def _modes(text: str) -> list[str]:
+    from rsrv.sim.fleet import MODES
+
+    modes: list[str] = [mode for mode in MODES if mode in text.split(",")]
     if len(modes) != len(text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(MODES)}, each once")
     return modes
-
-
-def _write_metrics(out: Path, metrics: dict[str, Any]) -> None:
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-
-
-def _plots(module: str) -> Any:
-    """A module that draws; None: matplotlib is missing, which is said."""
-    try:
-        return importlib.import_module(f"rsrv.sim.{module}")
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        print("rsrv-sim: no plots, because matplotlib is missing: pip install 'rsrv[sim]'", file=sys.stderr)
-        return None
-
-
-def _complain(message: str, code: int) -> int:
-    print("\n".join(f"rsrv-sim: {line}" for line in message.splitlines()), file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ class Reporting:
                 self._mirror.show(figures)
         except Exception:
             log.exception("what was measured cannot be reported")
+            self._drop()  # an answer that was not read must not be taken for the next one
             return False
         changed, self._shown = figures != self._shown, figures
         return changed

@@ -24,6 +24,9 @@ Of models:
        something in its way. A model drains only as long as something of it is on the device or on its way;
     11. the sums of expected seconds are those of the models.
 
+Of what is counted:
+    15. each execution and its rows, each request's wait before it, and each missed deadline is measured once.
+
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
     13. as many are under way as may be while any waits, and no more but those that were before the limit shrank; those that
@@ -41,6 +44,7 @@ from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY, Pause
 from rsrv.runtime.scheduler.loads import evictable
 from rsrv.runtime.scheduler.model import ModelState
 from rsrv.runtime.scheduler.pieces import Piece
+from rsrv.runtime.scheduler.totals import Stage
 from rsrv.runtime.scheduler.waiting import COMMITTED_LEVEL, Entry
 from rsrv.runtime.scheduler.weights import Holding, Residency
 
@@ -134,6 +138,18 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
         scheduler._queues.arrived == ended + len(ids),
         f"{scheduler._queues.arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
     )
+
+    for state in states:
+        totals, counts = state.totals, state.totals.counts
+        waits = counts.answered + state.executing
+        missed = sum(count for stage, count in totals.missed.items() if stage is not Stage.EXECUTE)
+        _require(
+            (sum(totals.rows.counts), totals.rows.sum) == (totals.dispatches, totals.useful_rows)
+            and waits <= sum(totals.queue_wait.counts) <= waits + counts.failed
+            and missed == counts.expired + counts.shed,
+            "what is measured is not what is counted (15)",
+            state,
+        )
 
     dated = {entry for entry in queued if entry.request.deadline not in (None, inf)}
     _require(

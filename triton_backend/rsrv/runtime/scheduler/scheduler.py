@@ -530,13 +530,12 @@ class Scheduler:
         return Load(models, weights.bytes, weights.pinned_bytes, self._logical_bytes(), weights.budget)
 
     def totals(self) -> dict[str, Totals]:
-        """By name of each loaded or draining model: what all versions have counted since there is one."""
-        found: dict[str, Totals] = {}
+        """By name of each loaded or draining model: what all versions have counted since there is one. To be read now."""
+        several: dict[str, list[Totals]] = {name: [past] for name, past in self._past.items()}
         for state in (*self._models.values(), *self._draining.values()):
-            found.setdefault(state.family, Totals()).add(state.totals)
-        for name, past in self._past.items():
-            found[name].add(past)
-        return found
+            several.setdefault(state.family, []).append(state.totals)
+        # Of most there is one version, whose own need no copy.
+        return {name: of[0] if len(of) == 1 else Totals.of(of) for name, of in several.items()}
 
     def model(self, key: str) -> ModelSnapshot | None:
         """Statistics of one loaded or draining model."""

@@ -1,6 +1,6 @@
 """What is counted and measured of a model: one record for each version, which outlives it while others of the name stay."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
@@ -106,6 +106,14 @@ class Totals:
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: rows of requests in an execution.
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
+
+    @classmethod
+    def of(cls, several: Iterable["Totals"]) -> "Totals":
+        """Their sum."""
+        total = cls()
+        for one in several:
+            total.add(one)
+        return total
 
     def miss(self, stage: Stage) -> None:
         self.missed[stage] = self.missed.get(stage, 0) + 1

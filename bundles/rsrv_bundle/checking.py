@@ -1,0 +1,80 @@
+"""What `rsrv-bundle check` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from importlib.util import find_spec
+
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.inspection import Inspector, InspectorError
+from rsrv_bundle.modules import Look, check_signatures
+from rsrv_bundle.reader import read_bundle
+from rsrv_bundle.spec import Bundle
+
+
+def check(directories: Sequence[str], *, signatures: bool) -> int:
+    """Prints a line per bundle, or per broken rule; returns the exit status, as `cli.main`."""
+    if signatures and find_spec("jaxlib") is None:
+        message = "jaxlib is not installed; install 'rsrv[runtime]', or pass --no-signatures"
+        print(f"rsrv-bundle: {message}", file=sys.stderr)
+        return 2
+    broken = 0
+    with closing(Inspector()) as inspector:
+        for directory in directories:
+            try:
+                print(f"ok {directory}: {_check_one(directory, inspector if signatures else None)}")
+            except BundleError as e:
+                broken += 1
+                for problem in e.problems:
+                    print(f"{directory}: {problem}")
+            except InspectorError as e:
+                # It may be good or not, and the next one will fare no better.
+                print(f"rsrv-bundle: {directory}: {e}", file=sys.stderr)
+                return 2
+            except OSError as e:
+                broken += 1
+                print(f"{directory}: {e.filename or ''}: {e.strerror}")
+    return 1 if broken else 0
+
+
+def _check_one(directory: str, look: Look | None) -> str:
+    """A summary of a good bundle. Raises BundleError with the problems of all the checks that could be made."""
+    bundle = read_bundle(directory)
+    problems: list[str] = []
+    if bundle.hooks is not None:
+        try:
+            check_hooks(bundle.hooks, bundle.manifest.kind)
+        except BundleError as e:
+            problems += e.problems
+    sizes = sorted({size for _, size in bundle.modules})
+    if look is not None and bundle.modules:
+        try:
+            sizes = sorted({size for _, size in check_signatures(bundle, look)})
+        except BundleError as e:
+            problems += e.problems
+    if problems:
+        raise BundleError(problems)
+    return _summary(bundle, sizes)
+
+
+def _summary(bundle: Bundle, sizes: Sequence[int]) -> str:
+    manifest = bundle.manifest
+    parts = [f"format {manifest.format_version}"]
+    if manifest.kind == "meta":
+        external = f" and {len(manifest.meta_external)} external" if manifest.meta_external else ""
+        parts.append(f"meta model of {len(manifest.meta_calls)} calls{external}")
+    else:
+        if manifest.batched:
+            parts.append(f"batch sizes {' '.join(map(str, sizes))}")
+        if bundle.variants > 1:
+            parts.append(f"{bundle.variants} variants")
+        parts.append(f"{len(bundle.weights)} weights, {bundle.weight_bytes} bytes")
+        if manifest.public:
+            parts.append("public")
+    if bundle.hooks is not None:
+        parts.append("hooks")
+    parts.append(f"sha256 {bundle.digest[:12]}")
+    return ", ".join(parts)

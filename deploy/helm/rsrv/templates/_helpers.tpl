@@ -1,0 +1,88 @@
+{{- define "rsrv.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 52 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "rsrv.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" -}}
+{{- else if contains (include "rsrv.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 52 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "rsrv.name" .) | trunc 52 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{/* Which pods: call with (dict "root" $ "component" "server"). */}}
+{{- define "rsrv.selector" -}}
+app.kubernetes.io/name: {{ include "rsrv.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "rsrv.labels" -}}
+{{ include "rsrv.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "rsrv.serviceAccount" -}}
+{{- default (include "rsrv.fullname" .) .Values.serviceAccount.name -}}
+{{- end }}
+
+{{/* Triton's repository API too, unless a gateway has to read it. */}}
+{{- define "rsrv.restricted" -}}
+{{- $fronted := or .Values.gateway.enabled (gt (int .Values.gpu.perPod) 1) -}}
+{{- join "," (ternary .Values.restrict.apis (append .Values.restrict.apis "model-repository" | uniq) $fronted) -}}
+{{- end }}
+
+{{- define "rsrv.restrictSecret" -}}
+{{- default (printf "%s-restrict" (include "rsrv.fullname" .)) .Values.restrict.existingSecret -}}
+{{- end }}
+
+{{- define "rsrv.tokenSecret" -}}
+{{- default (printf "%s-control" (include "rsrv.fullname" .)) .Values.gateway.existingSecret -}}
+{{- end }}
+
+{{- define "rsrv.workersName" -}}
+{{- printf "%s-workers.%s.svc.%s" (include "rsrv.fullname" .) .Release.Namespace .Values.clusterDomain -}}
+{{- end }}
+
+{{/* A secret of the chart's own: what it was, if it is there. */}}
+{{- define "rsrv.secretValue" -}}
+{{- $old := lookup "v1" "Secret" .root.Release.Namespace .name -}}
+{{- if $old -}}
+{{- index $old.data .entry -}}
+{{- else -}}
+{{- randAlphaNum 32 | b64enc -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rsrv.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+# Not for every file at every start; and rsrv refuses a cache that somebody has opened to a group.
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "rsrv.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* How long requests wait on average, over all pods; 0 while there are none. Only rsrv's own page has this histogram. */}}
+{{- define "rsrv.queueWait" -}}
+{{- $pods := printf "namespace=%q,pod=~%q" .Release.Namespace (printf "%s-server-.+" (include "rsrv.fullname" .)) -}}
+sum(rate(rsrv_queue_wait_seconds_sum{ {{- $pods -}} }[1m])) / (sum(rate(rsrv_queue_wait_seconds_count{ {{- $pods -}} }[1m])) > 0) or vector(0)
+{{- end }}
+
+{{/* How many requests wait. Triton's page shows the same with a version: not those. */}}
+{{- define "rsrv.queueDepth" -}}
+sum(rsrv_queue_depth{namespace={{ .Release.Namespace | quote }},pod=~"{{ include "rsrv.fullname" . }}-server-.+",version=""})
+{{- end }}

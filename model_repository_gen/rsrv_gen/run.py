@@ -1,0 +1,157 @@
+"""What the command rsrv-gen does."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rsrv.explain import YamlError, read_yaml
+from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
+from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
+from rsrv_gen.update import Step, steps
+from rsrv_gen.write import RepositoryWriter, open_repository
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what the command line says; returns the exit status, as `cli.main`."""
+    try:
+        text = options.config.read_text(encoding="utf-8") if options.config else ""
+        settings = _with_places(load_settings(text, str(options.config or SETTINGS_FILE)), options)
+        sources = read_sources(options.bundles)
+        for problem in sources.unusable:
+            _complain(problem)
+        for name, problems in sources.broken.items():
+            _complain(f"{name} is skipped:", *problems)
+        opened = nullcontext() if options.check else open_repository(options.output, settings.lifecycle.link)
+        with opened as writer:
+            for name in writer.lost if writer else ():
+                _complain(
+                    f"{name}: a server ended while it loaded this version; the one before is not kept any more"
+                )
+            run = _Run(options.output, options, writer)
+            run.models(sources, settings)
+            run.settings(settings)
+    except (OSError, SettingsError) as error:
+        _complain(str(error))
+        return 1
+    failed = bool(sources.unusable or sources.broken or run.failed)
+    return int(failed or (options.check and run.changes > 0))
+
+
+def _with_places(settings: Settings, options: argparse.Namespace) -> Settings:
+    """The settings with how the repository is made and, unless they say it, where its bundles are."""
+    given = [Path(os.path.abspath(path)) for path in options.bundles]
+    if not settings.lifecycle.bundles:
+        file = options.output / SETTINGS_FILE
+        keep = file.is_file() and not options.prune
+        recorded = _recorded(file.read_text(encoding="utf-8"))["bundles"] if keep else []
+        # One that is not there is more likely a slip of the pen than a disk that comes later.
+        new = [path for path in given if path.is_dir() and not _covered(path, recorded)]
+        old = [path for path in recorded if path in new or not _covered(path, new)]
+        settings = _with_lifecycle(settings, bundles=list(dict.fromkeys([*old, *new])))
+    for path in given:
+        if path.is_dir() and not _covered(path, settings.lifecycle.bundles):
+            _complain(f"{path} will not be watched: lifecycle.bundles names other places")
+    return _with_lifecycle(settings, link=options.link) if options.link else settings
+
+
+def _with_lifecycle(settings: Settings, **changes: Any) -> Settings:
+    return settings.model_copy(update={"lifecycle": settings.lifecycle.model_copy(update=changes)})
+
+
+def _recorded(text: str) -> dict[str, Any]:
+    """From where and how a repository with these settings was made, whatever the environment says."""
+    try:
+        section = LifecycleSection(**read_yaml(text, of="sections").get("lifecycle", {}))
+    except (YamlError, TypeError, ValidationError):
+        section = LifecycleSection()
+    return {"bundles": section.bundles, "link": section.link}
+
+
+def _covered(path: Path, places: Sequence[Path]) -> bool:
+    return path in places or path.parent in places
+
+
+def _complain(first: str, *more: str) -> None:
+    print(f"rsrv-gen: {first}", *(f"  {line}" for line in more), sep="\n", file=sys.stderr)
+
+
+class _Run:
+    """One run over a repository: decides for each model, does it unless this is a check, and reports a line."""
+
+    def __init__(
+        self, repository: Path, options: argparse.Namespace, writer: RepositoryWriter | None
+    ) -> None:
+        self._repository = repository
+        self._options = options
+        self._writer = writer
+        self.changes = 0
+        #: Names of the models that could not be written.
+        self.failed: set[str] = set()
+
+    def models(self, sources: Sources, settings: Settings) -> None:
+        def stays(name: str) -> str:
+            if not self._options.prune:
+                return "its bundle was not given; --prune removes it"
+            # A path without bundles may be a disk that is not mounted, no reason to remove its models.
+            return "not all of the given paths hold bundles" if sources.unusable else ""
+
+        planned = steps(
+            self._repository,
+            sources,
+            link=settings.lifecycle.link,
+            transport=settings.meta.transport,
+            stays=stays,
+        )
+        for step in planned:
+            self._carry_out(step)
+
+    def _carry_out(self, step: Step) -> None:
+        name, plan = step.name, step.plan
+        match step.verb:
+            case "foreign":
+                self.failed.add(name)
+                _complain(
+                    f"{self._repository / name} was not made by rsrv-gen: move it away, or rename the bundle"
+                )
+            case "new" | "changed" if plan is not None:
+                self._change(step.verb, name, lambda writer: writer.put(name, plan).forget(), step.note)
+            case "removed" if not self.failed.isdisjoint(step.carriers):
+                print(f"kept       {name} (not every model that is to carry it could be written)")
+            case "removed":
+                self._change("removed", name, lambda writer: writer.remove(name), step.note)
+            case _:
+                print(f"{step.verb:<10} {name}{step.note}")
+
+    def settings(self, settings: Settings) -> None:
+        """The effective settings, beside the models."""
+        file = self._repository / SETTINGS_FILE
+        present = file.read_text(encoding="utf-8") if file.is_file() else None
+        if self._options.check and present is not None:
+            # Where the bundles lie may differ from machine to machine: what is made of them is what counts.
+            settings = _with_lifecycle(settings, **_recorded(present))
+        text = dump_settings(settings)
+        if present == text:
+            print(f"unchanged  {SETTINGS_FILE}")
+        else:
+            verb = "new" if present is None else "changed"
+            self._change(verb, SETTINGS_FILE, lambda writer: writer.put_file(SETTINGS_FILE, text))
+
+    def _change(self, verb: str, name: str, act: Callable[[RepositoryWriter], None], note: str = "") -> None:
+        self.changes += 1
+        try:
+            if self._writer is not None:
+                act(self._writer)
+        except OSError as error:
+            # One model that can't be written must not keep the others from it.
+            self.failed.add(name)
+            _complain(f"{name}: {error}")
+        else:
+            print(f"{verb:<10} {name}{note}", flush=True)

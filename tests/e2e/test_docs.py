@@ -1,0 +1,140 @@
+"""The commands in the documentation, run as they stand against one server that was started as the quickstart says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import example_bundles as examples
+from tests.e2e.fleets import entry, running_gateway
+from tests.e2e.harness import RunningTriton, running_triton
+from tests.pages import PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
+
+COMMANDS = [command for command in commands() if command.program in RUN]
+QUICKSTART = ROOT / "docs" / "quickstart.md"
+#: of the examples, what the pages ask for
+EXAMPLES = ("mlp",)
+
+
+@dataclass
+class World:
+    """A folder in which the commands run, and the server that they ask."""
+
+    folder: Path
+    ports: dict[str, str]
+
+    def text(self, command: Command) -> str:
+        """The command, with what its placeholders stand for."""
+        text = command.text
+        for known, here in {**self.ports, **PLACEHOLDERS}.items():
+            text = re.sub(rf"(?<![\w./-]){re.escape(known)}(?![\w-])", here, text)
+        return text
+
+    @contextmanager
+    def started(self, text: str) -> Iterator[subprocess.Popen[str]]:
+        """The text in a shell, which ends with the block, and all that it has started."""
+        with subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.folder,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def run(self, text: str) -> tuple[int, str]:
+        """Its exit status, and what it printed."""
+        with self.started(text) as process:
+            out, _ = process.communicate(timeout=60)
+        return process.returncode, out
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """What the quickstart's reader has after "Serving it", and a gateway in front."""
+    with tempfile.TemporaryDirectory(prefix="docs-") as made, pytest.MonkeyPatch.context() as patch:
+        folder = Path(made)
+        # Where the commands look for a server: there is one.
+        patch.setenv("RSRV_RUNTIME_DIR", str(folder / "run"))
+        patch.setenv("RSRV_CONTROL__PROFILE_DIR", str(folder / "profiles"))
+        (folder / "docs" / "scenarios").mkdir(parents=True)
+        for scenario in (ROOT / "docs" / "scenarios").iterdir():
+            # Whether the command works is seen after two seconds of it; the figures on the pages have tests of their own.
+            text = re.sub(r"(?m)^duration: \d+", "duration: 2", scenario.read_text())
+            (folder / "docs" / "scenarios" / scenario.name).write_text(text)
+        built = examples.ensure()
+        for name in EXAMPLES:
+            shutil.copytree(built / name, folder / "bundles" / name)
+        world = World(folder, {})
+        subprocess.run([sys.executable, "-c", _block(QUICKSTART, "python")], check=True, cwd=folder)
+        (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
+        (generate,) = (one for one in commands() if one.page == QUICKSTART.name and one.program == "rsrv-gen")
+        assert world.run(generate.text)[0] == 0
+        with running_triton(folder / "gen", folder / "server.log", extra_args=_flags(QUICKSTART)) as server:
+            world.ports = _ports(server)
+            with running_gateway(folder, [entry(server, "one")], mode="lpt_packing"):
+                yield world
+
+
+def _block(page: Path, wanted: str) -> str:
+    """The one block in this language on the page."""
+    (lines,) = (lines for language, _, lines in blocks(page.read_text()) if language == wanted)
+    return "\n".join(lines)
+
+
+def _flags(page: Path) -> list[str]:
+    """Those of the page's tritonserver, but for the repository, which the test's server has from the same place."""
+    (command,) = (one for one in commands() if one.page == page.name and one.program == "tritonserver")
+    program, repository, *flags = command.words
+    assert (program, repository) == ("tritonserver", "--model-repository=gen/")
+    return flags
+
+
+def _ports(server: RunningTriton) -> dict[str, str]:
+    found = {8000: server.http_port, 8001: server.grpc_port, 8002: server.metrics_port}
+    return {f"localhost:{public}": f"127.0.0.1:{port}" for public, port in found.items()}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
+def test_a_command_in_the_documentation_succeeds(world: World, command: Command) -> None:
+    """As it stands on the page, with a model and ports that are there."""
+    text = world.text(command)
+    if command.program == "rsrv" and command.words[1] == "watch":
+        with world.started(text) as watch:
+            assert watch.stdout is not None
+            assert watch.stdout.readline().startswith("runtime ")
+    else:
+        status, out = world.run(text)
+        assert status == 0, f"{text}\n{out}"
+
+
+def test_the_flags_of_tritonserver_exist() -> None:
+    """Those that the pages use are in its help."""
+    program = ROOT / ".triton" / "bin" / "tritonserver"
+    said = subprocess.run([program, "--help"], check=False, capture_output=True, text=True)
+    known = said.stdout + said.stderr
+    used = {
+        flag
+        for command in commands()
+        if command.program == "tritonserver"
+        for flag in re.findall(r"--[\w-]+", command.text)
+    }
+    assert used
+    assert {flag for flag in used if flag not in known} == set()

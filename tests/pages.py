@@ -1,0 +1,126 @@
+"""The commands in the documentation, and what becomes of each of them in the tests.
+
+A command stands in a block that is fenced as `sh`, from the left edge; lines that are indented continue it. By its first word
+it is run against a server (RUN), or it is not, for a reason (NOT_RUN). There is nothing between.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+#: run as they stand, after `PLACEHOLDERS`; they have to succeed
+RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for"}
+
+#: why others are not run. Of some the flags are checked all the same.
+NOT_RUN = {
+    "make": "calls what the tests and CI call; target and flags are checked",
+    "pip": "would fetch packages; the extras are checked, and `make test-wheel` installs the package",
+    "tritonserver": "the server that the other commands ask is started with the quickstart's; flags are checked",
+    "rsrv-gateway": "its own tests run it, and one serves the commands `rsrv gateway`; flags are checked",
+    "rsrv-node": "its own tests run it; flags are checked",
+    "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
+    "docker": "needs a container engine",
+    "helm": "needs a cluster",
+    "kubectl": "needs a cluster",
+    "promtool": "comes with Prometheus, which is not installed for the tests",
+}
+
+#: what stands for something in a command, and what the tests put there
+PLACEHOLDERS = {
+    "MODEL": "classify",
+    "ID": "some-request",
+    "SCENARIO.yaml": "docs/scenarios/bursts.yaml",
+    "FLEET.yaml": "docs/scenarios/together.yaml",
+}
+
+#: languages whose blocks hold no commands
+_OTHER = {"python", "yaml", "dockerfile", "json"}
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    #: of its first line
+    line: int
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def program(self) -> str:
+        """Its first word, or the line if that begins with an assignment."""
+        line = self.text.partition("\n")[0]
+        word = line.split()[0]
+        return line if "=" in word else word
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def commands() -> list[Command]:
+    """All of all pages."""
+    return [command for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"), page.name)]
+
+
+def commands_of(text: str, page: str) -> Iterator[Command]:
+    """Those of one page, in order."""
+    for language, first, lines in blocks(text):
+        if language != "sh":
+            continue
+        start = 0
+        for index in range(1, len(lines) + 1):
+            if index == len(lines) or not _continues(lines[index]):
+                yield Command(page, first + start, "\n".join(lines[start:index]).rstrip())
+                start = index
+
+
+def strays(text: str) -> list[int]:
+    """Lines of blocks in no language, or in one that nobody knows, that begin like a command: nobody would try them."""
+    return [
+        first + index
+        for language, first, lines in blocks(text)
+        if language not in {"sh", *_OTHER}
+        for index, line in enumerate(lines)
+        if any(word in RUN | NOT_RUN.keys() for word in line.removeprefix("$ ").split()[:1])
+    ]
+
+
+def mentions(text: str) -> list[str]:
+    """What stands between single backticks in running text."""
+    lines = text.splitlines()
+    for _, first, inside in blocks(text):
+        lines[first - 1 : first - 1 + len(inside)] = [""] * len(inside)
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", "\n".join(lines))
+
+
+def blocks(text: str) -> Iterator[tuple[str, int, list[str]]]:
+    """Each block of code: its language ("" without one, or if it is indented), the number of its first line, its lines."""
+    lines = text.splitlines()
+    index = 0
+    while index < len(lines):
+        if fence := re.fullmatch(r" *```+ *(\w*).*", lines[index]):
+            first = index = index + 1
+            while index < len(lines) and not lines[index].lstrip().startswith("```"):
+                index += 1
+            yield fence[1], first + 1, lines[first:index]
+        elif lines[index].startswith("    ") and (not index or not lines[index - 1].strip()):
+            first = index
+            while index < len(lines) and lines[index].startswith("    "):
+                index += 1
+            yield "", first + 1, [line[4:] for line in lines[first:index]]
+            continue
+        index += 1
+
+
+def _continues(line: str) -> bool:
+    return not line.strip() or line[0] in " #" or line.startswith("done")

@@ -1,0 +1,182 @@
+"""Reading what is deployed, and checking it against what clusters accept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[3]
+CHART = ROOT / "deploy" / "helm" / "rsrv"
+BUNDLES = {"persistentVolumeClaim": {"claimName": "bundles", "readOnly": True}}
+#: the oldest that Chart.yaml names, and the newest that the schemas' package has
+KUBERNETES = ("1.25", "1.37")
+
+Manifest = dict[str, Any]
+
+#: Of kinds that come from operators: the fields that each must have and the ones that are used here, as the custom
+#: resource definitions have them (prometheus-operator 0.8x, KEDA 2.18, KServe 0.16). No package brings their schemas.
+_TEXT: Manifest = {"type": "string", "minLength": 1}
+_LABELS: Manifest = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def _closed(required: list[str], properties: Manifest) -> Manifest:
+    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+
+
+_RELABELING = _closed(
+    ["sourceLabels", "regex", "action"],
+    {
+        "sourceLabels": {"type": "array", "items": _TEXT},
+        "regex": _TEXT,
+        "action": {"enum": ["drop", "keep"]},
+    },
+)
+_TRIGGER = _closed(
+    ["type", "metadata"],
+    {
+        "type": {"const": "prometheus"},
+        "name": _TEXT,
+        "metricType": {"enum": ["Value", "AverageValue"]},
+        "metadata": {**_LABELS, "required": ["serverAddress", "query", "threshold"]},
+    },
+)
+OPERATORS: dict[tuple[str, str], Manifest] = {
+    ("monitoring.coreos.com/v1", "PodMonitor"): _closed(
+        ["selector", "podMetricsEndpoints"],
+        {
+            "selector": _closed(["matchLabels"], {"matchLabels": _LABELS}),
+            "podTargetLabels": {"type": "array", "items": _TEXT},
+            "podMetricsEndpoints": {
+                "type": "array",
+                "minItems": 1,
+                "items": _closed(
+                    ["port"],
+                    {
+                        "port": _TEXT,
+                        "interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
+                        "metricRelabelings": {"type": "array", "items": _RELABELING},
+                    },
+                ),
+            },
+        },
+    ),
+    ("keda.sh/v1alpha1", "ScaledObject"): _closed(
+        ["scaleTargetRef", "triggers"],
+        {
+            "scaleTargetRef": _closed(["name"], {"name": _TEXT}),
+            "minReplicaCount": {"type": "integer", "minimum": 1},
+            "maxReplicaCount": {"type": "integer", "minimum": 1},
+            "fallback": _closed(
+                ["failureThreshold", "replicas"],
+                {
+                    "failureThreshold": {"type": "integer"},
+                    "replicas": {"type": "integer"},
+                    "behavior": {"enum": ["static", "currentReplicas", "currentReplicasIfHigher"]},
+                },
+            ),
+            "advanced": _closed(
+                ["horizontalPodAutoscalerConfig"],
+                {"horizontalPodAutoscalerConfig": _closed(["behavior"], {"behavior": {"type": "object"}})},
+            ),
+            "triggers": {"type": "array", "minItems": 1, "items": _TRIGGER},
+        },
+    ),
+    ("serving.kserve.io/v1alpha1", "ClusterServingRuntime"): _closed(
+        ["supportedModelFormats", "containers"],
+        {
+            "supportedModelFormats": {
+                "type": "array",
+                "minItems": 1,
+                "items": _closed(
+                    ["name"], {"name": _TEXT, "version": _TEXT, "autoSelect": {"type": "boolean"}}
+                ),
+            },
+            "annotations": _LABELS,
+            "protocolVersions": {"type": "array", "items": {"enum": ["v1", "v2", "grpc-v2"]}},
+            "containers": {"type": "array", "minItems": 1, "items": {"type": "object"}},
+            "volumes": {"type": "array", "items": {"type": "object"}},
+        },
+    ),
+    ("serving.kserve.io/v1beta1", "InferenceService"): _closed(
+        ["predictor"],
+        {
+            "predictor": {
+                "type": "object",
+                "required": ["model"],
+                "properties": {
+                    "model": _closed(
+                        ["modelFormat", "storageUri"],
+                        {
+                            "modelFormat": _closed(["name"], {"name": _TEXT}),
+                            "protocolVersion": {"enum": ["v2", "grpc-v2"]},
+                            "runtime": _TEXT,
+                            "storageUri": _TEXT,
+                            "resources": {"type": "object"},
+                        },
+                    )
+                },
+            }
+        },
+    ),
+}
+
+
+def read(text: str) -> Iterator[Manifest]:
+    """All documents of a text, as Kubernetes reads YAML (1.1: 0440 is octal)."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.version = (1, 1)
+    yield from (document for document in yaml.load_all(text) if document is not None)
+
+
+class ChartError(Exception):
+    """The chart does not take the values."""
+
+
+def render(values: Mapping[str, Any] | None = None, *, release: str = "demo") -> list[Manifest]:
+    """What `helm install` would create with these values; bundles are somewhere unless they say where. Raises ChartError."""
+    chosen = {"bundles": {"volume": BUNDLES}, **(values or {})}
+    files = json.loads(
+        _helm("render", json.dumps({"chart": str(CHART), "values": chosen, "release": release}))
+    )
+    return [each for name, text in files.items() if name.endswith(".yaml") for each in read(text)]
+
+
+def lint() -> Any:
+    """What `helm lint` says."""
+    return json.loads(_helm("lint", json.dumps({"chart": str(CHART)})))
+
+
+@cache
+def _helm(action: str, request: str) -> str:
+    helm = Path(__file__).with_name("helm.py")
+    done = subprocess.run(
+        [sys.executable, helm, action], input=request, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ChartError(done.stderr)
+    return done.stdout
+
+
+def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
+    return found
+
+
+def check(manifest: Manifest) -> None:
+    """Raises if a cluster would not take it."""
+    key = manifest["apiVersion"], manifest["kind"]
+    if key in OPERATORS:
+        assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
+        jsonschema.validate(manifest["spec"], OPERATORS[key])
+        return
+    for version in KUBERNETES:
+        kubernetes_validate.validate(manifest, version, strict=True)

@@ -1,0 +1,346 @@
+"""The Helm chart: what it renders is what clusters accept, and says the same in every place."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from typing import Any
+
+import promql_parser
+import pytest
+
+from rsrv.settings import load_settings
+from rsrv_node.plan import needs_gateway
+from tests.unit.deploy.manifests import CHART, ROOT, ChartError, Manifest, check, lint, one, read, render
+
+GATEWAY = {"gateway": {"enabled": True, "settings": {"mode": "lpt_packing"}}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cpu": {"gpu": {"perPod": 0}, "tolerations": []},
+    "four-gpus": {"gpu": {"perPod": 4}, "sharedMemory": "64Gi"},
+    "mig": {"gpu": {"resource": "nvidia.com/mig-1g.10gb"}},
+    "gateway": GATEWAY,
+    "keda": {"autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True, "labels": {"team": "a"}}},
+    "hpa": {"autoscaling": {"kind": "hpa", "queueWait": 0.25}},
+    "gateway-keda": {**GATEWAY, "autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True}},
+    "bundles-in-an-image": {"bundles": {"volume": {"hostPath": {"path": "/srv"}}, "subPath": "bundles"}},
+    "own-secrets": {
+        "restrict": {"existingSecret": "mine"},
+        "gateway": {"enabled": True, "existingSecret": "mine-too"},
+        "serviceAccount": {"name": "somebody"},
+    },
+    "cache-kept": {"cache": {"volume": {"persistentVolumeClaim": {"claimName": "cache"}}}},
+    "no-network-policy": {"networkPolicy": {"enabled": False}},
+    "everything": {
+        **GATEWAY,
+        "settings": {"runtime": {"memory_fraction": 0.8}, "models": {"mlp": {"weight": 2.0}}},
+        "tritonArguments": ["--log-verbose=1"],
+        "extraEnv": [{"name": "A", "value": "b"}],
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "imagePullSecrets": [{"name": "registry"}],
+        "podLabels": {"a": "b"},
+        "podAnnotations": {"c": "d"},
+        "nodeSelector": {"gpu": "h100"},
+        "affinity": {"nodeAffinity": {}},
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+        ],
+        "priorityClassName": "high",
+        "runtimeClassName": "nvidia",
+        "service": {"type": "LoadBalancer", "annotations": {"e": "f"}},
+        "networkPolicy": {
+            "clients": [{"namespaceSelector": {}}],
+            "monitoring": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+            "egress": [{"ports": [{"port": 4317}]}],
+        },
+    },
+}
+
+
+def pods(manifests: list[Manifest]) -> list[Manifest]:
+    return [m["spec"]["template"] for m in manifests if m["kind"] == "Deployment"]
+
+
+def server(manifests: list[Manifest]) -> Manifest:
+    found: Manifest = one(manifests, "Deployment", "demo-rsrv-server")["spec"]["template"]["spec"]
+    return found
+
+
+def environment(manifests: list[Manifest]) -> dict[str, str]:
+    env = server(manifests)["containers"][0]["env"]
+    return {each["name"]: each["value"] for each in env if "value" in each}
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_is_accepted(values: dict[str, Any]) -> None:
+    """Whatever is switched on, all manifests fit the schemas of the oldest and the newest Kubernetes, and none is there twice."""
+    manifests = render(values)
+    for manifest in manifests:
+        check(manifest)
+    names = [(m["kind"], m["metadata"]["name"]) for m in manifests]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_what_is_named_is_there(values: dict[str, Any]) -> None:
+    """Selectors find pods, ports have the names they are called by, and volumes, ConfigMaps and Secrets that are mounted exist."""
+    manifests = render(values)
+    labels = [pod["metadata"]["labels"] for pod in pods(manifests)]
+    made = {(m["kind"], m["metadata"]["name"]) for m in manifests}
+    for manifest in manifests:
+        selector = manifest.get("spec", {}).get("selector") or manifest.get("spec", {}).get("podSelector")
+        if selector:
+            wanted = selector.get("matchLabels", selector)
+            matching = [i for i, have in enumerate(labels) if wanted.items() <= have.items()]
+            assert len(matching) == 1, (manifest["kind"], manifest["metadata"]["name"])
+            ports = {
+                p["name"] for c in pods(manifests)[matching[0]]["spec"]["containers"] for p in c["ports"]
+            }
+            if manifest["kind"] == "Service":
+                assert {p["targetPort"] for p in manifest["spec"]["ports"]} <= ports
+            if manifest["kind"] == "PodMonitor":
+                assert {p["port"] for p in manifest["spec"]["podMetricsEndpoints"]} <= ports
+            if manifest["kind"] == "NetworkPolicy":
+                assert {p["port"] for rule in manifest["spec"]["ingress"] for p in rule["ports"]} <= ports
+    given = {("Secret", "mine"), ("Secret", "mine-too"), ("ServiceAccount", "somebody")}
+    for pod in pods(manifests):
+        spec = pod["spec"]
+        volumes = {v["name"]: v for v in spec["volumes"]}
+        for container in spec["containers"]:
+            assert {m["name"] for m in container["volumeMounts"]} <= set(volumes)
+        named = {("ConfigMap", v["configMap"]["name"]) for v in volumes.values() if "configMap" in v}
+        named |= {("Secret", v["secret"]["secretName"]) for v in volumes.values() if "secret" in v}
+        named |= {("ServiceAccount", spec["serviceAccountName"])}
+        assert named <= made | given
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_no_pod_may_do_more_than_it_must(values: dict[str, Any]) -> None:
+    """Every pod runs as uid 1000 with a read-only root, no capabilities, no token, and has somewhere to write what it writes."""
+    for pod in pods(render(values)):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsUser"] == 1000
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert "/tmp" in {m["mountPath"] for m in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS)
+def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ConfigMaps and the environment of the servers are settings that load, and say what the values said."""
+    manifests = render(values)
+    for name, value in environment(manifests).items():
+        if name.startswith("RSRV_") and name != "RSRV_RESTRICT_KEY":
+            monkeypatch.setenv(name, value)
+    text = one(manifests, "ConfigMap", "demo-rsrv-server")["data"]["rsrv.yaml"]
+    settings = load_settings(text)
+    assert settings.node.drain_s == 30
+    assert not needs_gateway(settings, 1)
+    if values is VARIANTS["everything"]:
+        assert settings.runtime.memory_fraction == 0.8
+        assert settings.node.arguments[-1] == "--log-verbose=1"
+
+
+def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
+    """With a gateway, its settings name the headless Service, the control port, and the token that the servers have as well."""
+    manifests = render(GATEWAY)
+    settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
+    assert settings.mode == "lpt_packing"
+    assert settings.workers_dns == "demo-rsrv-workers.prod.svc.cluster.local"
+    assert one(manifests, "Service", "demo-rsrv-workers")["spec"]["clusterIP"] == "None"
+    ports = {p["name"]: p["containerPort"] for p in server(manifests)["containers"][0]["ports"]}
+    assert settings.workers_ports.control == str(ports["control"])
+    assert settings.workers_ports.grpc_port == ports["grpc"]
+    env = environment(manifests)
+    assert env["RSRV_CONTROL__LISTEN"].endswith(f":{ports['control']}")
+    secrets = [v["secret"] for pod in pods(manifests) for v in pod["spec"]["volumes"] if "secret" in v]
+    assert secrets == [{"secretName": "demo-rsrv-control", "defaultMode": 0o440}] * 2
+
+
+def test_clients_go_to_the_gateway_if_there_is_one() -> None:
+    """The Service for clients selects the gateway's pods when there is a gateway, else the servers'."""
+    for values, component in ((GATEWAY, "gateway"), ({}, "server")):
+        selector = one(render(values), "Service", "demo-rsrv")["spec"]["selector"]
+        assert selector["app.kubernetes.io/component"] == component
+
+
+@pytest.mark.parametrize(
+    ("values", "closed"),
+    [
+        ({}, "shared-memory,logging,trace,model-repository"),
+        (GATEWAY, "shared-memory,logging,trace"),
+        ({"gpu": {"perPod": 2}}, "shared-memory,logging,trace"),
+    ],
+    ids=["alone", "gateway", "gateway-in-the-pod"],
+)
+def test_what_only_operators_may_ask_wants_a_key(values: dict[str, Any], closed: str) -> None:
+    """Triton's dangerous calls want the key of a Secret; a gateway keeps the one by which it sees what is ready."""
+    manifests = render(values)
+    flags = json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])
+    assert flags == [
+        f"--http-restricted-api={closed}:rsrv-key=$(RSRV_RESTRICT_KEY)",
+        f"--grpc-restricted-protocol={closed}:rsrv-key=$(RSRV_RESTRICT_KEY)",
+    ]
+    names = [each["name"] for each in server(manifests)["containers"][0]["env"]]
+    assert names.index("RSRV_RESTRICT_KEY") < names.index("RSRV_NODE__ARGUMENTS")
+
+
+def test_a_pod_has_time_to_drain() -> None:
+    """A pod is killed only after the pause for endpoints, the gateway's drain and the servers', with ten seconds to spare."""
+    manifests = render({"drain": {"endpoints": 7, "requests": 20, "servers": 40}})
+    spec = server(manifests)
+    assert spec["terminationGracePeriodSeconds"] == 7 + 20 + 40 + 10
+    assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    env = environment(manifests)
+    assert (env["RSRV_GATEWAY__DRAIN_S"], env["RSRV_NODE__DRAIN_S"]) == ("20", "40")
+
+
+def test_the_first_start_may_take_its_time() -> None:
+    """The startup probe gives up no sooner than after startupSeconds, and the other probes wait for it."""
+    container = server(render({"startupSeconds": 601}))["containers"][0]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 601
+    assert probe["httpGet"]["path"] == "/v2/health/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/v2/health/live"
+
+
+def test_shared_memory_is_memory_of_the_right_size() -> None:
+    """/dev/shm is a volume in memory with the size of the values."""
+    spec = server(render({"sharedMemory": "8Gi"}))
+    volume = {v["name"]: v for v in spec["volumes"]}["shm"]
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
+    assert mounts["shm"] == "/dev/shm"
+
+
+def test_the_cache_is_left_to_its_owner() -> None:
+    """The volume of compiled programs is given to the group once, not at each start: rsrv refuses one that others may write."""
+    spec = server(render(VARIANTS["cache-kept"]))
+    assert spec["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+    mounts = {m["name"]: m["mountPath"] for m in spec["containers"][0]["volumeMounts"]}
+    image = (ROOT / "docker" / "Dockerfile").read_text()
+    assert f"RSRV_RUNTIME__COMPILATION_CACHE_DIR={mounts['cache']}/" in image
+    assert f"RSRV_NODE__DIRECTORY={mounts['node']} " in image
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+def test_gpus_are_asked_for_and_metrics_are_where_they_are(gpus: int) -> None:
+    """A pod asks for its GPUs, or serves on the CPU; with several the gateway in it has all metrics on one port."""
+    manifests = render({"gpu": {"perPod": gpus}, "podMonitor": {"enabled": True}})
+    limits = server(manifests)["containers"][0]["resources"]["limits"]
+    assert limits.get("nvidia.com/gpu") == (str(gpus) if gpus else None)
+    assert environment(manifests).get("RSRV_NODE__CPU_WORKERS") == (None if gpus else "1")
+    monitor = one(manifests, "PodMonitor", "demo-rsrv-server")
+    ports = [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]]
+    assert ports == (["metrics"] if gpus > 1 else ["metrics", "rsrv-metrics"])
+
+
+@pytest.mark.parametrize("kind", ["none", "keda", "hpa"])
+def test_one_alone_says_how_many_pods_there_are(kind: str) -> None:
+    """An autoscaled Deployment has no number of its own, which an upgrade would set back; one that is not has."""
+    manifests = render({"autoscaling": {"kind": kind}, "replicas": 3})
+    deployment = one(manifests, "Deployment", "demo-rsrv-server")
+    assert deployment["spec"].get("replicas") == (3 if kind == "none" else None)
+    scalers = {m["kind"] for m in manifests} & {"ScaledObject", "HorizontalPodAutoscaler"}
+    assert scalers == {"none": set(), "keda": {"ScaledObject"}, "hpa": {"HorizontalPodAutoscaler"}}[kind]
+
+
+def test_queries_are_promql_about_these_pods() -> None:
+    """KEDA's queries parse, ask for this Deployment's pods only, and never count what Triton's page shows as well."""
+    manifests = render({"autoscaling": {"kind": "keda"}}, release="x")
+    (scaler,) = [m for m in manifests if m["kind"] == "ScaledObject"]
+    queries = [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]
+    for query in queries:
+        promql_parser.parse(query)
+        assert query.count("{") == query.count('namespace="prod",pod=~"x-rsrv-server-.+"')
+    assert 'version=""' in queries[1]
+    assert [t["metadata"]["threshold"] for t in scaler["spec"]["triggers"]] == ["0.05", "64"]
+
+
+def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
+    """prometheus-adapter's rule makes the metric that the HorizontalPodAutoscaler asks for, of this release's pods alone."""
+    (values,) = read((ROOT / "deploy" / "prometheus-adapter.yaml").read_text())
+    (rule,) = values["rules"]["external"]
+    (scaler,) = [m for m in render(VARIANTS["hpa"]) if m["kind"] == "HorizontalPodAutoscaler"]
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == rule["name"]["as"]
+    assert metric["external"]["target"] == {"type": "Value", "value": "250m"}
+    ((label, release),) = metric["external"]["metric"]["selector"]["matchLabels"].items()
+    assert release == "demo"
+    assert f'{label}!=""' in rule["seriesQuery"]
+    monitor = one(render({"podMonitor": {"enabled": True}}), "PodMonitor", "demo-rsrv-server")
+    assert label in [re.sub(r"\W", "_", each) for each in monitor["spec"]["podTargetLabels"]]
+    promql_parser.parse(rule["seriesQuery"])
+    query = rule["metricsQuery"]
+    promql_parser.parse(query.replace("<<.LabelMatchers>>", f'namespace="prod",{label}="{release}"'))
+    assert query.count("{") == query.count("{<<.LabelMatchers>>}")
+
+
+def test_servers_connect_to_nobody() -> None:
+    """The servers' network policy allows no way out, and with a gateway only that may send requests or use the control service."""
+    policy = one(render(GATEWAY), "NetworkPolicy", "demo-rsrv-server")["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == []
+    for rule in policy["ingress"]:
+        if {"http", "grpc", "control"} & {p["port"] for p in rule["ports"]}:
+            (peer,) = rule["from"]
+            assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+
+
+def test_bundles_have_to_be_somewhere() -> None:
+    """Without a volume for the bundles nothing is rendered, and the error says what is missing."""
+    with pytest.raises(ChartError, match=r"bundles\.volume: name the volume"):
+        render({"bundles": {}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gpus": {"perPod": 1}},
+        {"gpu": {"perPod": -1}},
+        {"autoscaling": {"kind": "vpa"}},
+        {"drain": {"servers": "30s"}},
+        {"bundles": {"volume": {"a": {}, "b": {}}}},
+        {"tritonArguments": ["log-verbose=1"]},
+    ],
+    ids=str,
+)
+def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
+    """A value that is misspelt or cannot be is an error of `helm install`, not a surprise in the cluster."""
+    with pytest.raises(ChartError):
+        render(values)
+
+
+def test_every_value_has_a_default_and_a_schema() -> None:
+    """values.yaml and values.schema.json have the same keys, two levels deep."""
+    (defaults,) = read((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    del schema["global"]
+    assert list(defaults) == list(schema)
+    for key, value in defaults.items():
+        if "properties" in schema[key]:
+            assert list(value) == list(schema[key]["properties"])
+
+
+def test_helm_lints_it() -> None:
+    """`helm lint` finds no error."""
+    found = lint()
+    assert found["total_charts_linted"] == 1
+    assert not found["errors"]
+
+
+def test_versions_are_the_projects() -> None:
+    """The chart, and the image that it names, have the version of the package."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    (chart,) = read((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    assert f"image: rsrv:{version}" in (ROOT / "deploy/kserve/clusterservingruntime.yaml").read_text()

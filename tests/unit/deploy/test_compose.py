@@ -1,0 +1,147 @@
+"""compose.yaml and what its containers read: valid, complete, and one knows where the others are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from check_jsonschema.builtin_schemas import get_builtin_schema
+
+from tests.unit.deploy.manifests import ROOT, Manifest, read
+
+DOCKER = ROOT / "docker"
+
+
+def compose() -> Manifest:
+    (found,) = read((DOCKER / "compose.yaml").read_text())
+    return found
+
+
+def services(*profiles: str) -> dict[str, Any]:
+    return {
+        name: service
+        for name, service in compose()["services"].items()
+        if not service.get("profiles") or set(service["profiles"]) & set(profiles)
+    }
+
+
+def test_it_is_what_the_specification_says() -> None:
+    """The file fits the schema of the Compose specification."""
+    jsonschema.validate(compose(), get_builtin_schema("vendor.compose-spec"))
+
+
+@pytest.mark.parametrize(("profile", "server"), [("gpu", "rsrv"), ("cpu", "rsrv-cpu")])
+def test_a_profile_has_one_server(profile: str, server: str) -> None:
+    """Each profile starts one server, with Prometheus and Grafana; without a profile there is none."""
+    assert set(services(profile)) == {server, "prometheus", "grafana"}
+    assert set(services()) == {"prometheus", "grafana"}
+
+
+def test_gpus_are_asked_for_only_where_there_are_some() -> None:
+    """The GPU server reserves all of NVIDIA's devices; the CPU server reserves nothing and says that it is one."""
+    (device,) = compose()["services"]["rsrv"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    other = compose()["services"]["rsrv-cpu"]
+    assert "deploy" not in other
+    assert "RSRV_NODE__CPU_WORKERS" in other["environment"]
+
+
+def test_everything_that_is_mounted_is_there() -> None:
+    """Each file and folder of the repository that a container sees exists, and every named volume is declared and used."""
+    found = compose()
+    used = set()
+    for name, service in found["services"].items():
+        for volume in service["volumes"]:
+            source = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")[0]
+            if not source.startswith("."):
+                used.add(source)
+            elif not source.startswith("../build"):  # made by `make bundles`
+                assert (DOCKER / source).exists(), (name, source)
+    assert used == set(found["volumes"])
+    for service in services("gpu", "cpu").values():
+        if "build" in service:
+            assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+
+
+def test_doors_are_open_to_this_machine_only() -> None:
+    """No port is published to other machines, and no container has capabilities or can get any."""
+    for service in services("gpu", "cpu").values():
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_servers_have_what_they_need_of_a_container() -> None:
+    """Each server has shared memory of a stated size, a first process that reaps, time to end, and places to write."""
+    image = (DOCKER / "Dockerfile").read_text()
+    for service in (compose()["services"][name] for name in ("rsrv", "rsrv-cpu")):
+        assert service["init"] is True
+        assert service["shm_size"] == "${RSRV_SHM_SIZE:-1gb}"
+        assert service["stop_grace_period"] == "70s"
+        assert service["read_only"] is True
+        written = {v.split(":")[-1] for v in service["volumes"] if not v.endswith(":ro")}
+        assert written == set(re.findall(r'"(/var/[^"]+)"', image[image.index("VOLUME") :]))
+        assert service["tmpfs"] == ["/tmp"]
+
+
+def test_images_of_others_are_pinned() -> None:
+    """Prometheus and Grafana have one version each."""
+    for name, service in services().items():
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
+
+
+def test_prometheus_asks_the_servers_where_they_are() -> None:
+    """Every target is a name of a service on a port that the image exposes, and the folder of rules is one that is mounted."""
+    (config,) = read((DOCKER / "prometheus.yml").read_text())
+    names = {
+        a
+        for s in services("gpu").values()
+        for a in s.get("networks", {}).get("default", {}).get("aliases", [])
+    }
+    exposed = re.findall(r"^EXPOSE (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)[-1].split()
+    targets = [
+        t for job in config["scrape_configs"] for each in job["static_configs"] for t in each["targets"]
+    ]
+    assert sorted(targets) == ["rsrv-server:8002", "rsrv-server:8004"]
+    for target in targets:
+        name, _, port = target.partition(":")
+        assert name in names
+        assert port in exposed
+    mounted = [v.split(":")[1] for v in compose()["services"]["prometheus"]["volumes"]]
+    assert [f.rpartition("/")[0] for f in config["rule_files"]] == ["/etc/prometheus/rules"]
+    assert "/etc/prometheus/rules" in mounted
+
+
+def test_prometheus_counts_nothing_twice() -> None:
+    """Of what Triton's page and rsrv's both show, Triton's copy is dropped, and nothing else."""
+    (config,) = read((DOCKER / "prometheus.yml").read_text())
+    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "triton"]
+    (rule,) = job["metric_relabel_configs"]
+    assert (rule["source_labels"], rule["action"]) == (["__name__", "version"], "drop")
+    dropped = [
+        "rsrv_queue_depth;1",
+        "rsrv_runtime_up;12",
+    ]
+    kept = [
+        "rsrv_queue_depth;",
+        "rsrv_build_info;0.1.0",
+        "nv_inference_count;1",
+        "rsrv_queue_wait_seconds_sum;",
+    ]
+    assert all(re.fullmatch(rule["regex"], each) for each in dropped)
+    assert not any(re.fullmatch(rule["regex"], each) for each in kept)
+
+
+def test_grafana_finds_prometheus_and_the_dashboards() -> None:
+    """The provisioned source is the Prometheus of this file, and dashboards are read from where they are mounted."""
+    (sources,) = read((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())
+    (source,) = sources["datasources"]
+    (port,) = compose()["services"]["prometheus"]["ports"]
+    assert source["url"] == f"http://prometheus:{port.rpartition(':')[2]}"
+    (boards,) = read((DOCKER / "grafana/provisioning/dashboards/rsrv.yaml").read_text())
+    (provider,) = boards["providers"]
+    mounted = {v.split(":")[1]: v.split(":")[0] for v in compose()["services"]["grafana"]["volumes"]}
+    assert mounted[provider["options"]["path"]] == "./grafana/dashboards"
+    assert compose()["services"]["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"

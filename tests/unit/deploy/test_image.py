@@ -1,0 +1,147 @@
+"""The Dockerfile: what it copies is there, what it installs is what the project wants, and who runs it is nobody special."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from dockerfile_parse import DockerfileParser
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.unit.deploy.manifests import ROOT
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """The instructions of each stage; before the first one, those that hold for all."""
+    with DOCKERFILE.open("rb") as file:
+        found: list[list[tuple[str, str]]] = [[]]
+        for line in DockerfileParser(fileobj=file).structure:
+            if line["instruction"] == "FROM":
+                found.append([])
+            if line["instruction"] != "COMMENT":
+                found[-1].append((line["instruction"], line["value"]))
+    return found
+
+
+def values(stage: list[tuple[str, str]], instruction: str) -> list[str]:
+    return [value for name, value in stage if name == instruction]
+
+
+def named(name: str) -> list[tuple[str, str]]:
+    (found,) = [s for s in stages() if s[0][0] == "FROM" and s[0][1].endswith(f" AS {name}")]
+    return found
+
+
+def locked() -> dict[str, Version]:
+    """The packages that the image gets, by canonical name."""
+    lines = re.findall(
+        r"^([\w.-]+)==([^\s\\]+)", (ROOT / "docker/requirements.txt").read_text(), re.MULTILINE
+    )
+    return {canonicalize_name(name): Version(version) for name, version in lines}
+
+
+def wanted(extra: str) -> list[Requirement]:
+    """What an extra of the project needs, those that it includes resolved."""
+    project = PROJECT["project"]
+    found = [Requirement(text) for text in project["dependencies"]]
+    for text in project["optional-dependencies"][extra]:
+        requirement = Requirement(text)
+        if requirement.name == project["name"]:
+            found += [each for other in requirement.extras for each in wanted(other)]
+        else:
+            found.append(requirement)
+    return found
+
+
+def test_a_linter_has_nothing_to_say() -> None:
+    """hadolint finds nothing, not even what it only notes."""
+    linter = Path(sys.executable).with_name("hadolint")
+    result = subprocess.run([linter, "--no-color", DOCKERFILE], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_all_that_is_copied_is_there() -> None:
+    """Everything that comes from the repository exists in it, and what comes from a stage comes from an earlier one."""
+    before: list[str] = []
+    for stage in stages():
+        for value in values(stage, "COPY"):
+            *sources, _ = [word for word in value.split() if not word.startswith("--")]
+            origin = re.search(r"--from=(\S+)", value)
+            if origin:
+                assert origin[1] in before
+            else:
+                assert [s for s in sources if not (ROOT / s).exists()] == []
+        before += re.findall(r" AS (\S+)$", stage[0][1] if stage[0][0] == "FROM" else "")
+
+
+def test_the_wheel_is_built_of_all_its_packages() -> None:
+    """The stage that builds the wheel gets every folder that the wheel is made of, and the files that pyproject.toml names."""
+    copied = [Path(s) for v in values(named("wheel"), "COPY") for s in v.split()[:-1]]
+    project = PROJECT["project"]
+    needed = [
+        *PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
+        project["readme"],
+        *project["license-files"],
+        "pyproject.toml",
+    ]
+    for each in map(Path, needed):
+        assert any(each == one or one in each.parents for one in copied), each
+
+
+def test_what_is_installed_is_what_the_project_wants() -> None:
+    """The locked versions fit the extras that the server and the gateway need; jax comes with CUDA, and everything with hashes."""
+    versions = locked()
+    for extra in ("runtime", "gateway"):
+        for requirement in wanted(extra):
+            assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+    assert versions["jax-cuda13-plugin"] == versions["jax"]
+    blocks = re.split(r"\n(?=[a-z])", (ROOT / "docker/requirements.txt").read_text())[1:]
+    assert len(blocks) == len(versions)
+    assert all("--hash=sha256:" in block for block in blocks)
+
+
+def test_the_extra_of_the_gateways_image_exists() -> None:
+    """Extras that the Dockerfile names are ones of the project."""
+    extras = re.findall(r"\.whl\)\[(\w+)\]", DOCKERFILE.read_text())
+    assert extras == ["gateway"]
+    assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_bases_are_pinned() -> None:
+    """Every stage that is not built on another one begins with an image of one version."""
+    arguments = dict(value.split("=", 1) for value in values(stages()[0], "ARG"))
+    assert arguments["TRITON"] == "nvcr.io/nvidia/tritonserver:26.11-py3"
+    for stage in stages()[1:]:
+        base = re.fullmatch(r"\$\{(\w+)\} AS \S+", stage[0][1])
+        assert base, stage[0]
+        assert re.search(r":\d+\.\d+", arguments[base[1]])
+
+
+def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
+    """The images' processes are uid 1000's, started without a shell, and a health check looks at what listens."""
+    for name in ("server", "gateway"):
+        stage = named(name)
+        assert values(stage, "USER") == ["1000:1000"]
+        (check,) = values(stage, "HEALTHCHECK")
+        command = json.loads(check[check.index("CMD") + 3 :])
+        compile(command[-1], "HEALTHCHECK", "exec")
+        port = re.search(r"127\.0\.0\.1:(\d+)/", command[-1])
+        assert port
+        assert port[1] in values(stage, "EXPOSE")[0].split()
+        (start,) = values(stage, "CMD") + values(stage, "ENTRYPOINT")
+        assert json.loads(start)[0] in PROJECT["project"]["scripts"]
+
+
+def test_the_last_stage_is_the_server() -> None:
+    """Who builds without naming a target gets the server."""
+    assert stages()[-1] == named("server")

@@ -1,0 +1,58 @@
+"""KServe: the runtime and the example fit each other, and are pods that a cluster takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rsrv.settings import load_settings
+from tests.unit.deploy.manifests import ROOT, Manifest, check, read
+
+
+def manifest(name: str) -> Manifest:
+    (found,) = read((ROOT / "deploy" / "kserve" / f"{name}.yaml").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ["clusterservingruntime", "inferenceservice"])
+def test_it_has_the_fields_of_its_kind(name: str) -> None:
+    """Both resources have the fields that KServe's kinds require, and none that is misspelt."""
+    check(manifest(name))
+
+
+def test_the_two_make_a_pod() -> None:
+    """What KServe puts together of runtime and service is a pod that every supported Kubernetes accepts."""
+    runtime, predictor = (
+        manifest("clusterservingruntime")["spec"],
+        manifest("inferenceservice")["spec"]["predictor"],
+    )
+    own = {k: v for k, v in predictor.items() if k not in ("model", "minReplicas", "maxReplicas")}
+    pod: dict[str, Any] = {"containers": runtime["containers"], "volumes": runtime["volumes"], **own}
+    check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "examples"}, "spec": pod})
+    mounted = {m["name"] for m in runtime["containers"][0]["volumeMounts"]}
+    assert mounted == {v["name"] for v in runtime["volumes"]}
+
+
+def test_the_service_is_for_the_runtime() -> None:
+    """The example asks for the runtime by its name, in a format and a protocol that it has."""
+    runtime, model = (
+        manifest("clusterservingruntime"),
+        manifest("inferenceservice")["spec"]["predictor"]["model"],
+    )
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] in [f["name"] for f in runtime["spec"]["supportedModelFormats"]]
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+
+
+def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container listens where KServe sends: 8080 for HTTP, which the probes ask, too, and 9000 for gRPC."""
+    (container,) = manifest("clusterservingruntime")["spec"]["containers"]
+    for each in container["env"]:
+        monkeypatch.setenv(each["name"], each["value"])
+    gateway = load_settings().gateway
+    assert (gateway.http, gateway.grpc) == ("0.0.0.0:8080", "0.0.0.0:9000")
+    assert container["ports"][0]["containerPort"] == 8080
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == 8080
+    assert container["name"] == "kserve-container"

@@ -1,0 +1,106 @@
+"""What is counted of a model: where deadlines were missed, why weights left, how long requests waited."""
+
+from dataclasses import replace
+
+import pytest
+
+from rsrv.runtime.scheduler.events import Compact, ModelRemoved, Outcome
+from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.runtime.scheduler.totals import Cause, Stage, Totals
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.driver import Driver, program
+
+ONE = {(0, 1): 0.010}
+
+
+def budgeted(budget: int, discipline: str = "fifo") -> Device:
+    return Device(SchedulerSettings(discipline=discipline, weight_budget_bytes=budget))
+
+
+def totals(device: Driver, name: str = "a") -> Totals:
+    return device.scheduler.totals()[name]
+
+
+def test_a_wait_is_from_arrival_to_execution() -> None:
+    """Three requests of a model that runs one at a time, 10 ms each."""
+    device = Device()
+    device.model(program("a", ONE))
+    device.arrive(*(device.request() for _ in range(3)))
+    device.run(1.0)
+
+    found = totals(device)
+    assert found.queue_wait.sum == pytest.approx(0.010 + 0.020)
+    assert found.execute.sum == found.device_seconds == pytest.approx(0.030)
+    assert (sum(found.rows.counts), found.rows.sum, found.padded_rows) == (3, 3.0, 0)
+
+
+def test_a_missed_deadline_is_counted_where_the_request_was() -> None:
+    """On arrival, behind another's execution, before its weights were there, and while it executed."""
+    device = Device(SchedulerSettings(discipline="fifo"))
+    device.model(program("a", {(0, 1): 0.100}))
+    device.model(program("b", ONE), load=1.0, resident=False)
+    device.arrive(
+        device.request("a", deadline=0.0),
+        device.request("a", deadline=0.05),
+        device.request("a", deadline=0.05),
+        device.request("b", deadline=0.5),
+    )
+    device.run(2.0)
+
+    assert totals(device, "a").missed == {Stage.ARRIVAL: 1, Stage.QUEUE: 1, Stage.EXECUTE: 1}
+    assert totals(device, "a").counts.answered == 1
+    assert totals(device, "b").missed == {Stage.LOAD: 1}
+
+
+def test_what_is_shed_has_missed_its_deadline_where_it_was() -> None:
+    """Under edf: for its weights, and for the device."""
+    device = Device(SchedulerSettings(discipline="edf"))
+    device.model(program("a", ONE), load=1.0, resident=False)
+    device.model(program("b", {(0, 1): 0.1}))
+    device.arrive(device.request("a", deadline=0.9), device.request("b"))
+    device.arrive(device.request("b", deadline=0.15))
+    device.run(2.0)
+
+    assert totals(device, "a").missed == {Stage.LOAD: 1}
+    assert totals(device, "b").missed == {Stage.QUEUE: 1}
+
+
+def test_weights_that_leave_say_why() -> None:
+    """For another's load, for an operator, for a smaller budget, for a compaction."""
+    device = budgeted(200)
+    for name in "abc":
+        device.model(program(name, ONE, weight_bytes=100), load=0.1, resident=name != "c")
+    device.arrive(device.request("c"))
+    device.run(1.0)
+    assert totals(device, "a").evictions == {Cause.ROOM: 1}
+    assert sum(totals(device, "c").load.counts) == 1
+
+    device.evict("c")
+    assert totals(device, "c").evictions == {Cause.ASKED: 1}
+
+    device.send(Compact())
+    device.run(2.0)
+    assert totals(device, "b").evictions == {Cause.COMPACTION: 1}
+
+    device.change(weight_budget_bytes=0)
+    device.run(3.0)
+    assert sum(found.evictions.get(Cause.BUDGET, 0) for found in device.scheduler.totals().values()) <= 1
+
+
+def test_versions_of_one_model_count_together() -> None:
+    """Until the last of them is gone; then nothing is left of the name."""
+    device = Driver()
+    for key in ("m@1", "m@2"):
+        device.add(replace(program(key), name="m"))
+        request = device.request(key)
+        device.arrive(request)
+        device.finish_all()
+        assert device.outcome(request) is Outcome.ANSWERED
+    assert totals(device, "m").counts.answered == 2
+
+    device.send(ModelRemoved("m@1"))
+    assert totals(device, "m").counts.answered == 2
+    device.send(ModelRemoved("m@2"))
+    assert device.scheduler.totals() == {}
+    device.add(replace(program("m@1"), name="m"))
+    assert totals(device, "m").counts.answered == 0

@@ -1,0 +1,52 @@
+"""What a stub's threads measure is reported once, whichever of them measured it."""
+
+import threading
+import time
+
+from rsrv.histogram import SECONDS, Histogram
+from rsrv.stub.meters import Meters
+from rsrv.wire.frames import Status
+
+THREADS, EACH = 4, 500
+
+
+def test_many_threads_lose_nothing_and_count_nothing_twice() -> None:
+    """While another one reports all the time."""
+    meters = Meters()
+    started = threading.Barrier(THREADS + 1)
+
+    def work() -> None:
+        started.wait()
+        for _ in range(EACH):
+            meters.answered(Status.OK, time.perf_counter())
+            meters.hook("m", "pre", 0.001)
+
+    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    reports = []
+    while any(thread.is_alive() for thread in threads):
+        meters.some.wait(0.01)
+        reports.append(meters.take())
+    reports.append(meters.take())
+
+    requests, hooks = Histogram(SECONDS), Histogram(SECONDS)
+    for report in reports:
+        requests.add(Histogram.from_json(SECONDS, report["requests"]))
+        for seconds in report["hooks"].values():
+            hooks.add(Histogram.from_json(SECONDS, seconds["pre"]))
+    assert sum(requests.counts) == sum(hooks.counts) == THREADS * EACH
+    assert sum(report["responses"].get("ok", 0) for report in reports) == THREADS * EACH
+
+
+def test_whoever_waits_is_woken_by_the_first_of_many() -> None:
+    """And not again before the next one after a report."""
+    meters = Meters()
+    assert not meters.some.is_set()
+    meters.answered(Status.DEADLINE, time.perf_counter())
+    assert meters.some.is_set()
+
+    assert meters.take()["responses"] == {"deadline": 1}
+    assert not meters.some.is_set()
+    assert meters.take() == {"requests": [0.0, 0], "responses": {}, "hooks": {}}

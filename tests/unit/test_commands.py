@@ -1,0 +1,86 @@
+"""What all of rsrv's commands have in common."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, distribution
+from pathlib import Path
+
+import pytest
+
+import rsrv
+import rsrv_bundle
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = {
+    script.name: script for script in distribution("rsrv").entry_points if script.group == "console_scripts"
+}
+#: asyncio is a fifth of what these may take
+ALLOWED = sys.stdlib_module_names - {"asyncio"} | {one.module.partition(".")[0] for one in COMMANDS.values()}
+
+_SCRIPT = """
+import sys
+before = set(sys.modules)
+from {module} import {attr} as main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert not end.code
+print(*set(sys.modules) - before, file=sys.stderr)
+"""
+
+
+def test_these_are_the_commands() -> None:
+    """What pyproject.toml says is what is installed."""
+    assert set(COMMANDS) == {"rsrv", "rsrv-bundle", "rsrv-gateway", "rsrv-gen", "rsrv-node", "rsrv-sim"}
+
+
+@pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
+def test_help_comes_at_once(script: EntryPoint) -> None:
+    """A command loads nothing heavy before it knows what it is to do."""
+    program = _SCRIPT.format(module=script.module, attr=script.attr)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert said.stdout.startswith(f"usage: {script.name}")
+    loaded = {name.partition(".")[0] for name in said.stderr.split()}
+    assert loaded <= ALLOWED
+
+
+@pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
+def test_every_command_says_its_version(script: EntryPoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one in the package's metadata, which is pyproject.toml's."""
+    parser = __import__(script.module, fromlist=["parser"]).parser()
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--version"])
+
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"rsrv {distribution('rsrv').version}\n" == f"rsrv {rsrv.__version__}\n"
+
+
+def test_the_version_is_pyproject_s_everywhere() -> None:
+    """It stands there; the installed package says the same, and files for other programs, which cannot ask, do, too."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert distribution("rsrv").version == version
+    copies = [
+        (str(file), found)
+        for folder in (ROOT / "deploy", ROOT / "docker")
+        for file in folder.rglob("*.y*ml")
+        for found in re.findall(
+            r"(?:^appVersion: |^version: |image: rsrv:)\"?([\d.]+)", file.read_text(), re.MULTILINE
+        )
+    ]
+    assert [copy for copy in copies if copy[1] != version] == []
+
+
+def test_all_names_of_the_bundle_package_are_there() -> None:
+    """They are fetched when they are used; a wrong one is an AttributeError as in any module."""
+    assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_package_has_no_other_attributes() -> None:
+    """A wrong name is an AttributeError as in any module."""
+    with pytest.raises(AttributeError, match="no attribute 'version'"):
+        rsrv.version  # noqa: B018

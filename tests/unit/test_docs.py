@@ -1,0 +1,141 @@
+"""The commands in the documentation: each is run by a test (tests/e2e/test_docs.py) or not, for a reason."""
+
+import argparse
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
+
+COMMANDS = commands()
+#: by program, the module that parses its command line
+OURS = {one.name: one.module for one in distribution("rsrv").entry_points if one.group == "console_scripts"}
+
+
+def of(*programs: str) -> pytest.MarkDecorator:
+    """Parametrizes a test with the commands of these programs."""
+    found = [command for command in COMMANDS if command.program in programs]
+    assert found
+    return pytest.mark.parametrize("command", found, ids=[command.where for command in found])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command.where for command in COMMANDS])
+def test_every_command_is_run_or_there_is_a_reason(command: Command) -> None:
+    """A page has a new command: whoever wrote it says which of both."""
+    assert command.program in RUN | NOT_RUN.keys(), (
+        f"{command.where}: add {command.program} to tests/pages.py"
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
+    """Blocks without a language, or indented ones, hold what is no command."""
+    text = page.read_text(encoding="utf-8")
+    assert strays(text) == [], "put these commands into a block that is fenced as sh"
+
+
+@of(*OURS)
+def test_the_flags_of_our_programs_exist(command: Command) -> None:
+    """Of those that are not run, too: the real parser takes the line."""
+    parser = import_module(OURS[command.program]).parser()
+    parser.parse_args(command.words[1:])
+
+
+@of("make")
+def test_the_targets_and_variables_of_make_exist(command: Command) -> None:
+    """And the flags that a variable holds are known to the program that gets it."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    _, target, *variables = command.words
+    recipe = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None, f"no target {target}"
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        use = re.search(rf"-m ([\w.]+) \$\({name}\)", recipe[1])
+        assert use is not None, f"{target} does not use {name}"
+        known = helped(use[1])
+        assert [flag for flag in re.findall(r"--[\w-]+", value) if flag not in known] == []
+
+
+@cache
+def helped(module: str) -> str:
+    """What `python -m MODULE --help` prints."""
+    return subprocess.run(
+        [sys.executable, "-m", module, "--help"], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+
+
+@of("pip")
+def test_the_extras_that_are_installed_exist(command: Command) -> None:
+    """`pip install 'rsrv[...]'` names some of pyproject.toml's."""
+    extras = distribution("rsrv").metadata.get_all("Provides-Extra")
+    for word in command.words[2:]:
+        if named := re.fullmatch(r"rsrv\[(.*)\]", word):
+            assert set(named[1].split(",")) <= set(extras or ())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_commands_that_are_mentioned_exist(page: Path) -> None:
+    """In running text they are cut short and have placeholders: their words and flags are known all the same."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for mention in mentions(page.read_text(encoding="utf-8")):
+        program, *words = mention.split()
+        if program in OURS:
+            assert unknown(import_module(OURS[program]).parser(), words) == [], mention
+        elif program == "make" and words:
+            assert re.search(rf"^{re.escape(words[0])}:", makefile, re.MULTILINE), mention
+
+
+def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Those of the words that look like a flag or a subcommand, and are none that the parser knows."""
+    (choices,) = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)] or [
+        {}
+    ]
+    if words and words[0] in choices:
+        return unknown(choices[words[0]], words[1:])
+    flags = parser.format_help()
+    first = [words[0]] if choices and words and re.fullmatch(r"[a-z]+", words[0]) else []
+    return first + [word for word in words if word.startswith("--") and word.partition("=")[0] not in flags]
+
+
+PAGE = """
+```sh
+rsrv status  # all
+for x in 1 2; do
+  rsrv story $x
+done
+curl a \\
+  b
+```
+
+    indented
+    rsrv health
+
+```
+$ rsrv load
+```
+"""
+
+
+def test_blocks_are_taken_apart() -> None:
+    """Indented lines continue a command, and what is in no sh block is told."""
+    found = [(command.line, command.text) for command in commands_of(PAGE, "page.md")]
+    assert found == [
+        (3, "rsrv status  # all"),
+        (4, "for x in 1 2; do\n  rsrv story $x\ndone"),
+        (7, "curl a \\\n  b"),
+    ]
+    assert strays(PAGE) == [12, 15]
+
+
+def test_flags_and_subcommands_that_nobody_knows_are_told() -> None:
+    """Placeholders are not taken for either."""
+    parser = import_module(OURS["rsrv"]).parser()
+    assert unknown(parser, ["gateway", "place", "MODEL", "--replicas", "…"]) == []
+    assert unknown(parser, ["gateway", "placed", "--all"]) == ["placed", "--all"]
+    assert mentions("a `b c` and\n```sh\n`d`\n```\n`e`") == ["b c", "e"]

@@ -1,0 +1,139 @@
+"""Makes the tables of docs/configuration.md: every setting of rsrv.yaml, from the schema.
+
+    python tools/configuration_page.py     # rewrites them in the page
+
+They stand in the page between `<!-- settings -->` and `<!-- end settings -->`, as tables do in docs/scheduler.md; a test holds the
+page to the schema.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from rsrv.settings import ModelSection, Settings
+from scheduler_page import DOCS, rewrite, table
+
+PAGE = DOCS / "configuration.md"
+
+
+#: the page that explains a section's settings
+PAGES = {
+    "scheduler": "scheduler.md#what-an-operator-decides",
+    "runtime": "weights.md#the-budget",
+    "stub": "hooks.md#what-a-hook-may-take",
+    "meta": "meta-models.md",
+    "lifecycle": "lifecycle.md",
+    "control": "control.md#who-may-steer",
+    "gateway": "gateway.md",
+    "node": "node.md",
+    "metrics": "metrics.md",
+}
+
+
+def settings() -> str:
+    """All sections: a headline, what it is about, and a table of its keys."""
+    sections: dict[str, Any] = {name: info.annotation for name, info in Settings.model_fields.items()}
+    sections["models"] = ModelSection
+    return "\n\n".join(_section(f"## {name}", PAGES.get(name), section) for name, section in sections.items())
+
+
+def _section(title: str, page: str | None, section: type[BaseModel]) -> str:
+    """With those that its entries have, where it is about several of something."""
+    more = f" [More]({page})." if page is not None else ""
+    entries = [
+        _section(f"### {key}: an entry", None, inner)
+        for key, field in section.model_fields.items()
+        for inner in get_args(field.annotation)
+        if isinstance(inner, type) and issubclass(inner, BaseModel)
+    ]
+    return "\n\n".join([title, f"{section.__doc__}{more}", table(_rows(section)), *entries])
+
+
+def _rows(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    yield "key", "values", "default", "meaning"
+    for key, field in section.model_fields.items():
+        yield f"`{key}`", _values(field), _default(field), field.description or ""
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    match value:
+        case None:
+            return "`null`"
+        case bool():
+            return f"`{str(value).lower()}`"
+        case BaseModel():
+            return "its defaults"
+        case _:
+            return f"`{value}`"
+
+
+def _values(field: FieldInfo) -> str:
+    """What it may be, with its bounds."""
+    bounds = "".join(_bound(one) for one in field.metadata)
+    return ", ".join(_kinds(field.annotation)) + bounds
+
+
+def _bound(one: object) -> str:
+    match one:
+        case Ge(ge=value):
+            return f", at least {value:g}" if isinstance(value, float) else f", at least {value}"
+        case Gt(gt=value):
+            return f", above {value}"
+        case Le(le=value):
+            return f", at most {value:g}" if isinstance(value, float) else f", at most {value}"
+        case Lt(lt=value):
+            return f", below {value}"
+    return ""
+
+
+_NAMES = {
+    int: "whole number",
+    float: "number",
+    bool: "`true`, `false`",
+    str: "text",
+    Path: "path",
+    type(None): "`null`",
+}
+
+
+def _kinds(kind: Any) -> Iterator[str]:
+    """The kinds of values, in words."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        yield from (f"`{value}`" for value in get_args(kind))
+    elif origin is Annotated:
+        base, *metadata = get_args(kind)
+        bounds = (one for each in metadata for one in getattr(each, "metadata", [each]))
+        yield "".join((*_kinds(base), *map(_bound, bounds)))
+    elif origin in (Union, types.UnionType):
+        for one in get_args(kind):
+            yield from _kinds(one)
+    elif origin is list:
+        (item,) = get_args(kind)
+        yield f"list ({' or '.join(_kinds(item))})"
+    elif origin is dict:
+        yield "mapping from names"
+    elif isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield "mapping"
+    else:
+        yield _NAMES[kind]
+
+
+def main() -> None:
+    """Makes the tables anew."""
+    PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"settings": settings()}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the command rsrv-sim does."""
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rsrv.sim.decisions import decision_lines, fleet_decision_lines
+from rsrv.sim.fleet import rows, summarize_fleet, with_mode
+from rsrv.sim.metrics import summarize
+from rsrv.sim.record import SimulationError
+from rsrv.sim.scenario import Scenario, ScenarioError, load_scenario
+from rsrv.sim.simulate import simulate, simulate_fleet
+from rsrv.sim.table import aligned, table
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what the command line says; returns the exit status, as `cli.main`."""
+    collecting = gc.isenabled()
+    # Nothing of a simulation is garbage before its end, and a million requests are much to search in vain.
+    gc.disable()
+    try:
+        return _run(options)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        scenario = load_scenario(options.scenario)
+        if options.out is not None:
+            # Before the simulation, which may take minutes.
+            options.out.mkdir(parents=True, exist_ok=True)
+        if scenario.gateway is None:
+            if options.modes:
+                raise ScenarioError(f"{options.scenario}: --modes compares gateways: say `devices` there")
+            lines, text = _run_one(scenario, options)
+        else:
+            lines, text = _run_fleet(scenario, options)
+    except ScenarioError as error:
+        return _complain(str(error), 2)
+    except FileExistsError:
+        return _complain(f"cannot write: --out {options.out} is not a directory", 2)
+    except OSError as error:
+        return _complain(f"cannot write: {error}", 2)
+    except SimulationError as error:
+        return _complain(f"internal error, please report it with the scenario: {error}", 3)
+    try:
+        if options.decisions:
+            sys.stdout.writelines(f"{line}\n" for line in lines)
+        print(text, file=sys.stderr if options.decisions else sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads our output has seen enough. Python would complain while it closes it.
+        sys.stdout = None
+    return 0
+
+
+def _run_one(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
+    """Returns the lines of the decisions, and the table."""
+    record = simulate(scenario)
+    metrics = summarize(record)
+    if options.out is not None:
+        _write_metrics(options.out, metrics)
+        if plots := _plots("plots"):
+            plots.write_plots(record, options.out, options.window)
+    return decision_lines(record), table(metrics)
+
+
+def _run_fleet(scenario: Scenario, options: argparse.Namespace) -> tuple[Iterator[str], str]:
+    """As `_run_one`, of several devices. Decisions are those of the last mode."""
+    assert scenario.gateway is not None
+    records = {
+        mode: simulate_fleet(with_mode(scenario, mode)) for mode in options.modes or [scenario.gateway.mode]
+    }
+    runs = {mode: summarize_fleet(record) for mode, record in records.items()}
+    if options.out is not None:
+        _write_metrics(options.out, {"modes": runs})
+        if plots := _plots("fleet_plots"):
+            plots.write_fleet_plots(records, runs, options.out)
+    return fleet_decision_lines(list(records.values())[-1]), aligned(rows(runs))
+
+
+def _write_metrics(out: Path, metrics: dict[str, Any]) -> None:
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+
+
+def _plots(module: str) -> Any:
+    """A module that draws; None: matplotlib is missing, which is said."""
+    try:
+        return importlib.import_module(f"rsrv.sim.{module}")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("rsrv-sim: no plots, because matplotlib is missing: pip install 'rsrv[sim]'", file=sys.stderr)
+        return None
+
+
+def _complain(message: str, code: int) -> int:
+    print("\n".join(f"rsrv-sim: {line}" for line in message.splitlines()), file=sys.stderr)
+    return code

@@ -26,7 +26,7 @@ class Watched:
 
     @property
     def looks(self) -> int:
-        return sum(command["command"] == "metrics" for command in self.runtime.commands)
+        return sum(command["command"] == "overview" for command in self.runtime.commands)
 
 
 class Spans:
@@ -38,8 +38,8 @@ class Spans:
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any] | None:
         match command["command"]:
-            case "metrics":
-                return {"models": {"a": model(histogram(0.002))}, "metas": {}, "memory": MEMORY}
+            case "overview":
+                return {"models": {"a": model(histogram(0.002))}, "memory": MEMORY}
             case "timeline":
                 since = command["since"]
                 some = self.spans[since : since + 2]

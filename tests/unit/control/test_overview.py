@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rsrv.control.overview import Overview, describe
 from rsrv.histogram import SECONDS, Histogram
-from rsrv.runtime.scheduler.events import Outcome
 from tests.unit.control.peers import entry
 
 MEMORY = {
@@ -33,35 +32,19 @@ def histogram(*values: float) -> list[float]:
     return made.to_json()
 
 
-def model(request: list[float], **differs: Any) -> dict[str, Any]:
-    """What the command `metrics` says of one, as far as the page takes it."""
-    return {
-        "queued": 1,
-        "executing": 2,
-        "bytes": 1000,
-        "requests": {
-            **dict.fromkeys((one.value for one in Outcome), 0),
-            "answered": 3,
-            "failed": 1,
-            "shed": 2,
-        },
-        "device_seconds": 0.5,
-        "load": histogram(0.2, 0.4),
-        "request": request,
-        **differs,
-    }
+def model(request: list[float], *, executing: int = 2, size: int | None = 1000, loads: int = 2) -> list[Any]:
+    """What the command `overview` says of one."""
+    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, request]
 
 
-def figures(**models: dict[str, Any]) -> dict[str, Any]:
-    return {"models": models, "metas": {}, "memory": MEMORY}
+def figures(**models: list[Any]) -> dict[str, Any]:
+    return {"models": models, "memory": MEMORY}
 
 
 def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     """And one that is being loaded, of which the runtime has no figures yet; and one whose bundle is broken."""
-    meta = {**model(histogram(0.02)), "running": 4}
-    for key in ("executing", "bytes", "load"):
-        del meta[key]
-    said = {**figures(a=model(histogram(0.002))), "metas": {"m": meta}}
+    meta = model(histogram(0.02), executing=4, size=None, loads=0)
+    said = figures(a=model(histogram(0.002)), m=meta)
     entries = {
         "a@1": entry("a"),
         "m@1": entry("m", kind="meta", weights=None, residency=None),
@@ -76,7 +59,7 @@ def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
     assert shown["host"] == {"logical": 2000, "physical": 1500}
     a, m, n = shown["models"]
     assert (a["name"], a["weights"], a["residency"], a["bytes"]) == ("a", "resident", "system", 1000)
-    assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 3)
+    assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 4)
     assert (a["loads"], a["load_s"], a["error"]) == (2, pytest.approx(0.3), "manifest.yaml: not YAML")
     assert 0.001 < a["p99_s"] <= 0.0025
     assert (m["kind"], m["executing"], m["bytes"], m["loads"], m["load_s"]) == ("meta", 4, None, 0, None)

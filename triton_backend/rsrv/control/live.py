@@ -129,7 +129,7 @@ class Live:
         link = self._link
         state = {"t": self._clock(), "up": True, "instance": link.instance}
         try:
-            figures = await link.command({"command": "metrics"})
+            figures = await link.command({"command": "overview"})
         except Refused as error:
             return {**state, "up": False, "why": str(error)}
         return state | self._overview.take(figures, link.entries, self._failures(), self._clock())

@@ -2,17 +2,33 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rsrv.control.view import Entry
 from rsrv.histogram import SECONDS, Histogram
 
 #: seconds over which the 99th percentile is taken
 _WINDOW = 10.0
-#: ends of requests that are errors; whoever cancels wants no answer
-_ERRORS = ("refused", "expired", "shed", "failed")
 #: among several versions under one name the one that is shown: what is served, else what is about to be
 _RANK = {"ready": 0, "loading": 1, "failed": 2, "leaving": 3}
+
+
+class _Figures(NamedTuple):
+    """Of a model or meta model, in the order of the runtime's answer."""
+
+    queued: int
+    executing: int
+    bytes: int | None
+    requests: int
+    errors: int
+    device_s: float
+    loads: int
+    load_s: float
+    request: list[float]
+
+
+#: of one that is not built yet
+_NONE = _Figures(0, 0, None, 0, 0, 0.0, 0, 0.0, [])
 
 
 class Overview:
@@ -28,11 +44,11 @@ class Overview:
         failures: Mapping[str, str],
         now: float,
     ) -> dict[str, Any]:
-        """`figures`: the answer to the command `metrics` (docs/protocol.md); `failures`: why models are not as their
+        """`figures`: the answer to the command `overview` (docs/protocol.md); `failures`: why models are not as their
         bundles say; `now`: seconds. What comes of it is JSON, with bytes and seconds.
         """
-        known = {**figures["models"], **figures["metas"]}
-        requests = {name: Histogram.from_json(SECONDS, model["request"]) for name, model in known.items()}
+        known = {name: _Figures(*said) for name, said in figures["models"].items()}
+        requests = {name: Histogram.from_json(SECONDS, model.request) for name, model in known.items()}
         self._latest.append((now, requests))
         while now - self._latest[0][0] > _WINDOW and len(self._latest) > 2:
             self._latest.popleft()
@@ -47,7 +63,7 @@ class Overview:
             "models": [
                 {
                     **_state(entry),
-                    **_figures(known.get(name)),
+                    **_shown(known.get(name, _NONE)),
                     "p99_s": _p99(requests.get(name), before.get(name)),
                     "error": failures.get(name) or entry["error"],
                 }
@@ -66,22 +82,11 @@ def _state(entry: Entry) -> dict[str, Any]:
     return {key: entry[key] for key in ("name", "kind", "state", "residency", "weights", "paused")}
 
 
-def _figures(model: Mapping[str, Any] | None) -> dict[str, Any]:
+def _shown(model: _Figures) -> dict[str, Any]:
     """Counters are since the runtime's start."""
-    if model is None:  # it is not built yet
-        return {"queued": 0, "executing": 0, "requests": 0, "errors": 0, "device_s": 0.0, "loads": 0}
-    load = Histogram.from_json(SECONDS, model["load"]) if "load" in model else Histogram(SECONDS)
-    loads = sum(load.counts)
-    return {
-        "queued": model["queued"],
-        "executing": model.get("executing", model.get("running", 0)),
-        "requests": model["requests"]["answered"],
-        "errors": sum(model["requests"][how] for how in _ERRORS),
-        "device_s": model["device_seconds"],
-        "bytes": model.get("bytes"),
-        "loads": loads,
-        "load_s": load.sum / loads if loads else None,
-    }
+    shown = model._asdict()
+    del shown["request"]
+    return {**shown, "load_s": model.load_s / model.loads if model.loads else None}
 
 
 def _p99(now: Histogram | None, before: Histogram | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What is counted and measured since the start, as the JSON of the command `metrics`. Keys as in docs/protocol.md."""
+"""What is counted and measured since the start, as the JSON of the commands `metrics` and `overview` (docs/protocol.md)."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,6 +16,9 @@ from rsrv.runtime.status import memory
 _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}
 
 
+_NOTHING = Reported()
+
+
 def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_bytes: int) -> dict[str, Any]:
     """Of all models by name, versions of one added up; costs O(models). `kept_bytes`: on the device, by runs of metas."""
     catalog, placement = registry.catalog, registry.placement
@@ -30,9 +33,7 @@ def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_byt
         model["resident"] |= listed.weights == "resident"
         model["host_bytes"] += listed.model.host.nbytes if listed.model.host.kept else 0
         model["device_bytes"] += listed.model.host.device_bytes if listed.weights != "absent" else 0
-        model["bytes"] = max(model["bytes"], listed.model.host.device_bytes)
         model["queued"] += 0 if now is None else now.queued
-        model["executing"] += 0 if now is None else now.executing
     return {
         "models": models,
         "metas": _metas(metas, scheduler, reported),
@@ -44,6 +45,48 @@ def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_byt
         "executables": {"compiled": counts.compiled, "cache": counts.from_cache, "shared": counts.shared},
         "compile": counts.seconds.to_json(),
     }
+
+
+def overview(registry: Registry, scheduler: Scheduler, reports: Reports) -> dict[str, Any]:
+    """The few of them that people watch, for who asks every second: costs O(models), a third of what `metrics` does."""
+    catalog, placement = registry.catalog, registry.placement
+    load, totals, metas = scheduler.load(), scheduler.totals(), registry.metas()
+    reported = reports.keep({*totals, *(group.name for group in metas)})
+    now = {name: [0, 0, 0] for name in totals}
+    for key, listed in catalog.listed.items():
+        if listed.model is None or (mine := now.get(listed.name)) is None:
+            continue  # it is not built yet
+        if (one := load.models.get(key)) is not None:
+            mine[0] += one.queued
+            mine[1] += one.executing
+        mine[2] = max(mine[2], listed.model.host.device_bytes)
+    models = {
+        name: (
+            *now[name],
+            total.counts.answered,
+            total.counts.total() - total.counts.answered - total.counts.cancelled,
+            total.device_seconds,
+            sum(total.load.counts),
+            total.load.sum,
+            (reported.get(name) or _NOTHING).requests.to_json(),
+        )
+        for name, total in totals.items()
+    }
+    runs = {
+        name: (
+            meta["queued"],
+            meta["running"],
+            None,
+            meta["requests"]["answered"],
+            sum(count for how, count in meta["requests"].items() if how not in ("answered", "cancelled")),
+            meta["device_seconds"],
+            0,
+            0.0,
+            meta["request"],
+        )
+        for name, meta in _metas(metas, scheduler, reported).items()
+    }
+    return {"models": {**models, **runs}, "memory": memory(load, placement.tiers, placement.device)}
 
 
 def figures(group: Group, scheduler: Scheduler) -> dict[str, Any]:
@@ -64,8 +107,6 @@ def figures(group: Group, scheduler: Scheduler) -> dict[str, Any]:
 def _model(totals: Totals, reported: Reported | None) -> dict[str, Any]:
     return {
         "queued": 0,
-        "executing": 0,
-        "bytes": 0,
         "resident": False,
         "host_bytes": 0,
         "device_bytes": 0,
@@ -114,7 +155,7 @@ def _metas(
 
 
 def _reported(reported: Reported | None) -> dict[str, Any]:
-    told = reported or Reported()
+    told = reported or _NOTHING
     return {
         "hooks": {hook: seconds.to_json() for hook, seconds in told.hooks.items()},
         "request": told.requests.to_json(),

@@ -137,13 +137,13 @@ async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
         os.close(theirs)
         said = ""
         while not ("alpha" in said and "of 5 kB for weights" in said):
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode()
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert "\x1b[?1049h" in said
         server.runtime.change("alpha@1", entry("alpha", weights="absent"))
         while "absent" not in said:
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode()
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         top.send_signal(signal.SIGINT)
         while "\x1b[?1049l" not in said:
-            said += (await asyncio.to_thread(os.read, ours, 4096)).decode()
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
         assert await top.wait() == 130
         os.close(ours)

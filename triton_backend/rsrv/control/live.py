@@ -87,14 +87,16 @@ class Live:
 
     async def _keep_log(self) -> None:
         entries: dict[str, Entry] = {}
-        subscription = self._link.subscribe()
+        up, subscription = False, self._link.subscribe()
         try:
             while True:
                 match await subscription.next():
                     case None:
-                        self._note("the runtime does not answer")
+                        if up:  # else it is not there yet
+                            self._note("the runtime does not answer")
+                        up = False
                     case Snapshot(instance, _, found):
-                        entries = dict(found)
+                        up, entries = True, dict(found)
                         self._note(f"runtime {instance}: {len(entries)} versions of models")
                     case Change(_, _, key, entry):
                         text = describe(entries.get(key), entry)

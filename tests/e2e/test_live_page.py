@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from rsrv.control.http import HttpServer
 from rsrv.live.routes import Page as Served
@@ -20,8 +18,10 @@ ROWS = "document.querySelectorAll('#models tr').length"
 #: the share of a timeline's pixels that are painted, in the lane of executions and in that of loads
 PAINTED = """(() => {
   const canvas = document.querySelector('.device canvas');
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
   const share = (top, bottom) => {
-    const data = canvas.getContext('2d').getImageData(0, top, canvas.width, bottom - top).data;
+    const data = copy.getImageData(0, top, canvas.width, bottom - top).data;
     let painted = 0;
     for (let at = 3; at < data.length; at += 4) painted += data[at] > 0;
     return painted / (data.length / 4);
@@ -157,11 +157,13 @@ async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeSource, st
     source = FakeSource()
     server = HttpServer(nothing, Served(source, token))
     port = await server.start("127.0.0.1:0")
-    yield source, f"http://127.0.0.1:{port}/"
-    await server.stop()
+    try:
+        yield source, f"http://127.0.0.1:{port}/"
+    finally:
+        await server.stop()
 
 
-def test_five_hundred_models_cost_little(record_property: pytest.RecordProperty) -> None:
+def test_five_hundred_models_cost_little(record_property: Callable[[str, object], None]) -> None:
     """Of the browser's main thread: the first sight of them, and each second's update with a thousand spans."""
 
     async def look() -> tuple[float, float]:

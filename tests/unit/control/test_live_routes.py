@@ -85,7 +85,7 @@ async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: byt
     async with page(token) as (source, client):
         async with client.get("/live/stream") as answer:
             assert answer.content_type == "text/event-stream"
-            lines = []
+            lines: list[str] = []
             while len(lines) < 7:
                 lines.append((await answer.content.readline()).decode().rstrip())
             assert lines[1] == "event: hello"

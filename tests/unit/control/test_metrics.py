@@ -1,7 +1,7 @@
 """What Prometheus is given, and how it is served."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
 class Nobody:
     """A source of which nothing is asked here."""
 
-    def events(self) -> AsyncIterator[tuple[str, str, str]]:
+    def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         raise AssertionError
 
     async def story(self, server: str, model: str) -> list[str]:

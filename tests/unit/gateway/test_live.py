@@ -57,7 +57,7 @@ class PageControl(FakeControl):
 async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, PageControl]]]:
     """Workers with these names and a control service each, and `bare`, which has none."""
     controls = {name: PageControl() for name in names}
-    world = World(**dict.fromkeys((*names, "bare"), "m"))
+    world = World(None, **dict.fromkeys((*names, "bare"), "m"))
     async with AsyncExitStack() as stack:
         for name, control in controls.items():
             port = await stack.enter_async_context(serving(FakeTriton(), control))

@@ -348,7 +348,7 @@ async def served(
             os.getpid(),
             lifecycle,
             Metrics(link, lambda: lifecycle.failures.keys()),
-            live := Live(link, dict, every=0.01),
+            live := Live(link, dict, every=0.1),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())

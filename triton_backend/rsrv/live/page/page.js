@@ -35,8 +35,10 @@ const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(val
 const colours = new Map();
 const colour = (name) => {
   if (!colours.has(name)) {
-    let hash = 0;
-    for (const character of name) hash = (hash * 31 + character.codePointAt(0)) >>> 0;
+    let hash = 0x811c9dc5;
+    for (const character of name) hash = Math.imul(hash ^ character.codePointAt(0), 0x01000193);
+    // Names that differ in their last character shall not look alike.
+    hash = Math.imul(hash ^ (hash >>> 15), 0x2c1b3c6d) >>> 0;
     colours.set(name, `hsl(${hash % 360} ${45 + (hash >>> 9) % 25}% ${45 + (hash >>> 17) % 15}%)`);
   }
   return colours.get(name);

@@ -15,11 +15,13 @@ NODE ?= --cpu-workers 2
 
 VENV := .venv/.stamp
 TRITON := .triton/.stamp
+BROWSER := .browser/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
 	soak-gateway scheduler-page simulator-page \
-	eviction-page configuration-page dashboards alerts-page lint format clean proto bundles docs docs-serve dist test-wheel
+	eviction-page live-page-picture configuration-page dashboards alerts-page lint format clean proto bundles docs docs-serve \
+	dist test-wheel
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -35,13 +37,18 @@ $(TRITON): $(VENV) tools/triton_install.py
 	$(BIN)/python tools/local_triton.py install
 	@touch $@
 
+$(BROWSER): $(VENV) tools/browser_install.py
+	@echo "== .browser: a Chromium for the tests of the live page"
+	$(BIN)/python tools/browser_install.py
+	@touch $@
+
 bundles: $(VENV) ## build the example bundles into build/bundles
 	$(BIN)/python tools/example_bundles.py
 
 demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
 	$(BIN)/python tools/demo.py
 
-serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000, 8001 and 8002 until Ctrl-C
+serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes, on ports 8000 to 8002 until Ctrl-C; live page on 8004
 	$(BIN)/rsrv-gen build/bundles -o gen
 	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*' \
 		--exit-on-error=false
@@ -49,7 +56,7 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
 	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
 
-test: $(VENV) $(TRITON) bundles ## all tests but the long ones
+test: $(VENV) $(TRITON) $(BROWSER) bundles ## all tests but the long ones
 	$(PYTEST) -m "not long" --ignore=tests/unit -n 2 --dist loadfile
 	$(PYTEST) -m "not long" tests/unit -n auto
 
@@ -89,6 +96,9 @@ simulator-page: $(VENV) ## make the tables and the picture of docs/simulator.md 
 eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
 	$(BIN)/python tools/eviction_page.py
 
+live-page-picture: $(VENV) $(TRITON) $(BROWSER) ## make the picture of docs/live-page.md anew
+	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
+
 configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
 	$(BIN)/python tools/configuration_page.py
 
@@ -123,5 +133,5 @@ format: $(VENV) ## rewrite the sources in the project's style
 	$(BIN)/ruff format
 
 clean: ## remove everything that was fetched or built here
-	rm -rf .venv .triton .cache build gen dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .triton .browser .cache build gen dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

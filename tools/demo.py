@@ -24,7 +24,7 @@ import tritonclient.http
 
 import example_bundles
 from examples import digits, minilm
-from local_triton import ServerFailed, TritonServer
+from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from triton_install import InstallError
@@ -56,12 +56,16 @@ def main() -> int:
         return 1
     log_path = ROOT / "build" / "demo.log"
     log_path.unlink(missing_ok=True)
+    page = f"{LOOPBACK}:{free_ports(1)[0]}"
     step(f"tritonserver on {repository.name}/ (its log: {log_path.relative_to(ROOT)})")
     started = time.monotonic()
     try:
-        with TritonServer(repository, log_path=log_path, extra_args=FOLLOW) as server:
+        env = {"RSRV_METRICS__LISTEN": page}
+        with TritonServer(repository, log_path=log_path, extra_args=FOLLOW, env=env) as server:
             server.wait_ready(timeout=600, progress=lambda model: print(f"   loaded {model}", flush=True))
-            print(f"   ready after {time.monotonic() - started:.1f} s")
+            print(
+                f"   ready after {time.monotonic() - started:.1f} s; live page until it stops: http://{page}/"
+            )
             good = classify(server) and compare(server)
             step("stopping tritonserver")
     except (ServerFailed, InstallError) as error:
@@ -70,6 +74,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted")
         return 130
+    step("live page, while `make serve` runs: http://localhost:8004/")
     return 0 if good else 1
 
 

@@ -1,4 +1,4 @@
-"""HTTP for whoever watches: /metrics of the gateway and all workers in one, /healthz and /readyz."""
+"""HTTP for whoever watches: /metrics of the gateway and all workers in one, the live page, /healthz and /readyz."""
 
 import asyncio
 import logging
@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.live.routes import Page
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contract import Worker
+from rsrv_gateway.live import Workers
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -21,7 +23,8 @@ _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Admin:
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, token: bytes | None = None) -> None:
+        """`token`: who sends it may steer from the live page; None: nobody may."""
         self._gateway = gateway
         app = web.Application()
         app.add_routes(
@@ -29,6 +32,7 @@ class Admin:
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
                 web.get("/readyz", self._readyz),
+                *Page(Workers(gateway.probes), token).routes(),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)

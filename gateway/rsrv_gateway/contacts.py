@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 
 class ContactError(Exception):
     """A file that the settings name cannot be used; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A worker's control service, and what every call of it takes along."""
+
+    stub: Any
+    metadata: Metadata
 
 
 class Contacts:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
-from rsrv.settings import ControlSection, SettingsError, load_settings
+from rsrv.control.tokens import read_token
+from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway import child
@@ -42,14 +43,14 @@ def run(config: Path | None, workers: str | None) -> int:
     """The exit status of `rsrv-gateway`."""
     _log_to_stderr()
     try:
-        section = read(config, workers)
+        settings = read(config, workers)
     except (SettingsError, MembersError, OSError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 2
     _open_many()
     sys.setswitchinterval(_SWITCH)
     try:
-        asyncio.run(serve(section))
+        asyncio.run(serve(settings))
     except (ListenError, ContactError, MembersError, RuntimeDirectoryError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
@@ -64,15 +65,14 @@ def process(fd: int) -> int:
     return child.main(fd, PythonPlane)
 
 
-def read(config: Path | None, workers: str | None) -> GatewaySection:
-    """The settings. Raises SettingsError, MembersError, OSError."""
+def read(config: Path | None, workers: str | None) -> Settings:
+    """What rsrv.yaml and the command line say. Raises SettingsError, MembersError, OSError."""
     text = "" if config is None else config.read_text("utf-8")
-    section = load_settings(text, str(config or "rsrv.yaml")).gateway
+    settings = load_settings(text, str(config or "rsrv.yaml"))
     if workers is None:
-        return section
-    return section.model_copy(
-        update={"workers": parse_workers(workers), "workers_dns": None, "workers_file": None}
-    )
+        return settings
+    named = {"workers": parse_workers(workers), "workers_dns": None, "workers_file": None}
+    return settings.model_copy(update={"gateway": settings.gateway.model_copy(update=named)})
 
 
 def make_plane(section: GatewaySection, directory: Path, brain: Brain) -> Plane:
@@ -86,10 +86,10 @@ def make_plane(section: GatewaySection, directory: Path, brain: Brain) -> Plane:
     return Processes(section, brain) if section.processes > 1 else PythonPlane(section, brain)
 
 
-async def serve(section: GatewaySection) -> None:
+async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Raises ListenError and others that say which setting is wrong; CancelledError after a
     second signal."""
-    stop = _until_signalled()
+    stop, section = _until_signalled(), settings.gateway
     members, contacts = Members(section), Contacts(section)
     async with AsyncExitStack() as stack:
         directory = Directory()
@@ -106,31 +106,38 @@ async def serve(section: GatewaySection) -> None:
             pause=section.probe_s,
             drain=section.drain_s,
         )
-        await _open_doors(stack, section, gateway, directory.path)
+        await _open_doors(stack, settings, gateway, directory.path)
         await gateway.run(stop)
 
 
-async def _open_doors(
-    stack: AsyncExitStack, section: GatewaySection, gateway: Gateway, directory: Path
-) -> None:
+async def _open_doors(stack: AsyncExitStack, settings: Settings, gateway: Gateway, directory: Path) -> None:
     """For operators; they close with `stack`."""
+    section = settings.gateway
     service, health = GatewayService(gateway, section), Health(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
     stack.push_async_callback(listener.stop, _GRACE)
     if section.control_listen is not None:
-        settings = ControlSection(
+        control = ControlSection(
             listen=section.control_listen,
             tls_certificate=section.tls_certificate,
             tls_key=section.tls_key,
             tls_client_ca=section.tls_client_ca,
             token_file=section.token_file,
         )
-        listener, _ = await listen(settings, service, health, GATEWAY)
+        listener, _ = await listen(control, service, health, GATEWAY)
         stack.push_async_callback(listener.stop, _GRACE)
     if section.admin is not None:
-        admin = Admin(gateway)
+        admin = Admin(gateway, _page_token(settings.metrics.token_file))
         await admin.start(section.admin)
+        log.info("gateway.admin: /metrics and the live page are at port %d", admin.port)
         stack.push_async_callback(admin.stop)
+
+
+def _page_token(file: Path | None) -> bytes | None:
+    try:
+        return None if file is None else read_token(file, "metrics.token_file")
+    except ValueError as error:
+        raise ContactError(str(error)) from None
 
 
 def _until_signalled() -> asyncio.Event:

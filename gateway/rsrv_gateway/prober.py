@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv_gateway.contacts import Contacts
+from rsrv_gateway.contacts import Contacts, Control
 from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError
 
@@ -84,6 +84,11 @@ class GrpcProber:
         except grpc.RpcError:
             return None
         return None if answer is None else str(answer.text)  # None: no such message
+
+    def control(self) -> Control | None:
+        if self._control is None:
+            return None
+        return Control(control_pb2_grpc.ControlStub(self._control), self._contacts.metadata)
 
     async def close(self) -> None:
         """What is under way is cancelled."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from rsrv_gateway.contacts import Control
 from rsrv_gateway.contract import Act, Worker, WorkerView
 
 log = logging.getLogger("rsrv.gateway")
@@ -27,6 +28,9 @@ class Prober(Protocol):
 
     async def metrics(self) -> str | None:
         """What its control service has for Prometheus; None: nothing in time. Never raises."""
+
+    def control(self) -> Control | None:
+        """Its control service as it is reached now; None: none is known."""
 
     async def close(self) -> None: ...
 
@@ -84,6 +88,11 @@ class Probes:
         """As `Prober`'s; None also when there is no such worker."""
         watch = self._watches.get(worker)
         return None if watch is None else await watch.prober.metrics()
+
+    def control(self, worker: str) -> Control | None:
+        """As `Prober`'s; None also when there is no such worker."""
+        watch = self._watches.get(worker)
+        return None if watch is None else watch.prober.control()
 
     async def close(self) -> None:
         self.watch({})

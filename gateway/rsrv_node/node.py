@@ -115,6 +115,8 @@ async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> 
         log.info("note: %s", note)
     for worker in planned.workers:
         log.info("%s on %s, %s", worker.child.name, worker.device.name, worker.ports)
+    for page in planned.pages:
+        log.info("live page: %s", page)
     # The node's own gateway has ended by the time that its workers do.
     elsewhere = settings.gateway.grpc is None and settings.gateway.http is None
     roll = Roll(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)

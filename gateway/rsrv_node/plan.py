@@ -91,6 +91,8 @@ class Plan:
     files: Mapping[Path, str]
     #: what the operator may want to know
     notes: tuple[str, ...]
+    #: where live pages are
+    pages: tuple[str, ...] = ()
 
 
 def plan(
@@ -129,7 +131,9 @@ def plan(
         )
         workers.append(Worker(child, device, ports, repository))
     if not fronted:
-        return Plan(tuple(workers), None, {}, tuple(_notes(settings, workers)))
+        return Plan(
+            tuple(workers), None, {}, tuple(_notes(settings, workers)), _pages(settings, len(workers))
+        )
     _check_ports(settings, workers)
     file, admin = directory / GATEWAY_FILE, settings.gateway.admin
     gateway = Child(
@@ -140,7 +144,11 @@ def plan(
         pulse=None if admin is None else (_address("gateway.admin", admin), "/healthz"),
     )
     return Plan(
-        tuple(workers), gateway, {file: _gateway_settings(settings)}, tuple(_notes(settings, workers))
+        tuple(workers),
+        gateway,
+        {file: _gateway_settings(settings)},
+        tuple(_notes(settings, workers)),
+        () if admin is None else (_page(_address("gateway.admin", admin)),),
     )
 
 
@@ -181,6 +189,7 @@ def describe(plan: Plan) -> str:
         ]
     if plan.gateway is not None:
         lines += ["gateway", f"  {_command(plan.gateway)}"]
+    lines += [f"live page: {page}" for page in plan.pages]
     return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)]) + "\n"
 
 
@@ -267,9 +276,23 @@ def _environment(
         # The gateway serves those of all workers.
         own["RSRV_METRICS__LISTEN"] = "null"
     elif settings.metrics.listen is not None:
-        first = _address("metrics.listen", settings.metrics.listen)
-        own["RSRV_METRICS__LISTEN"] = str(Address(first.host, first.port + number))
+        own["RSRV_METRICS__LISTEN"] = str(_metrics(settings.metrics.listen, number))
     return own
+
+
+def _metrics(listen: str, number: int) -> Address:
+    first = _address("metrics.listen", listen)
+    return Address(first.host, first.port + number)
+
+
+def _pages(settings: Settings, workers: int) -> tuple[str, ...]:
+    """Of workers without a gateway: each has its own."""
+    listen = settings.metrics.listen if settings.control.enabled else None
+    return () if listen is None else tuple(_page(_metrics(listen, number)) for number in range(workers))
+
+
+def _page(address: Address) -> str:
+    return f"http://{Address(address.local, address.port)}/"
 
 
 def _check_platform(settings: Settings, devices: Sequence[Device]) -> None:

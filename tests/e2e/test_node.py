@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import urllib.request
@@ -38,6 +39,17 @@ def runtime_directories(pids: list[int]) -> list[Path]:
     return [found for pid in pids for found in base_directory().glob(f"{pid}-*")]
 
 
+def on_the_live_page(url: str) -> set[str]:
+    """Devices, as soon as there are two that have the model."""
+    found: set[str] = set()
+    with urllib.request.urlopen(f"{url}live/stream", timeout=20) as stream:
+        while len(found) < 2:
+            line = stream.readline()
+            if line.startswith(b"data: ") and b'"up": true' in line and MODEL.encode() in line:
+                found.add(json.loads(line.removeprefix(b"data: "))["server"])
+    return found
+
+
 def public(start: int) -> str:
     """The section `gateway`: three ports from this one on."""
     http, grpc, admin = (f"127.0.0.1:{start + step}" for step in range(3))
@@ -70,6 +82,8 @@ def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tm
             lambda: answering(f"http://127.0.0.1:{start + 22}/metrics") == {"worker0", "worker1"},
             what="all metrics in one scrape",
         )
+        assert on_the_live_page(f"http://127.0.0.1:{start + 22}/") == {"worker0", "worker1"}
+        assert f"live page: http://127.0.0.1:{start + 22}/" in node.log_text
         first, second = map(server_pid, workers)
         if len(os.sched_getaffinity(0)) > 1:
             assert os.sched_getaffinity(first).isdisjoint(os.sched_getaffinity(second))

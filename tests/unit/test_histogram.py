@@ -68,3 +68,52 @@ def test_what_is_no_histogram_is_refused(said: Any) -> None:
 def test_bounds_rise() -> None:
     """Else values would be in the wrong interval."""
     assert all(bisect_left(SECONDS, bound) == index for index, bound in enumerate(SECONDS))
+
+
+def made(seen: list[float]) -> Histogram:
+    histogram = Histogram(SECONDS)
+    for value in seen:
+        histogram.observe(value)
+    return histogram
+
+
+@given(values, values)
+def test_what_came_later_is_the_difference(earlier: list[float], later: list[float]) -> None:
+    """As if counting had begun in between."""
+    histogram = made(earlier + later)
+    histogram.subtract(made(earlier))
+
+    assert histogram.counts == made(later).counts
+    assert histogram.sum == pytest.approx(sum(later), abs=1e-9)
+
+
+@given(values, values)
+def test_of_one_that_began_anew_all_is_later(earlier: list[float], now: list[float]) -> None:
+    """Where an interval has less than it had; else nobody can tell."""
+    histogram, before = made(now), made(earlier)
+    if all(count >= old for count, old in zip(histogram.counts, before.counts, strict=True)):
+        return
+    histogram.subtract(before)
+
+    assert (histogram.counts, histogram.sum) == (made(now).counts, made(now).sum)
+
+
+@given(values, st.floats(0.01, 1.0))
+def test_a_quantile_is_in_the_interval_of_the_value(seen: list[float], q: float) -> None:
+    """Of nothing there is none; above the last bound it is that bound."""
+    found = made(seen).quantile(q)
+
+    assert (found is None) == (not seen)
+    if found is not None:
+        value = sorted(seen)[max(0, -int(-q * len(seen) // 1) - 1)]
+        index = bisect_left(SECONDS, value)
+        upper = SECONDS[min(index, len(SECONDS) - 1)]
+        lower = SECONDS[index - 1] if 0 < index < len(SECONDS) else 0.0 if index == 0 else upper
+        assert lower - 1e-9 <= found <= upper + 1e-9
+
+
+@given(values.filter(bool))
+def test_quantiles_rise(seen: list[float]) -> None:
+    """With the share that is to be below."""
+    found = [made(seen).quantile(q / 20) or 0.0 for q in range(1, 21)]
+    assert found == sorted(found)

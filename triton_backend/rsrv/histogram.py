@@ -51,6 +51,25 @@ class Histogram:
             self.counts[index] += count
         self.sum += other.sum
 
+    def subtract(self, earlier: "Histogram") -> None:
+        """Leave what came after `earlier`, of the same bounds; where counting began anew since, all of it."""
+        if all(count >= before for count, before in zip(self.counts, earlier.counts, strict=True)):
+            self.counts = [count - before for count, before in zip(self.counts, earlier.counts, strict=True)]
+            self.sum -= earlier.sum
+
+    def quantile(self, q: float) -> float | None:
+        """As PromQL's histogram_quantile: values lie evenly in their interval. None: there are none."""
+        whole = sum(self.counts)
+        if not whole:
+            return None
+        wanted, below = q * whole, 0
+        for index, upper in enumerate(self.bounds):
+            if below + self.counts[index] >= wanted:
+                lower = self.bounds[index - 1] if index else 0.0
+                return lower + (upper - lower) * (wanted - below) / self.counts[index]
+            below += self.counts[index]
+        return self.bounds[-1]
+
     def to_json(self) -> list[float]:
         """Sum, number of empty intervals before the first that is not, and the counts from that one to the last."""
         counts, first, end = self.counts, 0, len(self.counts)

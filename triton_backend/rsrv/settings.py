@@ -280,12 +280,17 @@ class ControlSection(Section):
 
 
 class MetricsSection(Section):
-    """What Prometheus is given."""
+    """What Prometheus is given, and the live page."""
 
     listen: str | None = Field(
         "0.0.0.0:8004",
-        description="host:port of the control process's GET /metrics, as open as Triton's own. null: none. A port that is "
-        "taken costs a line in the log, and the metrics.",
+        description="host:port of the control process's GET /metrics and of its live page, as open as Triton's own "
+        "metrics. null: none. A port that is taken costs a line in the log, and the metrics.",
+    )
+    token_file: Path | None = Field(
+        None,
+        description="File with a secret: who gives it to the live page, here or at the gateway, may steer from there. "
+        "null: it only shows.",
     )
     triton: bool = Field(
         True,

@@ -54,7 +54,8 @@ class GatewaySection(Section):
     http: str | None = Field("0.0.0.0:8000", description="HOST:PORT for clients' HTTP; null: none.")
     admin: str | None = Field(
         "0.0.0.0:8002",
-        description="HOST:PORT for /metrics (the gateway's and all workers' in one), /healthz and /readyz; null: none.",
+        description="HOST:PORT for /metrics (the gateway's and all workers' in one), the live page of all workers, /healthz and "
+        "/readyz; null: none.",
     )
     data_plane: Literal["python", "haproxy"] = Field(
         "python",

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.health import Health
 from rsrv.control.lifecycle import LifecycleError
+from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.overrides import Overrides
 from rsrv.control.readiness import Readiness
@@ -347,9 +348,11 @@ async def served(
             os.getpid(),
             lifecycle,
             Metrics(link, lambda: lifecycle.failures.keys()),
+            live := Live(link, dict, every=0.1),
             clock=lambda: 0.0,
         )
         noticing = asyncio.create_task(health.run())
+        living = asyncio.create_task(live.run())
         server = await listen_locally(tmp_path / "control.sock", service, health)
         try:
             async with grpc.aio.insecure_channel(f"unix:{tmp_path}/control.sock") as channel:
@@ -367,6 +370,7 @@ async def served(
                 )
         finally:
             noticing.cancel()
+            living.cancel()
             await server.stop(0)
             runtime.die()
 

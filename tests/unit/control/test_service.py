@@ -517,3 +517,20 @@ async def test_a_model_of_which_nobody_knows_anything_else_is_shown(tmp_path: Pa
 
         assert (model.name, model.dispatches, len(model.executables)) == ("a", 0, 0)
         assert model_status().keys() > {"dispatches", "sizes"}
+
+
+@looped
+async def test_who_watches_the_page_is_told_of_every_change(tmp_path: Path) -> None:
+    """First what there is. The runtime says no figures here, and that is told, too."""
+    async with served(tmp_path, models=["a"]) as server:
+        server.runtime.answers = lambda command: {"error": "no figures", "code": "INTERNAL"}
+        page = server.control.WatchPage(pb.WatchPageRequest())
+        assert (await page.read()).event == "begin"
+        while (event := await page.read()).event != "state":
+            assert event.event == "log"
+        assert "no figures" in event.json
+        server.runtime.change("a@1", entry("a", weights="absent"))
+        while "weights absent" not in event.json:
+            event = await page.read()
+        assert event.event == "log"
+        page.cancel()

@@ -157,8 +157,8 @@ async def triton(text: str | None, kind: str = "text/plain") -> AsyncIterator[in
 
 
 @asynccontextmanager
-async def watched(world: World) -> AsyncIterator[str]:
-    admin = Admin(world.gateway)
+async def watched(world: World, token: bytes | None = None) -> AsyncIterator[str]:
+    admin = Admin(world.gateway, token)
     await admin.start("127.0.0.1:0")
     yield f"http://127.0.0.1:{admin.port}"
     await admin.stop()
@@ -293,6 +293,26 @@ async def test_ready_is_who_takes_requests_and_has_workers() -> None:
             assert (await get(f"{url}/metrics"))[0] == 200
         assert (await get(f"{url}/readyz"))[0] == 503
         assert (await get(f"{url}/other"))[0] == 404
+
+
+@pytest.mark.parametrize("token", [None, b"s3cret"])
+@looped
+async def test_the_live_page_of_all_workers_is_there(token: bytes | None) -> None:
+    """It tells of each worker, and who has the token may steer, where there is one."""
+    world = World(a="m")
+    async with world.running(), watched(world, token) as url, ClientSession() as client:
+        status, page = await get(f"{url}/")
+        assert (status, "<title>rsrv</title>" in page) == (200, True)
+        async with client.get(f"{url}/live/stream") as stream:
+            said = ""
+            while "no control service" not in said:
+                said += (await stream.content.readline()).decode()
+            assert f'"writable": {"true" if token else "false"}' in said
+            assert '"server": "a:8001"' in said
+        headers = {"Authorization": "Bearer s3cret"}
+        wanted = {"server": "a:8001", "model": "m", "what": "pin"}
+        async with client.post(f"{url}/live/steer", json=wanted, headers=headers) as answer:
+            assert answer.status == (403 if token is None else 409)
 
 
 @looped

@@ -118,6 +118,18 @@ def test_a_wrong_command_line_ends_it(arguments: list[str], message: str) -> Non
     assert len(said.stderr.splitlines()) == 1
 
 
+def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
+    """The setting is named."""
+    config = tmp_path / "rsrv.yaml"
+    config.write_text(f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{workers_dns: localhost}}}}")
+    said = subprocess.run(
+        [*GATEWAY, "--config", config], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert said.returncode == 1
+    assert "rsrv-gateway: metrics.token_file: " in said.stderr
+    assert "Traceback" not in said.stderr
+
+
 def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:
     """As everywhere."""
     config = tmp_path / "rsrv.yaml"
@@ -130,7 +142,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     """Its workers replace all sources of workers."""
     config = tmp_path / "rsrv.yaml"
     config.write_text("gateway: {workers_dns: workers, workers: [{host: a}], mode: round_robin}")
-    section = read(config, "b:1234")
+    section = read(config, "b:1234").gateway
     assert (section.workers[0].host, len(section.workers), section.workers_dns) == ("b", 1, None)
     assert section.mode == "round_robin"
     with pytest.raises(MembersError, match="HOST:PORT"):

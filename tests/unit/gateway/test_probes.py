@@ -36,6 +36,9 @@ class FakeProber:
     async def metrics(self) -> str | None:
         return None
 
+    def control(self) -> None:
+        return None
+
     async def close(self) -> None:
         self.closed = True
 

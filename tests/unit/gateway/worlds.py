@@ -10,6 +10,7 @@ from typing import Any
 from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
+from rsrv_gateway.contacts import Control
 from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
 from rsrv_gateway.members import Members
 from rsrv_gateway.plane import Counts
@@ -94,6 +95,9 @@ class FakeProber:
     async def metrics(self) -> str | None:
         return self._world.pages.get(self._name)
 
+    def control(self) -> Control | None:
+        return self._world.controls.get(self._name)
+
     async def close(self) -> None:
         self._world.closed += 1
 
@@ -108,6 +112,8 @@ class World:
         self.acts: list[str] = []
         #: what the control services of workers have for Prometheus
         self.pages: dict[str, str] = {}
+        #: how these are reached
+        self.controls: dict[str, Control] = {}
         self.closed = 0
         self.seconds = 0.001
         section = GatewaySection.model_validate(

@@ -267,3 +267,29 @@ def test_a_client_on_this_machine_finds_who_listens_everywhere() -> None:
         str(Ports(*[Address("::1", port) for port in (1, 2, 3)]))
         == "HTTP [::1]:1, gRPC [::1]:2, metrics [::1]:3"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "pages"),
+    [
+        ("", [CPU], ("http://127.0.0.1:8004/",)),
+        ("", [CPU, CPU], ("http://127.0.0.1:8002/",)),
+        ("gateway: {admin: '[::]:9002'}", [CPU, CPU], ("http://[::1]:9002/",)),
+        ("gateway: {admin: null}", [CPU, CPU], ()),
+        ("metrics: {listen: null}", [CPU], ()),
+        ("control: {enabled: false}", [CPU], ()),
+        (
+            "gateway: {grpc: null, http: null}",
+            [CPU, CPU],
+            ("http://127.0.0.1:8004/", "http://127.0.0.1:8005/"),
+        ),
+    ],
+)
+def test_the_node_knows_where_its_live_page_is(
+    text: str, devices: Sequence[Device], pages: tuple[str, ...]
+) -> None:
+    """The gateway's, or one worker's own; it is in the dry run, too."""
+    found = planned(text, devices)
+
+    assert found.pages == pages
+    assert all(f"live page: {page}\n" in describe(found) for page in pages)

@@ -101,6 +101,10 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     assert (count(a["queue_wait"]), count(a["batch_rows"], ROWS)) == (3, 3)
     assert (a["resident"], a["queued"], count(a["load"])) == (True, 0, 1)
     assert a["device_bytes"] == a["host_bytes"] == 12
+    with Operator(runtime) as operator:
+        said = operator.do("overview")
+    assert said["models"] == {"a": [0, 0, 12, 3, 0, a["device_seconds"], 1, a["load"][0], a["request"]]}
+    assert said["memory"]["device"]["physical_bytes"] == 12
     engine.close()
     until(lambda: metrics(runtime)["models"] == {})
 
@@ -140,8 +144,12 @@ def test_a_meta_model_counts_its_runs_and_hooks_of_what_it_calls(
         ask(engine, FakeRequest({"x": rows(1)}), FakeRequest({"x": -rows(1)}))
         until(lambda: sum(metrics(runtime)["metas"]["meta"]["responses"].values()) == 2)
         said = metrics(runtime)
+        with Operator(runtime) as operator:
+            shown = operator.do("overview")["models"]
 
     meta = said["metas"]["meta"]
+    assert shown["meta"] == [0, 0, None, 1, 1, meta["device_seconds"], 0, 0.0, meta["request"]]
+    assert shown["a"][3:5] == [2, 0]
     assert meta["responses"] == {"ok": 1, "internal": 1}
     assert (meta["requests"]["answered"], meta["requests"]["failed"], meta["calls"]) == (1, 1, 2)
     assert count(meta["hooks"]["run"]) == 2

@@ -76,15 +76,18 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     # After the claim: who is not needed loads nothing.
     from rsrv.control.grpc_server import ListenError
     from rsrv.control.health import Health
-    from rsrv.control.http import MetricsServer
+    from rsrv.control.http import HttpServer
     from rsrv.control.lifecycle import Lifecycle
+    from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.overrides import Overrides
     from rsrv.control.readiness import Readiness
     from rsrv.control.runtime import RuntimeLink
     from rsrv.control.server import listen, listen_locally
     from rsrv.control.service import ControlService
+    from rsrv.control.tokens import read_token
     from rsrv.control.triton import Triton
+    from rsrv.live.routes import Page
     from rsrv.settings import load_settings
 
     text = options.settings.read_text() if options.settings.exists() else ""
@@ -104,7 +107,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     )
     health = Health(link, readiness)
     metrics = Metrics(link, lambda: lifecycle.failures.keys())
-    service = ControlService(link, settings, repository, options.server_pid, lifecycle, metrics)
+    live = Live(link, lambda: {name: one.text for name, one in lifecycle.failures.items()})
+    service = ControlService(link, settings, repository, options.server_pid, lifecycle, metrics, live)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
@@ -112,20 +116,28 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         except ListenError as error:
             log.error("%s. Control listens on its Unix socket only", error)
     if settings.metrics.listen is not None:
-        page = MetricsServer(metrics.text)
         try:
-            port = await page.start(settings.metrics.listen)
-            listeners.append(page)
-            log.info("metrics.listen: port %d", port)
+            secret = settings.metrics.token_file
+            token = None if secret is None else read_token(secret, "metrics.token_file")
+            http = HttpServer(metrics.text, Page(OneServer(live, link), token))
+            port = await http.start(settings.metrics.listen)
+            listeners.append(http)
+            log.info("metrics.listen: /metrics and the live page are at port %d", port)
         except (OSError, ValueError) as error:
-            log.warning("no metrics of rsrv's own: %s; set metrics.listen to a free port, or to null", error)
+            log.warning(
+                "no metrics of rsrv's own, and no live page: %s; set metrics.listen to a free port, or to null",
+                error,
+            )
     log.info(
         "control process %d of tritonserver %d listens in %s",
         os.getpid(),
         options.server_pid,
         options.directory,
     )
-    tasks = [asyncio.create_task(work) for work in (gone.wait(), link.run(), health.run(), lifecycle.run())]
+    tasks = [
+        asyncio.create_task(work)
+        for work in (gone.wait(), link.run(), health.run(), lifecycle.run(), live.run())
+    ]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     timeline = command("timeline", "what the device did of late, as a trace for Perfetto or chrome://tracing")
     timeline.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="default: %(default)g")
     timeline.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: standard output")
+    command("top", "what the live page shows, in the terminal, until Ctrl-C")
     command("watch", "the models' states, and every change until Ctrl-C")
 
     pin = command("pin", "keep a model's weights on the device")

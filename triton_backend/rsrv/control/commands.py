@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rsrv.control import find, pages
+from rsrv.control import find, pages, top
 from rsrv.control.enums import member
 from rsrv.control.output import one_line, print_json
 from rsrv.control.trace import chrome_trace
@@ -206,6 +206,16 @@ def _watch(server: Server) -> int:
     return 0
 
 
+def _top(server: Server) -> int:
+    events = server.stream("WatchPage", pb.WatchPageRequest())
+    if server.json:
+        for event in events:
+            print(f'{{"event": {json.dumps(event.event)}, "is": {event.json}}}', flush=True)
+    else:
+        top.show((event.event, event.json) for event in events)
+    return 0
+
+
 def _set_residency(server: Server, residency: str, wait: bool = False) -> int:
     model = server.options.model
     request = pb.SetResidencyRequest(model=model, residency=member(pb.Residency, residency), wait=wait)
@@ -313,6 +323,7 @@ _COMMANDS: dict[str, Callable[[Server], int]] = {
     "load": _load,
     "story": _story,
     "timeline": _timeline,
+    "top": _top,
     "watch": _watch,
     "pin": lambda server: _set_residency(server, "device", server.options.wait),
     "unpin": lambda server: _set_residency(server, "system"),

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from rsrv.control import messages
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
 from rsrv.control.lifecycle import KNOCK, LifecycleError
+from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
@@ -29,6 +31,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         server_pid: int,
         lifecycle: Reloading,
         metrics: Metrics,
+        live: Live,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._link = link
@@ -37,6 +40,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._server_pid = server_pid
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._live = live
         self._clock = clock
 
     # --- what is ------------------------------------------------------------------------------------------
@@ -120,6 +124,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if request.since and request.instance not in ("", said["instance"]):
             said = await self._link.command({"command": "timeline", "since": 0})
         return messages.timeline(said, self._clock())
+
+    async def WatchPage(
+        self, request: pb.WatchPageRequest, context: Any
+    ) -> AsyncIterator[pb.WatchPageResponse]:
+        async with aclosing(self._live.watch()) as events:
+            async for event in events:
+                yield pb.WatchPageResponse(event=event.name, json=event.json)
 
     async def WatchState(
         self, request: pb.WatchStateRequest, context: Any

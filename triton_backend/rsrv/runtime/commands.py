@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rsrv.explain import explain, nearest
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.metrics import metrics
+from rsrv.runtime.metrics import metrics, overview
 from rsrv.runtime.profiling import Profiler
 from rsrv.runtime.refused import Refused
 from rsrv.runtime.registry import Registry
@@ -106,6 +106,10 @@ class _Metrics(_Command):
     pass
 
 
+class _Overview(_Command):
+    pass
+
+
 class _Profile(_Command):
     directory: str | None = None
 
@@ -123,6 +127,7 @@ _KINDS: dict[str, type[_Command]] = {
     "story": _Story,
     "load": _Load,
     "metrics": _Metrics,
+    "overview": _Overview,
     "profile": _Profile,
     "timeline": _Timeline,
 }
@@ -252,6 +257,8 @@ class Commands:
             case _Metrics():
                 kept = self._requests.runs.kept_bytes
                 return metrics(self._registry, self._scheduler, self._reports, kept)
+            case _Overview():
+                return overview(self._registry, self._scheduler, self._reports)
             case _:
                 raise AssertionError(f"nobody does {type(command).__name__}")
         return {}

@@ -1,4 +1,4 @@
-"""What is counted and measured since the start, as the JSON of the command `metrics`. Keys as in docs/protocol.md."""
+"""What is counted and measured since the start, as the JSON of the commands `metrics` and `overview` (docs/protocol.md)."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,6 +14,9 @@ from rsrv.runtime.status import memory
 
 #: how a run of a meta model ended -> how requests of other models do; by any other status it is refused
 _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}
+
+
+_NOTHING = Reported()
 
 
 def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_bytes: int) -> dict[str, Any]:
@@ -42,6 +45,48 @@ def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_byt
         "executables": {"compiled": counts.compiled, "cache": counts.from_cache, "shared": counts.shared},
         "compile": counts.seconds.to_json(),
     }
+
+
+def overview(registry: Registry, scheduler: Scheduler, reports: Reports) -> dict[str, Any]:
+    """The few of them that people watch, for who asks every second: costs O(models), a third of what `metrics` does."""
+    catalog, placement = registry.catalog, registry.placement
+    load, totals, metas = scheduler.load(), scheduler.totals(), registry.metas()
+    reported = reports.keep({*totals, *(group.name for group in metas)})
+    now = {name: [0, 0, 0] for name in totals}
+    for key, listed in catalog.listed.items():
+        if listed.model is None or (mine := now.get(listed.name)) is None:
+            continue  # it is not built yet
+        if (one := load.models.get(key)) is not None:
+            mine[0] += one.queued
+            mine[1] += one.executing
+        mine[2] = max(mine[2], listed.model.host.device_bytes)
+    models = {
+        name: (
+            *now[name],
+            total.counts.answered,
+            total.counts.total() - total.counts.answered - total.counts.cancelled,
+            total.device_seconds,
+            sum(total.load.counts),
+            total.load.sum,
+            (reported.get(name) or _NOTHING).requests.to_json(),
+        )
+        for name, total in totals.items()
+    }
+    runs = {
+        name: (
+            meta["queued"],
+            meta["running"],
+            None,
+            meta["requests"]["answered"],
+            sum(count for how, count in meta["requests"].items() if how not in ("answered", "cancelled")),
+            meta["device_seconds"],
+            0,
+            0.0,
+            meta["request"],
+        )
+        for name, meta in _metas(metas, scheduler, reported).items()
+    }
+    return {"models": {**models, **runs}, "memory": memory(load, placement.tiers, placement.device)}
 
 
 def figures(group: Group, scheduler: Scheduler) -> dict[str, Any]:
@@ -110,7 +155,7 @@ def _metas(
 
 
 def _reported(reported: Reported | None) -> dict[str, Any]:
-    told = reported or Reported()
+    told = reported or _NOTHING
     return {
         "hooks": {hook: seconds.to_json() for hook, seconds in told.hooks.items()},
         "request": told.requests.to_json(),

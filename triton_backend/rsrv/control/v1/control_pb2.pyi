@@ -625,6 +625,18 @@ class Span(_message.Message):
     failed: bool
     def __init__(self, kind: _Optional[_Union[SpanKind, str]] = ..., model: _Optional[str] = ..., key: _Optional[str] = ..., start_unix_s: _Optional[float] = ..., seconds: _Optional[float] = ..., rows: _Optional[int] = ..., size: _Optional[int] = ..., requests: _Optional[int] = ..., failed: bool = ...) -> None: ...
 
+class WatchPageRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchPageResponse(_message.Message):
+    __slots__ = ("event", "json")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    event: str
+    json: str
+    def __init__(self, event: _Optional[str] = ..., json: _Optional[str] = ...) -> None: ...
+
 class WatchStateRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -119,6 +119,11 @@ class ControlStub(object):
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
                 response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.FromString,
                 _registered_method=True)
+        self.WatchPage = channel.unary_stream(
+                '/rsrv.control.v1.Control/WatchPage',
+                request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageRequest.SerializeToString,
+                response_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageResponse.FromString,
+                _registered_method=True)
         self.WatchState = channel.unary_stream(
                 '/rsrv.control.v1.Control/WatchState',
                 request_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchStateRequest.SerializeToString,
@@ -248,6 +253,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchPage(self, request, context):
+        """What the live page shows, for a gateway's. Its form belongs to the page, and changes with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchState(self, request, context):
         """A snapshot of the models' states, then every change of them, in order; never ends by itself. After a runtime that is
         gone, or was silent, there is a new snapshot.
@@ -343,6 +355,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetTimeline,
                     request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.FromString,
                     response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.SerializeToString,
+            ),
+            'WatchPage': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchPage,
+                    request_deserializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageRequest.FromString,
+                    response_serializer=rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageResponse.SerializeToString,
             ),
             'WatchState': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchState,
@@ -809,6 +826,33 @@ class Control(object):
             '/rsrv.control.v1.Control/GetTimeline',
             rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineRequest.SerializeToString,
             rsrv_dot_control_dot_v1_dot_control__pb2.GetTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchPage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rsrv.control.v1.Control/WatchPage',
+            rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageRequest.SerializeToString,
+            rsrv_dot_control_dot_v1_dot_control__pb2.WatchPageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,132 @@
+"""The live page over all workers: what each one's control service tells, passed on for as long as somebody watches."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from typing import Any
+
+import grpc
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
+from rsrv_gateway.contacts import Control
+from rsrv_gateway.probes import Probes
+
+#: seconds between two looks at who is there, and between two tries to reach one
+_EVERY = 1.0
+#: seconds that a control service may take to tell a story, or to note what it is asked for
+_SOON = 10.0
+#: events that wait for a watcher; beyond, workers wait
+_UNTAKEN = 64
+
+_RESIDENCIES = {"device": pb.RESIDENCY_DEVICE, "system": pb.RESIDENCY_SYSTEM}
+
+Event = tuple[str, str, str]
+
+
+class Workers:
+    """The page's source where it is a gateway's: a stream from each worker for each who watches."""
+
+    def __init__(self, probes: Probes, clock: Callable[[], float] = time.time, every: float = _EVERY) -> None:
+        """`clock`: Unix time."""
+        self._probes, self._clock, self._every = probes, clock, every
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[Event](_UNTAKEN)
+        following: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for change in await self._changes(following, told):
+                    yield change
+                until = loop.time() + self._every
+                while loop.time() < until and (event := await _next(told, until)) is not None:
+                    yield event
+        finally:
+            await _end(following.values())
+
+    async def _changes(
+        self, following: dict[str, asyncio.Task[None]], told: asyncio.Queue[Event]
+    ) -> list[Event]:
+        """Follow those that are there, and no others; what there is to say of those that have left."""
+        workers = self._probes.workers()
+        for name in workers.keys() - following.keys():
+            following[name] = asyncio.create_task(self._follow(name, told), name=f"live page of {name}")
+        left = sorted(following.keys() - workers.keys())
+        await _end([following.pop(name) for name in left])
+        # What they said before they left may wait still.
+        waiting = [told.get_nowait() for _ in range(told.qsize())]
+        return [*waiting, *((name, "gone", "null") for name in left)] if left else []
+
+    async def _follow(self, name: str, told: asyncio.Queue[Event]) -> None:
+        while True:
+            try:
+                control = self._control(name)
+                async for event in control.stub.WatchPage(pb.WatchPageRequest(), metadata=control.metadata):
+                    await told.put((name, event.event, event.json))
+                why = "its control service ended"
+            except (Wrong, grpc.RpcError) as error:
+                why = _said(error)
+            state = {"t": self._clock(), "up": False, "instance": "", "why": why}
+            await told.put((name, "state", json.dumps(state)))
+            await asyncio.sleep(self._every)
+
+    async def story(self, server: str, model: str) -> list[str]:
+        control = self._control(server)
+        answer = await self._ask(control, control.stub.GetStory, pb.GetStoryRequest(model=model))
+        return story_lines({story.key: story.lines for story in answer.stories})
+
+    async def steer(self, server: str, model: str, what: str) -> None:
+        control = self._control(server)
+        match what:
+            case "prefetch":
+                await self._ask(control, control.stub.Prefetch, pb.PrefetchRequest(model=model))
+            case "evict":
+                await self._ask(control, control.stub.Evict, pb.EvictRequest(target=pb.Target(model=model)))
+            case _:
+                residency = _RESIDENCIES[RESIDENCIES[what]]
+                request = pb.SetResidencyRequest(model=model, residency=residency)
+                await self._ask(control, control.stub.SetResidency, request)
+
+    def _control(self, server: str) -> Control:
+        """Raises Wrong."""
+        if server not in self._probes.workers():
+            raise Wrong(404, f"there is no worker {server!r}")
+        control = self._probes.control(server)
+        if control is None:
+            raise Wrong(409, "it has no control service that is known: gateway.workers may name one")
+        return control
+
+    @staticmethod
+    async def _ask(control: Control, call: Callable[..., Awaitable[Any]], request: Any) -> Any:
+        """Raises Wrong."""
+        try:
+            return await call(request, timeout=_SOON, metadata=control.metadata)
+        except grpc.RpcError as error:
+            raise Wrong.of(_code(error), _said(error)) from None
+
+
+async def _next(told: asyncio.Queue[Event], until: float) -> Event | None:
+    """None: there is none by then, on the loop's clock."""
+    try:
+        async with asyncio.timeout_at(until):
+            return await told.get()
+    except TimeoutError:
+        return None
+
+
+def _code(error: Any) -> str:
+    return str(error.code().name)
+
+
+def _said(error: Any) -> str:
+    return (
+        str(error) if isinstance(error, Wrong) else f"{_code(error)}: {error.details() or 'no reason given'}"
+    )
+
+
+async def _end(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,173 @@
+"""A real browser without a screen, told what to do over its DevTools protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession, ClientWebSocketResponse
+
+from browser_install import Browser
+from local_triton import EXEC_BOUND
+
+#: seconds for anything that is waited for
+_PATIENCE = 30.0
+_FLAGS = (
+    "--headless",
+    # The tests' user may be root, and containers have no user namespaces.
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-port=0",
+)
+
+
+class Page:
+    """The one that is open. `errors`: what the browser complained of. `prompted`: what a question is answered with."""
+
+    def __init__(self, socket: ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.errors: list[str] = []
+        self.prompted = ""
+
+    async def read(self) -> None:
+        """What the browser says, for as long as it does."""
+        async for message in self._socket:
+            said = json.loads(message.data)
+            if "id" in said:
+                answer = self._answers.pop(said["id"])
+                if not answer.done():
+                    answer.set_result(said)
+            else:
+                await self._happened(said["method"], said["params"])
+
+    async def _happened(self, method: str, params: dict[str, Any]) -> None:
+        match method:
+            case "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(params["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
+                self.errors.append(json.dumps(params["args"]))
+            case "Log.entryAdded" if params["entry"]["level"] in ("error", "warning"):
+                self.errors.append(json.dumps(params["entry"]))
+            case "Page.javascriptDialogOpening":
+                answer = {"accept": True, "promptText": self.prompted}
+                await self._send("Page.handleJavaScriptDialog", answer)
+
+    async def _send(self, method: str, params: dict[str, Any]) -> int:
+        number = next(self._numbers)
+        self._answers[number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": number, "method": method, "params": params})
+        return number
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        answer = self._answers[await self._send(method, params)]
+        said = await asyncio.wait_for(answer, _PATIENCE)
+        assert "error" not in said, (method, said)
+        result: dict[str, Any] = said["result"]
+        return result
+
+    async def value(self, expression: str) -> Any:
+        """Of an expression of JavaScript; of a promise, what comes of it."""
+        said = await self.call(
+            "Runtime.evaluate",
+            expression=expression,
+            awaitPromise=True,
+            returnByValue=True,
+            userGesture=True,
+        )
+        assert "exceptionDetails" not in said, said["exceptionDetails"]
+        return said["result"].get("value")
+
+    async def until(self, expression: str) -> Any:
+        """The first value of the expression that is true."""
+        deadline = asyncio.get_running_loop().time() + _PATIENCE
+        while not (value := await self.value(expression)):
+            if asyncio.get_running_loop().time() > deadline:
+                text = await self.value("document.body?.innerText")
+                raise AssertionError(f"never true: {expression}\n{self.errors}\n{text}")
+            await asyncio.sleep(0.02)
+        return value
+
+    async def busy(self) -> float:
+        """Seconds that the page's main thread has worked so far."""
+        metrics = (await self.call("Performance.getMetrics"))["metrics"]
+        return float(next(one["value"] for one in metrics if one["name"] == "TaskDuration"))
+
+    async def picture(self, file: Path) -> None:
+        """What is to be seen, as PNG."""
+        said = await self.call("Page.captureScreenshot", format="png")
+        file.write_bytes(base64.b64decode(said["data"]))
+
+
+@asynccontextmanager
+async def browsing(width: int = 1280, height: int = 900, scheme: str = "light") -> AsyncIterator[Page]:
+    """A browser with an empty page of this size, in pixels."""
+    browser = Browser().ensure()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        process = _start(browser, Path(profile))
+        try:
+            port = await _port(process, Path(profile))
+            async with ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                    url = next(one for one in await answer.json() if one["type"] == "page")
+                async with session.ws_connect(url["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                    page = Page(socket)
+                    reading = asyncio.create_task(page.read())
+                    for domain in ("Page", "Runtime", "Log"):
+                        await page.call(f"{domain}.enable")
+                    # Not counting what others take of the machine meanwhile.
+                    await page.call("Performance.enable", timeDomain="threadTicks")
+                    await page.call(
+                        "Emulation.setDeviceMetricsOverride",
+                        width=width,
+                        height=height,
+                        deviceScaleFactor=1,
+                        mobile=False,
+                    )
+                    preference = {"name": "prefers-color-scheme", "value": scheme}
+                    await page.call("Emulation.setEmulatedMedia", features=[preference])
+                    yield page
+                    reading.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await reading
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _start(browser: Browser, profile: Path) -> subprocess.Popen[bytes]:
+    """It also ends with this process."""
+    bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
+    with (profile / "log").open("wb") as output:
+        return subprocess.Popen(
+            [*bound, str(browser.program), *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            env={**os.environ, **browser.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+
+
+async def _port(process: subprocess.Popen[bytes], profile: Path) -> int:
+    """Where it listens."""
+    deadline, file = asyncio.get_running_loop().time() + _PATIENCE, profile / "DevToolsActivePort"
+    while not (file.exists() and "\n" in file.read_text()):
+        if process.poll() is not None or asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"the browser does not start:\n{(profile / 'log').read_text()}")
+        await asyncio.sleep(0.02)
+    return int(file.read_text().splitlines()[0])

@@ -1,0 +1,109 @@
+"""A server with more models than its device holds, under load, with its live page.
+
+python -m tests.e2e.live_load docs/images/live-page.png      # makes the picture in docs/live-page.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.browser import browsing
+from tests.e2e.calls import caller
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.lives import COLUMNS, write_version
+
+MODELS = ("captions", "colours", "faces", "fraud", "intent", "ranking", "reviews", "spam", "topics", "voices")
+PINNED = "ranking"
+#: of six of them
+BUDGET = 6 * (1 << 20) + 4096
+CLIENTS = 4
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
+    """A server with these models, and the URL of its live page. Nobody asks it anything yet."""
+    port = free_port()
+    for number, name in enumerate(MODELS):
+        write_version(folder / "bundles" / name, number + 1)
+    (folder / "settings.yaml").write_text(
+        f"metrics: {{listen: '127.0.0.1:{port}'}}\n"
+        f"runtime: {{weight_budget_bytes: {BUDGET}}}\n"
+        f"models: {{{PINNED}: {{residency: device}}}}\n"
+    )
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
+    with running_triton(folder / "gen", folder / "server.log", extra_args=flags) as server:
+        wait_until(lambda: _listens(port), what="the live page")
+        yield server, f"http://127.0.0.1:{port}/"
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def load(server: RunningTriton, *, pause: float = 0.005) -> Iterator[None]:
+    """Requests for all models until the block ends, for the first of them the most; seconds between two of a client."""
+    stop = threading.Event()
+
+    def ask(seed: int) -> None:
+        random = Random(seed)
+        with caller(server) as call:
+            while not stop.wait(pause):
+                name = random.choices(MODELS, [1 / (1 + rank) for rank in range(len(MODELS))])[0]
+                call(name, {"x": np.ones((random.randint(1, 4), COLUMNS), np.float32)})
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        asking = [pool.submit(ask, seed) for seed in range(CLIENTS)]
+        try:
+            yield
+        finally:
+            stop.set()
+        for one in asking:
+            one.result()
+
+
+async def _take(url: str, file: Path) -> None:
+    """A picture after half a minute."""
+    async with browsing(1280, 800) as page:
+        await page.call("Page.navigate", url=url)
+        await page.until("document.querySelectorAll('#models tr').length > 0")
+        await asyncio.sleep(32)
+        name = MODELS[0]
+        await page.value(f"document.querySelector('tr[data-model={name}] button').click()")
+        await page.until("document.querySelectorAll('#story-lines li').length > 3")
+        await page.picture(file)
+
+
+def main(file: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="t-") as folder,
+        live_server(Path(folder)) as (server, url),
+        load(server),
+    ):
+        asyncio.run(_take(url, file))
+    print(file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,230 @@
+"""The live page in a real browser: of a server under load, and of five hundred models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rsrv.control.http import HttpServer
+from rsrv.live.routes import Page as Served
+from tests.e2e.browser import Page, browsing
+from tests.e2e.live_load import MODELS, PINNED, live_server, load
+
+ROWS = "document.querySelectorAll('#models tr').length"
+#: the share of a timeline's pixels that are painted, in the lane of executions and in that of loads
+PAINTED = """(() => {
+  const canvas = document.querySelector('.device canvas');
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const share = (top, bottom) => {
+    const data = copy.getImageData(0, top, canvas.width, bottom - top).data;
+    let painted = 0;
+    for (let at = 3; at < data.length; at += 4) painted += data[at] > 0;
+    return painted / (data.length / 4);
+  };
+  const border = Math.round(canvas.height * 0.65);
+  return [share(0, border), share(border, canvas.height)];
+})()"""
+
+
+async def show(page: Page, url: str) -> None:
+    await page.call("Page.navigate", url=url)
+    await page.until("document.querySelector('#connection')?.dataset.state === 'live'")
+
+
+def test_a_server_under_load_is_shown(tmp_path: Path) -> None:
+    """Ten models on a device that holds six: bars, rows, moving figures, the timeline, events and a model's story."""
+
+    async def look(url: str) -> None:
+        async with browsing() as page:
+            await show(page, url)
+            await page.until(f"{ROWS} === {len(MODELS)}")
+            assert await page.until("document.querySelectorAll('.device').length") == 1
+            assert "for weights" in await page.until("document.querySelector('.device h3 span').textContent")
+            shares = "[...document.querySelectorAll('.bar i')].map((part) => [part.className, +part.style.flexGrow])"
+            parts = dict(await page.value(shares))
+            assert parts["pinned"] > 0
+            assert parts["resident"] > 0
+            shown = f"document.querySelector('tr[data-model={PINNED}] .weights').textContent"
+            assert await page.value(shown) == "pinned, resident"
+            await page.until("+document.querySelector('#total-rate').textContent > 10")
+            await page.until("+document.querySelector('#total-loads').textContent > 0")
+            figure = f"document.querySelector('tr[data-model={MODELS[0]}]').textContent"
+            before = json.dumps(await page.value(figure))
+            await page.until(f"{figure} !== {before}")
+            await page.until(f"{PAINTED}.every((share) => share > 0.005)")
+            await page.until(
+                "[...document.querySelectorAll('#log li')].some((line) => / weights absent/.test(line.textContent))"
+            )
+            await page.value(f"document.querySelector('tr[data-model={MODELS[0]}] button').click()")
+            await page.until("document.querySelectorAll('#story-lines li').length > 0")
+            assert await page.value("document.querySelectorAll('#actions button').length") == 0
+            assert page.errors == []
+
+    with live_server(tmp_path) as (server, url), load(server):
+        asyncio.run(look(url))
+
+
+class FakeSource:
+    """Tells what comes into `told`; steering is noted."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[tuple[str, str, Any]] = asyncio.Queue()
+        self.steered: list[tuple[str, str, str]] = []
+
+    async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
+        while True:
+            server, name, said = await self.told.get()
+            yield server, name, json.dumps(said)
+
+    async def story(self, server: str, model: str) -> list[str]:
+        return [f"{model} at {server}", "<img src=x onerror=alert(1)>"]
+
+    async def steer(self, server: str, model: str, what: str) -> None:
+        self.steered.append((server, model, what))
+
+    def tell(self, name: str, said: Any, server: str = "w0") -> None:
+        self.told.put_nowait((server, name, said))
+
+
+def state(second: int, models: int) -> dict[str, Any]:
+    """Of a device with so many models, all of them busy."""
+    return {
+        "t": 1000.0 + second,
+        "up": True,
+        "instance": "1",
+        "device": {
+            "limit": 80e9,
+            "budget": 60e9,
+            "pinned": 5e9,
+            "logical": 5e10,
+            "physical": 4e10,
+            "held": 3.9e10,
+        },
+        "host": {"logical": 1e11, "physical": 9e10},
+        "models": [
+            {
+                "name": f"model-{number:03d}",
+                "kind": "model",
+                "state": "ready",
+                "residency": "device" if number == 0 else "system",
+                "weights": ("resident", "absent", "loading")[(number + second) % 3],
+                "paused": None,
+                "queued": (number + second) % 7,
+                "executing": 1,
+                "requests": second * (number + 1),
+                "errors": 0,
+                "device_s": second * 0.9 / models,
+                "bytes": 1e8 * (1 + number % 9),
+                "loads": second,
+                "load_s": 0.02,
+                "p99_s": 0.001 * (1 + (number + second) % 50),
+                "error": None,
+            }
+            for number in range(models)
+        ],
+    }
+
+
+def spans(second: int, models: int) -> dict[str, Any]:
+    """A thousand in that second."""
+    return {
+        "spans": [
+            (
+                ("execute", "load")[at % 10 == 0],
+                f"model-{at % models:03d}",
+                999.0 + second + at / 1000,
+                0.001,
+                3,
+                4,
+                2,
+                False,
+            )
+            for at in range(1000)
+        ]
+    }
+
+
+@asynccontextmanager
+async def fake(token: bytes | None = None) -> AsyncIterator[tuple[FakeSource, str]]:
+    async def nothing() -> str:
+        return ""
+
+    source = FakeSource()
+    server = HttpServer(nothing, Served(source, token))
+    port = await server.start("127.0.0.1:0")
+    try:
+        yield source, f"http://127.0.0.1:{port}/"
+    finally:
+        await server.stop()
+
+
+def test_five_hundred_models_cost_little(record_property: Callable[[str, object], None]) -> None:
+    """Of the browser's main thread: the first sight of them, and each second's update with a thousand spans."""
+
+    async def look() -> tuple[float, float]:
+        async with browsing() as page, fake() as (source, url):
+            source.tell("state", state(0, 500))
+            await show(page, url)
+            await page.until(f"{ROWS} === 500")
+            first = before = await page.busy()
+            updates = 10
+            for second in range(1, updates + 1):
+                source.tell("spans", spans(second, 500))
+                source.tell("state", state(second, 500))
+                total = second * 500 * 501 // 2 - (second - 1) * 500 * 501 // 2
+                await page.until(f"document.querySelector('#total-rate').textContent === '{total}'")
+                waiting = sum((number + second) % 7 for number in range(500))
+                await page.until(f"document.querySelector('#total-queued').textContent === '{waiting}'")
+            await page.until(f"{PAINTED}.every((share) => share > 0.005)")
+            each = (await page.busy() - before) / updates
+            assert page.errors == []
+            return first, each
+
+    first, each = asyncio.run(look())
+    record_property("first_s", first)
+    record_property("each_s", each)
+    assert first < 1, f"{first:.3f} s"
+    assert each < 1, f"{each:.3f} s"
+
+
+def test_who_has_the_token_steers_from_the_page() -> None:
+    """Rows are found and sorted; what servers say is text, never markup; the token is asked for once."""
+
+    async def look() -> list[tuple[str, str, str]]:
+        async with browsing() as page, fake(b"s3cret") as (source, url):
+            page.prompted = "s3cret"
+            source.tell("state", state(1, 20))
+            source.tell("log", {"t": 1001.0, "text": "<b>model-001</b>: ready"})
+            await show(page, url)
+            await page.until(f"{ROWS} === 20")
+            await page.until("document.querySelector('#log li').textContent.includes('<b>model-001</b>')")
+            first = "document.querySelector('#models tr').dataset.model"
+            await page.value("document.querySelector('#columns button').click()")
+            assert await page.value(first) == "model-000"
+            await page.value("document.querySelector('#columns button').click()")
+            assert await page.value(first) == "model-019"
+            find = "document.querySelector('#find')"
+            await page.value(f"{find}.value = '-007'; {find}.dispatchEvent(new Event('input'))")
+            assert await page.value(ROWS) == 1
+            await page.value("document.querySelector('#models button').click()")
+            await page.until("document.querySelector('#story-lines').textContent.includes('<img src=x')")
+            for what in ("pin", "evict"):
+                await page.value(
+                    f"[...document.querySelectorAll('#actions button')].find((one) => one.textContent === '{what}').click()"
+                )
+                await page.until(
+                    f"document.querySelector('#log').textContent.includes('{what} model-007: done')"
+                )
+            source.tell("state", state(1, 3), "w1")
+            await page.until("document.querySelectorAll('.device').length === 2")
+            source.tell("gone", None, "w0")
+            await page.until("document.querySelectorAll('.device').length === 1")
+            assert page.errors == []
+            return source.steered
+
+    assert asyncio.run(look()) == [("w0", "model-007", "pin"), ("w0", "model-007", "evict")]

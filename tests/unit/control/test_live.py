@@ -1,0 +1,191 @@
+"""The live page's events: who watches gets them, and while nobody does the runtime is left alone."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.control import live as module
+from rsrv.control.live import Event, Live, OneServer
+from rsrv.control.runtime import RuntimeLink
+from rsrv.live.routes import Wrong
+from tests.unit.control.peers import FakeRuntime, entry, linked, looped, until
+from tests.unit.control.test_overview import MEMORY, histogram, model
+
+
+@dataclass
+class Watched:
+    runtime: FakeRuntime
+    link: RuntimeLink
+    live: Live
+
+    @property
+    def looks(self) -> int:
+        return sum(command["command"] == "overview" for command in self.runtime.commands)
+
+
+class Spans:
+    """What a runtime says to the commands of a look; `spans` are those that there ever were."""
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self.spans: list[tuple[Any, ...]] = []
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any] | None:
+        match command["command"]:
+            case "overview":
+                return {"models": {"a": model(histogram(0.002))}, "memory": MEMORY}
+            case "timeline":
+                since = command["since"]
+                some = self.spans[since : since + 2]
+                end = len(self.spans)
+                return {"instance": self.instance, "next": since + len(some), "end": end, "spans": some}
+            case "story":
+                stories = {"a@1": ["loaded"], "a@2": ["waits"]} if command["model"] == "a" else {}
+                known = command["model"] in "ab"
+                return {"stories": stories or {"b@1": ["one"]}} if known else REFUSED
+        return {}
+
+
+REFUSED = {"error": "there is no model 'x'", "code": "NOT_FOUND"}
+
+
+@asynccontextmanager
+async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]:
+    """Of a runtime with one model, at Unix time 1000."""
+    runtime = FakeRuntime(tmp_path / "runtime.sock")
+    runtime.entries["a@1"] = entry("a")
+    runtime.answers = Spans(runtime.instance).answer
+    async with linked(tmp_path) as link:
+        await until(link, lambda: link.up)
+        live = Live(link, dict, clock=lambda: 1000.0, every=every)
+        running = asyncio.create_task(live.run())
+        try:
+            yield Watched(runtime, link, live)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            runtime.die()
+
+
+async def find(events: AsyncGenerator[Event, None], name: str, text: str = "") -> Any:
+    """What the next event of that name says that has this in it."""
+    async for event in events:
+        if event.name == name and text in event.json:
+            return json.loads(event.json)
+    raise AssertionError("the stream has ended")
+
+
+@looped
+async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path) -> None:
+    """The log, the state, and spans of the timeline, each once; then a change."""
+    async with watched(tmp_path) as server:
+        spans = Spans(server.runtime.instance)
+        spans.spans = [("execute", f"a@{n}", 5.0 - n, 0.5, 3, 4, 2, False) for n in range(5)]
+        spans.spans.insert(0, ("load", "a@1", 99.0, 0.5, 0, 0, 0, False))
+        server.runtime.answers = spans.answer
+        async with aclosing(server.live.watch()) as events:
+            assert (await anext(events)).name == "begin"
+            state = await find(events, "state")
+            assert (state["t"], state["up"], state["instance"]) == (1000.0, True, server.runtime.instance)
+            assert [one["name"] for one in state["models"]] == ["a"]
+            # Two in an answer; what is older than the page shows is left out.
+            assert (await find(events, "spans"))["spans"] == [["execute", "a", 995.0, 0.5, 3, 4, 2, False]]
+            assert len((await find(events, "spans"))["spans"]) == 2
+            assert len((await find(events, "spans"))["spans"]) == 2
+            server.runtime.change("a@1", entry("a", weights="absent"))
+            assert (await find(events, "log", "absent")) == {"t": 1000.0, "text": "a: weights absent"}
+
+
+@looped
+async def test_nobody_looks_while_nobody_watches(tmp_path: Path) -> None:
+    """Before the first watcher, and after the last one has gone; the log is kept all the time."""
+    async with watched(tmp_path) as server:
+        for _ in range(20):
+            await server.link.command({"command": "compact"})
+        assert server.looks == 0
+        for _ in range(2):
+            async with aclosing(server.live.watch()) as events:
+                await find(events, "log", server.runtime.instance)
+                await find(events, "state")
+            # A look that is under way comes to its end.
+            before = server.looks
+            for _ in range(20):
+                await server.link.command({"command": "compact"})
+            assert server.looks <= before + 1
+
+
+@looped
+async def test_a_watcher_who_comes_later_gets_the_timeline_so_far(tmp_path: Path) -> None:
+    """What was read for the first one is told to the second."""
+    async with watched(tmp_path) as server:
+        spans = Spans(server.runtime.instance)
+        spans.spans = [("execute", "a@1", 1.0, 0.5, 3, 4, 2, False)]
+        server.runtime.answers = spans.answer
+        async with aclosing(server.live.watch()) as first, aclosing(server.live.watch()) as second:
+            await find(first, "spans")
+            assert (await find(second, "spans"))["spans"][0][:2] == ["execute", "a"]
+
+
+@looped
+async def test_a_runtime_that_dies_shows_and_the_next_one_too(tmp_path: Path) -> None:
+    """The log says both; the next one's timeline is read from its beginning."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        await find(events, "state", '"up": true')
+        server.runtime.die()
+        await find(events, "log", "does not answer")
+        assert "does not answer" in (await find(events, "state", '"up": false'))["why"]
+        successor = FakeRuntime(tmp_path / "runtime.sock", "22" * 8)
+        spans = Spans(successor.instance)
+        spans.spans = [("load", "b@1", 1.0, 0.5, 0, 0, 0, True)]
+        successor.answers = spans.answer
+        await find(events, "log", successor.instance)
+        assert (await find(events, "spans"))["spans"] == [["load", "b", 999.0, 0.5, 0, 0, 0, True]]
+        successor.die()
+
+
+@looped
+async def test_who_does_not_take_events_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """His stream ends; another's goes on."""
+    monkeypatch.setattr(module, "_UNTAKEN", 4)
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as slow:
+        await anext(slow)
+        async with aclosing(server.live.watch()) as events:
+            for _ in range(20):
+                await find(events, "state")
+            assert len([event async for event in slow]) <= 6
+            await find(events, "state")
+
+
+@looped
+async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -> None:
+    """By any name of the server; what the runtime refuses has HTTP's status."""
+    async with watched(tmp_path) as server:
+        source = OneServer(server.live, server.link)
+        async with aclosing(source.events()) as events:
+            assert (await anext(events)) == ("server", "begin", "null")
+        assert await source.story("", "a") == ["a@1: loaded", "a@2: waits"]
+        assert await source.story("", "b") == ["one"]
+        with pytest.raises(Wrong, match="no model 'x'") as wrong:
+            await source.story("", "x")
+        assert wrong.value.status == 404
+        server.runtime.commands.clear()
+        for what in ("pin", "unpin", "prefetch", "evict"):
+            await source.steer("", "a", what)
+        steered = [command for command in server.runtime.commands if "model" in command]
+        assert steered == [
+            {"command": "residency", "model": "a", "residency": "device"},
+            {"command": "residency", "model": "a", "residency": "system"},
+            {"command": "prefetch", "model": "a"},
+            {"command": "evict", "model": "a"},
+        ]
+        server.runtime.die()
+        with pytest.raises(Wrong) as wrong:
+            await source.steer("", "a", "pin")
+        assert wrong.value.status == 503

@@ -1,0 +1,182 @@
+"""The live page over HTTP: what anybody gets, and what takes the token."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, web
+
+from rsrv.control.tokens import read_token
+from rsrv.live import routes
+from rsrv.live.routes import Page, Wrong
+from tests.unit.control.peers import looped
+
+TOKEN = b"s3cret"
+
+
+class FakeSource:
+    """Tells `told`, then nothing more until `more` is set."""
+
+    def __init__(self) -> None:
+        self.told = [("w", "log", '{"t": 1, "text": "</script>"}')]
+        self.more = asyncio.Event()
+        self.watchers = 0
+        self.steered: list[tuple[str, str, str]] = []
+
+    async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
+        self.watchers += 1
+        try:
+            for event in self.told:
+                yield event
+            await self.more.wait()
+        finally:
+            self.watchers -= 1
+
+    async def story(self, server: str, model: str) -> list[str]:
+        if model != "a":
+            raise Wrong.of("NOT_FOUND", f"there is no model {model!r} at {server!r}")
+        return ["loaded", "<b>evicted</b>"]
+
+    async def steer(self, server: str, model: str, what: str) -> None:
+        if model != "a":
+            raise Wrong(409, "it is a meta model")
+        self.steered.append((server, model, what))
+
+
+@asynccontextmanager
+async def page(token: bytes | None = TOKEN) -> AsyncIterator[tuple[FakeSource, ClientSession]]:
+    source, app = FakeSource(), web.Application()
+    app.add_routes(Page(source, token).routes())
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with ClientSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+        yield source, session
+    source.more.set()
+    await runner.cleanup()
+
+
+@looped
+async def test_the_files_load_nothing_from_elsewhere() -> None:
+    """Each has its type and a policy that forbids the rest; nothing names another host."""
+    async with page() as (_, client):
+        for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+            async with client.get(path) as answer:
+                assert (answer.status, answer.content_type) == (200, kind)
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                text = await answer.text()
+                assert "//" not in text.replace("// ", "").replace('"//"', "") or "http" not in text
+                assert "innerHTML" not in text
+                assert not any(f" {event}=" in text for event in ("onclick", "onload", "style"))
+        async with client.get("/other") as answer:
+            assert answer.status == 404
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+@looped
+async def test_the_stream_says_whether_one_may_steer_and_what_happens(token: bytes | None) -> None:
+    """As server-sent events; a watcher who goes is forgotten."""
+    async with page(token) as (source, client):
+        async with client.get("/live/stream") as answer:
+            assert answer.content_type == "text/event-stream"
+            lines: list[str] = []
+            while len(lines) < 7:
+                lines.append((await answer.content.readline()).decode().rstrip())
+            assert lines[1] == "event: hello"
+            assert json.loads(lines[2].removeprefix("data: ")) == {"writable": token is not None}
+            assert lines[4] == "event: log"
+            said = json.loads(lines[5].removeprefix("data: "))
+            assert said == {"server": "w", "is": {"t": 1, "text": "</script>"}}
+            assert source.watchers == 1
+            source.more.set()
+            assert await answer.content.read() == b""
+        assert source.watchers == 0
+
+
+@looped
+async def test_too_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more than may be is told so."""
+    monkeypatch.setattr(routes, "_MOST", 1)
+    async with page() as (_, client), client.get("/live/stream") as first:
+        await first.content.readline()
+        async with client.get("/live/stream") as second:
+            assert (second.status, await second.text()) == (503, "1 others watch already\n")
+
+
+@looped
+async def test_a_story_is_a_list_of_lines() -> None:
+    """Of a model that there is; why there is none of another."""
+    async with page() as (_, client):
+        async with client.get("/live/story", params={"server": "w", "model": "a"}) as answer:
+            assert await answer.json() == ["loaded", "<b>evicted</b>"]
+        async with client.get("/live/story", params={"server": "w", "model": "x"}) as answer:
+            assert (answer.status, await answer.text()) == (404, "there is no model 'x' at 'w'\n")
+            assert answer.content_type == "text/plain"
+
+
+PIN = json.dumps({"server": "w", "model": "a", "what": "pin"})
+
+
+@pytest.mark.parametrize(
+    ("token", "said", "body", "status", "text"),
+    [
+        (None, b"Bearer s3cret", PIN, 403, "metrics.token_file is not set"),
+        (None, b"Bearer ", PIN, 403, "metrics.token_file is not set"),
+        (TOKEN, b"", PIN, 401, "not the token"),
+        (TOKEN, b"Bearer s3cre", PIN, 401, "not the token"),
+        (TOKEN, b"Bearer \xff\xfe", PIN, 401, "not the token"),
+        (TOKEN, b"s3cret", PIN, 401, "not the token"),
+        (TOKEN, b"Bearer s3cret", "", 400, "server, model and what"),
+        (TOKEN, b"Bearer s3cret", "[]", 400, "server, model and what"),
+        (TOKEN, b"Bearer s3cret", "3", 400, "server, model and what"),
+        (TOKEN, b"Bearer s3cret", '{"server": "w", "model": "a"}', 400, "server, model and what"),
+        (TOKEN, b"Bearer s3cret", PIN.replace("pin", "abort"), 400, "one of pin, unpin, prefetch, evict"),
+        (TOKEN, b"Bearer s3cret", PIN + " " * 5000 + "x", 400, "server, model and what"),
+        (TOKEN, b"Bearer s3cret", PIN.replace('"a"', '"m"'), 409, "it is a meta model"),
+        (TOKEN, b"Bearer s3cret", PIN, 200, "done"),
+    ],
+)
+@looped
+async def test_only_who_has_the_token_steers(
+    token: bytes | None, said: bytes, body: str, status: int, text: str
+) -> None:
+    """And only by what there is to ask for."""
+    async with page(token) as (source, client):
+        headers = {"Authorization": said.decode("utf-8", "surrogateescape")}
+        async with client.post("/live/steer", data=body, headers=headers) as answer:
+            assert answer.status == status
+            assert text in await answer.text()
+        assert source.steered == ([("w", "a", "pin")] if status == 200 else [])
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why"),
+    [
+        ("s3cret\n", 0o600, ""),
+        ("s3cret", 0o640, ""),
+        ("s3cret", 0o604, "everybody can read"),
+        ("", 0o600, "holds no token"),
+        ("two words", 0o600, "holds no token"),
+        (None, 0, "No such file"),
+    ],
+)
+def test_a_token_is_one_line_that_not_everybody_reads(
+    tmp_path: Path, content: str | None, mode: int, why: str
+) -> None:
+    """What is wrong is said with the setting's name."""
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+        file.chmod(mode)
+    if not why:
+        assert read_token(file, "metrics.token_file") == TOKEN
+        return
+    with pytest.raises(ValueError, match=why) as wrong:
+        read_token(file, "metrics.token_file")
+    assert str(wrong.value).startswith("metrics.token_file: ")

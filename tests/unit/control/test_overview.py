@@ -1,0 +1,146 @@
+"""What the live page shows of a server, made of the runtime's figures."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.control.overview import Overview, describe
+from rsrv.histogram import SECONDS, Histogram
+from tests.unit.control.peers import entry
+
+MEMORY = {
+    "device": {
+        "limit_bytes": None,
+        "budget_bytes": 5000,
+        "pinned_bytes": 100,
+        "logical_bytes": 900,
+        "physical_bytes": 800,
+        "held_bytes": 800,
+    },
+    "host": {"logical_bytes": 2000, "physical_bytes": 1500, "tensors": 3},
+    "scratch_bytes": 7,
+    "kept_bytes": 0,
+}
+
+
+def histogram(*values: float) -> list[float]:
+    made = Histogram(SECONDS)
+    for value in values:
+        made.observe(value)
+    return made.to_json()
+
+
+def model(request: list[float], *, executing: int = 2, size: int | None = 1000, loads: int = 2) -> list[Any]:
+    """What the command `overview` says of one."""
+    return [1, executing, size, 3, 4, 0.5, loads, 0.3 * loads, request]
+
+
+def figures(**models: list[Any]) -> dict[str, Any]:
+    return {"models": models, "memory": MEMORY}
+
+
+def test_a_model_and_a_meta_model_are_shown_with_their_figures() -> None:
+    """And one that is being loaded, of which the runtime has no figures yet; and one whose bundle is broken."""
+    meta = model(histogram(0.02), executing=4, size=None, loads=0)
+    said = figures(a=model(histogram(0.002)), m=meta)
+    entries = {
+        "a@1": entry("a"),
+        "m@1": entry("m", kind="meta", weights=None, residency=None),
+        "n@1": entry("n", state="loading", weights="absent"),
+    }
+
+    shown = Overview().take(said, entries, {"a": "manifest.yaml: not YAML"}, 10.0)
+
+    assert shown["device"] == {
+        "limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800
+    }  # fmt: skip
+    assert shown["host"] == {"logical": 2000, "physical": 1500}
+    a, m, n = shown["models"]
+    assert (a["name"], a["weights"], a["residency"], a["bytes"]) == ("a", "resident", "system", 1000)
+    assert (a["queued"], a["executing"], a["requests"], a["errors"]) == (1, 2, 3, 4)
+    assert (a["loads"], a["load_s"], a["error"]) == (2, pytest.approx(0.3), "manifest.yaml: not YAML")
+    assert 0.001 < a["p99_s"] <= 0.0025
+    assert (m["kind"], m["executing"], m["bytes"], m["loads"], m["load_s"]) == ("meta", 4, None, 0, None)
+    assert (n["state"], n["queued"], n["p99_s"], n["error"]) == ("loading", 0, None, None)
+
+
+@given(
+    st.lists(st.sampled_from(["ready", "loading", "failed", "leaving"]), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_of_several_versions_what_is_served_is_shown(states: list[str], random: Any) -> None:
+    """In whatever order the runtime has them; where none is served, what is about to be."""
+    entries = [(f"a@{number}", entry("a", state=state)) for number, state in enumerate(states)]
+    random.shuffle(entries)
+
+    (shown,) = Overview().take(figures(), dict(entries), {}, 0.0)["models"]
+
+    assert shown["state"] == min(states, key=["ready", "loading", "failed", "leaving"].index)
+
+
+def test_the_99th_percentile_is_of_the_last_ten_seconds() -> None:
+    """Slow requests of long ago count no more; while nobody asks there is none."""
+    overview, entries = Overview(), {"a@1": entry("a")}
+    slow, fast = [1.5] * 50, [0.002] * 50
+
+    def p99(request: list[float], now: float) -> Any:
+        return overview.take(figures(a=model(request)), entries, {}, now)["models"][0]["p99_s"]
+
+    assert p99(histogram(*slow), 0.0) > 1
+    assert p99(histogram(*slow), 5.0) is None
+    assert p99(histogram(*slow, *fast), 9.0) < 0.01
+    assert p99(histogram(*slow, *fast), 25.0) is None
+
+
+def test_counters_that_begin_anew_are_taken_as_they_are() -> None:
+    """The runtime was killed, and the next one has counted less."""
+    overview, entries = Overview(), {"a@1": entry("a")}
+    overview.take(figures(a=model(histogram(*[1.5] * 9))), entries, {}, 0.0)
+
+    shown = overview.take(figures(a=model(histogram(0.002))), entries, {}, 1.0)
+
+    assert shown["models"][0]["p99_s"] < 0.01
+
+
+@given(st.lists(st.lists(st.floats(0.0, 50.0), max_size=5), min_size=1, max_size=30))
+def test_a_percentile_lies_where_the_window_has_values(looks: list[list[float]]) -> None:
+    """Once a second for up to half a minute: between the bounds around the largest value of the window."""
+    overview, total, came = Overview(), Histogram(SECONDS), []
+    for second, values in enumerate(looks):
+        for value in values:
+            total.observe(value)
+        came.append(values)
+        shown = overview.take(figures(a=model(total.to_json())), {"a@1": entry("a")}, {}, float(second))
+        p99 = shown["models"][0]["p99_s"]
+        window = [value for each in (came[1:] if second <= 10 else came[second - 9 :]) for value in each]
+        if second == 0:
+            window = came[0]
+        assert (p99 is None) == (not window)
+        if p99 is not None:
+            assert p99 <= min(bound for bound in SECONDS if bound >= max(window))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        (None, entry("a"), "a: ready"),
+        (None, entry("a", state="loading", weights="absent"), "a: loading"),
+        (entry("a"), None, "a: gone"),
+        (None, None, None),
+        (entry("a"), entry("a", stubs=[1, 2]), None),
+        (entry("a"), entry("a", weights="absent"), "a: weights absent"),
+        (entry("a"), entry("a", residency="device"), "a: residency device"),
+        (entry("a"), entry("a", paused="hold"), "a: paused (hold)"),
+        (entry("a", paused="hold"), entry("a"), "a: not paused"),
+        (
+            entry("a", state="loading"),
+            entry("a", state="failed", error="no room", weights="absent"),
+            "a: failed: no room, weights absent",
+        ),
+    ],
+)
+def test_each_change_that_people_look_for_is_a_line(before: Any, after: Any, line: str | None) -> None:
+    """What only the machinery needs is none."""
+    assert describe(before, after) == line

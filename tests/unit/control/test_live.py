@@ -164,6 +164,21 @@ async def test_who_does_not_take_events_is_let_go(tmp_path: Path, monkeypatch: p
 
 
 @looped
+async def test_figures_that_cannot_be_read_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so, and the next look finds some."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        await anext(events)
+        sound = server.runtime.answers
+        server.runtime.answers = lambda command: {"models": 3}
+        while "a look for the live page failed" not in caplog.text:
+            await server.link.command({"command": "compact"})
+        server.runtime.answers = sound
+        await find(events, "state", '"up": true')
+
+
+@looped
 async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -> None:
     """By any name of the server; what the runtime refuses has HTTP's status."""
     async with watched(tmp_path) as server:

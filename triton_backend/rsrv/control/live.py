@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -14,6 +15,8 @@ from rsrv.control.runtime import Change, RuntimeLink, Snapshot
 from rsrv.control.view import Entry
 from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
 
+log = logging.getLogger("rsrv.control")
+
 #: seconds between two looks, while somebody watches
 _EVERY = 1.0
 #: lines of the event log, and seconds of the timeline, that a new watcher gets
@@ -22,7 +25,7 @@ _SECONDS = 30.0
 #: answers of the timeline that are read at a look: what is beyond is read at the next one
 _PAGES = 5
 #: events that wait for a watcher who does not take them; beyond, he is let go
-_UNTAKEN = 256
+_UNTAKEN = 1024
 
 
 class Event(NamedTuple):
@@ -122,9 +125,13 @@ class Live:
                 self._watched.clear()
                 self._spans.clear()
                 await self._watched.wait()
-            self._tell(Event("state", json.dumps(await self._state())))
-            with suppress(Refused):
-                await self._read_timeline()
+            try:
+                self._tell(Event("state", json.dumps(await self._state())))
+                with suppress(Refused):
+                    await self._read_timeline()
+            except Exception:
+                # A page is nothing to end the control process for.
+                log.exception("a look for the live page failed")
             await asyncio.sleep(self._every)
 
     async def _state(self) -> dict[str, Any]:

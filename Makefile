@@ -20,7 +20,8 @@ BROWSER := .browser/.stamp
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
 	soak-gateway scheduler-page simulator-page \
-	eviction-page live-page-picture configuration-page lint format clean proto bundles docs docs-serve dist test-wheel
+	eviction-page live-page-picture configuration-page dashboards alerts-page lint format clean proto bundles docs docs-serve \
+	dist test-wheel
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -100,6 +101,12 @@ live-page-picture: $(VENV) $(TRITON) $(BROWSER) ## make the picture of docs/live
 
 configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
 	$(BIN)/python tools/configuration_page.py
+
+dashboards: $(VENV) ## make Grafana's dashboards in docker/grafana anew
+	$(BIN)/python tools/dashboards.py
+
+alerts-page: $(VENV) ## make the table of docs/dashboards.md anew, from the alert rules
+	$(BIN)/python tools/alerts_page.py
 
 docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -2,7 +2,6 @@
 
 import hmac
 import ssl
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import grpc
 
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
+from rsrv.control.tokens import read_token
 from rsrv.settings_fleet import GatewaySection
 
 
@@ -60,17 +60,12 @@ class Token:
     def __init__(self, settings: GatewaySection) -> None:
         """Raises ListenError."""
         self._wanted: bytes | None = None
-        path = settings.token_file
-        if path is None:
+        if settings.token_file is None:
             return
-        token = read_setting("token_file", path).strip()
-        if stat.S_IMODE(path.expanduser().stat().st_mode) & 0o004:
-            raise ListenError(
-                f"gateway.token_file: everybody can read {path}: chmod o-r it, and change the token"
-            )
-        if not (token and token.isascii() and token.decode().isprintable()):
-            raise ListenError(f"gateway.token_file: {path} holds no token: one line of ASCII")
-        self._wanted = b"Bearer " + token
+        try:
+            self._wanted = b"Bearer " + read_token(settings.token_file, "gateway.token_file")
+        except ValueError as error:
+            raise ListenError(str(error)) from None
 
     @property
     def needed(self) -> bool:

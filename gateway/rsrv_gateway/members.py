@@ -16,7 +16,7 @@ from rsrv_gateway.contract import Worker
 
 log = logging.getLogger("rsrv.gateway")
 
-#: all addresses of a name; raises OSError
+#: all addresses of a name, the best first; raises OSError
 Resolve = Callable[[str], Awaitable[Iterable[str]]]
 
 #: seconds that the DNS may take
@@ -37,7 +37,7 @@ class Members:
                 "there are no workers: name some in gateway.workers, gateway.workers_dns, gateway.workers_file or --workers"
             )
         self._section = section
-        self._resolve = resolve or _addresses
+        self._resolve = resolve or addresses_of
         self._listed = _by_name(map(worker_of, section.workers))
         self._filed: Mapping[str, Worker] = {}
         self._found: Mapping[str, Worker] = {}
@@ -185,10 +185,11 @@ def _is_ipv6(host: str) -> bool:
         return False
 
 
-async def _addresses(name: str) -> Iterable[str]:
+async def addresses_of(name: str) -> Iterable[str]:
+    """What the DNS says, the best first. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return {str(address[0]) for *_, address in found}
+    return dict.fromkeys(str(address[0]) for *_, address in found)
 
 
 async def _listen(path: Path, hint: asyncio.Event) -> None:

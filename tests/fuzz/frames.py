@@ -6,6 +6,7 @@ And what a stub reads, against a runtime that says anything.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -59,6 +60,8 @@ class _Served:
     """A loop with a model and a meta model that calls it, and one connection for each."""
 
     def __init__(self, model: Files, scratch: Path) -> None:
+        # It tells of every connection that it closes, and that is most of them; an error of its own is worth a line.
+        logging.getLogger("rsrv.transport").addFilter(lambda record: record.exc_info is not None)
         place = Path(scratch, f"served-{os.getpid()}")
         bundle, meta = place / "model", place / "meta"
         for directory, files in ((bundle, model), (meta, _META)):

@@ -7,7 +7,7 @@ A frontend for each protocol finds the model of a request, and the maps tell whe
 - HTTP: the model's name is in the path.
 
 What cannot be read so, or is unusual, goes to the plane behind. So do requests of a sequence, which must meet in one
-worker: their parameters are in front of the tensors.
+worker, and those whose parameters HAProxy does not hold to their end: they may name a sequence.
 
 Each worker has a slot, which is a server of the same name in the backend of each protocol. Slots without a worker are in
 maintenance. Whether a worker lives is told by calling a method that it does not have: the refusal shows that its gRPC
@@ -30,6 +30,8 @@ HTTP_WORKERS = "http_workers"
 _FOR_EVER = "24d"
 #: after which a peer that acknowledges nothing is gone
 _SILENCE = "20s"
+#: bytes of a gRPC message in which parameters are looked for: twice as many digits still fit into a buffer
+_FRONT = 8000
 #: of the largest message, where there is no limit of our own
 _ANY_SIZE = 2**31 - 1
 
@@ -40,7 +42,7 @@ class Target:
 
     grpc: tuple[str, int]
     http: tuple[str, int] | None = None
-    #: what its certificate must bear; None: it is known by an address only
+    #: what its certificate must bear; None: it shows none, or is known by an address only
     name: str | None = None
 
 
@@ -137,8 +139,12 @@ def _grpc_frontend(section: GatewaySection, address: str, files: Files) -> str:
         # Until the message is complete, or as much of it is there as HAProxy holds.
         f"http-request wait-for-body time {_ms(wait)} if infer",
         "http-request set-var(txn.model) req.body,bytes(5),protobuf(1) if infer",
-        "acl sequence req.body,bytes(5,1024) -m sub sequence_id",
-        *_routed(section, files, f"req.body,bytes(1,4),hex,hex2i le {section.max_message_bytes}"),
+        # Parameters come before the first input: with that, all of them are there.
+        f"acl read req.body,bytes(5,{_FRONT}),protobuf(5) -m found",
+        f"acl parameters req.body,bytes(5,{_FRONT}),protobuf(4) -m found",
+        # A search in the bytes themselves would end at the first zero.
+        f"acl sequence req.body,bytes(5,{_FRONT}),hex -m sub {b'sequence_id'.hex().upper()}",
+        *_routed(section, files, ["read !parameters", "read !sequence"], "req.body,bytes(1,4),hex,hex2i"),
         f"use_backend {GRPC_WORKERS} if {{ var(txn.route) -m found }}",
         "default_backend grpc_rest",
         _refusal(408, 4, f"the message did not arrive within {wait:g} s"),
@@ -153,24 +159,30 @@ def _http_frontend(section: GatewaySection, address: str, files: Files) -> str:
         "acl infer path_reg ^/v2/models/[^/]+(/versions/[0-9]+)?/(infer|generate|generate_stream)$",
         f"http-request wait-for-body time {_ms(section.request_timeout_s)} if infer",
         "http-request set-var(txn.model) path,field(4,/) if infer",
-        "acl sequence req.body,bytes(0,1024) -m sub sequence_id",
-        # Without a length, who knows.
-        *_routed(section, files, f"req.hdr_val(content-length) 1:{section.max_message_bytes}"),
+        # Of the JSON, which is all of the body, or what this header says. Without a length, who knows.
+        "http-request set-var(txn.json) req.hdr_val(content-length) if infer",
+        "http-request set-var(txn.json) req.hdr_val(inference-header-content-length) if infer",
+        "http-request set-var(txn.held) req.body_len if infer",
+        "acl read var(txn.json),sub(txn.held) le 0",
+        "acl compressed req.hdr(content-encoding) -m found",
+        "acl sequence req.body -m sub sequence_id",
+        *_routed(section, files, ["read !compressed !sequence"], "req.hdr_val(content-length)"),
         f"use_backend {HTTP_WORKERS} if {{ var(txn.route) -m found }}",
         "default_backend http_rest",
     ]
     return _part("frontend http", lines)
 
 
-def _routed(section: GatewaySection, files: Files, fits: str) -> Iterable[str]:
-    """Finds the route, for requests that may go to workers."""
-    condition = "infer !sequence"
+def _routed(section: GatewaySection, files: Files, clear: Iterable[str], length: str) -> Iterable[str]:
+    """Finds the route, for requests that may go to workers: of which one of `clear` holds. `length` is the message's."""
+    also = ""
     if section.max_message_bytes < _ANY_SIZE:
-        yield f"acl fits {fits}"
-        condition += " fits"
+        yield f"acl fits {length} le {section.max_message_bytes}"
+        also += " fits"
     if section.token_file is not None:
         yield "acl trusted req.hdr(authorization),secure_memcmp(proc.token) -m bool"
-        condition += " trusted"
+        also += " trusted"
+    condition = " or ".join(f"infer {one}{also}" for one in clear)
     yield f"http-request set-var(txn.route) var(txn.model),map({files.routes}) if {condition}"
 
 

@@ -1,10 +1,9 @@
 """The plane itself: keeps an HAProxy running, and tells it where requests go."""
 
 import asyncio
-import ipaddress
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rsrv_gateway.haproxy.admin import Admin, AdminError
 from rsrv_gateway.haproxy.config import Target, configuration
 from rsrv_gateway.haproxy.files import Files
 from rsrv_gateway.haproxy.maps import Slots, maps_of
+from rsrv_gateway.haproxy.names import Names, name_in
 from rsrv_gateway.haproxy.process import Process, check_version
 from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.state import State, tell, write_maps
@@ -61,6 +61,7 @@ class HAProxyPlane:
         self._secret = Token(section).header
         self._files = Files(directory)
         self._admin = Admin(self._files.admin)
+        self._names = Names(section.probe_timeout_s)
         self._slots = Slots(max(_SLOTS, 2 * len(section.workers)))
         self._told = Told(self._slots.worker, brain.failed)
         self._seen = Seen(self._slots.worker)
@@ -77,8 +78,6 @@ class HAProxyPlane:
         self._known: State | None = None
         #: workers that the plane behind serves
         self._left: set[str] = set()
-        #: addresses of names, as they were found last
-        self._addresses: dict[str, str] = {}
 
     @property
     def pid(self) -> int | None:
@@ -110,7 +109,7 @@ class HAProxyPlane:
         except BaseException:
             await self.stop()
             raise
-        self._tasks += [asyncio.create_task(self._keep()), asyncio.create_task(self._watch())]
+        self._tasks += [asyncio.create_task(work) for work in (self._keep(), self._watch(), self._follow())]
         log.info("HAProxy %s carries requests", version)
 
     async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -118,6 +117,7 @@ class HAProxyPlane:
         await self._rest.apply(workers, table)
         async with self._lock:
             self._workers, self._table = workers, table
+            await self._names.meet(self._targets())
             await self._push()
 
     def counts(self) -> Counts:
@@ -155,7 +155,7 @@ class HAProxyPlane:
 
     async def _launch(self) -> None:
         """Start it, with what holds now. Raises ListenError."""
-        state = await self._state()
+        state = self._state()
         write_maps(state, self._files)
         self._files.configuration.write_text(
             configuration(self._section, self._files, self._slots.names, state.targets, self._secret)
@@ -168,7 +168,7 @@ class HAProxyPlane:
         """Tell it what holds now, if it runs. What it does not take, it gets with a new start."""
         if self._process is None or self._ending:
             return
-        state = await self._state()
+        state = self._state()
         try:
             if self._known is not None:
                 known, self._known = self._known, None
@@ -179,48 +179,37 @@ class HAProxyPlane:
             log.error("%s; it is started anew", error)
             await self._process.stop()
 
-    async def _state(self) -> State:
+    def _state(self) -> State:
         targets: dict[str, Target] = {}
         for name, worker in self._workers.items():
-            target = await self._target(worker)
+            target = self._target(worker)
             if target is not None:
                 targets[name] = target
         slots = self._slots.update(targets)
-        if len(slots) < len(self._workers):
-            left = sorted(set(self._workers) - set(slots))
+        left = self._workers.keys() - slots.keys()
+        if left - self._left:
             log.warning(
-                "HAProxy does not serve these workers, the gateway does by itself: %s", ", ".join(left)
+                "HAProxy does not serve these workers, the gateway does by itself: %s",
+                ", ".join(sorted(left)),
             )
+        self._left = left
         maps = maps_of(self._table, slots, in_turn=self._section.mode == "round_robin")
         return State({slot: targets[name] for name, slot in slots.items()}, maps)
 
-    async def _target(self, worker: Worker) -> Target | None:
+    def _targets(self) -> Iterable[str]:
+        return [
+            target for worker in self._workers.values() for target in (worker.grpc, worker.http) if target
+        ]
+
+    def _target(self, worker: Worker) -> Target | None:
         """None: HAProxy cannot reach it."""
-        grpc = await self._resolve(worker.grpc)
+        grpc = self._names.address(worker.grpc)
         if grpc is None:
             return None
-        http = None if worker.http is None else await self._resolve(worker.http)
-        host = worker.grpc.rpartition(":")[0].strip("[]")
-        return Target(grpc, http, None if _is_address(host) else host)
-
-    async def _resolve(self, address: str) -> tuple[str, int] | None:
-        """HOST:PORT with the host's address; None: it has none, or is a Unix socket, which slots cannot be."""
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
-        if host == "unix" or not port.isdigit():
-            return None
-        if _is_address(host):
-            return host, int(port)
-        try:
-            async with asyncio.timeout(self._section.probe_timeout_s):
-                found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            addresses = [str(one[4][0]) for one in found]
-            if self._addresses.get(host) not in addresses:
-                self._addresses[host] = addresses[0]
-        except (OSError, UnicodeError) as error:  # a timeout is an OSError, too
-            log.debug("worker %s: %s", host, error or "the DNS does not answer")
-        known = self._addresses.get(host)
-        return None if known is None else (known, int(port))
+        http = None if worker.http is None else self._names.address(worker.http)
+        # Only for TLS does HAProxy have a map of names.
+        name = None if self._section.worker_ca is None else name_in(worker.grpc)
+        return Target(grpc, http, name)
 
     # --- what goes on beside --------------------------------------------------------------------------------
 
@@ -248,18 +237,20 @@ class HAProxyPlane:
                     log.error("%s", error)
 
     async def _watch(self) -> None:
-        """Look at its counters, and after the names of workers, again and again."""
-        loop = asyncio.get_running_loop()
-        resolved = loop.time()
+        """Look at its counters again and again."""
         while True:
             await asyncio.sleep(self._section.probe_s)
             with suppress(AdminError):  # it has ended, and is started again
                 for worker in self._seen.take(await self._admin.counts()):
                     self._brain.failed(worker)
-            if loop.time() - resolved > self._section.resolve_s:
-                resolved = loop.time()
-                async with self._lock:
-                    await self._push()
+
+    async def _follow(self) -> None:
+        """Follow workers' names to other addresses. What is asked of the DNS keeps nobody waiting."""
+        while True:
+            await asyncio.sleep(self._section.resolve_s)
+            await self._names.look(self._targets())
+            async with self._lock:
+                await self._push()
 
     async def _listen(self, ear: socket.socket) -> None:
         """To what HAProxy tells of requests: only now and then, as it would cost more to be woken by each."""
@@ -284,14 +275,6 @@ def _received(connection: socket.socket) -> bytes | None:
         return b""
     except OSError:
         return None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _read(section: GatewaySection, key: str) -> bytes | None:

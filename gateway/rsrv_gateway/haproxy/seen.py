@@ -4,6 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rsrv_gateway.haproxy.admin import ServerCounts
+from rsrv_gateway.haproxy.config import GRPC_WORKERS, HTTP_WORKERS
+
+#: all other servers are the plane behind, which counts by itself
+_WORKERS = (GRPC_WORKERS, HTTP_WORKERS)
 
 
 class Seen:
@@ -17,7 +21,10 @@ class Seen:
 
     def take(self, servers: Iterable[ServerCounts]) -> set[str]:
         """Returns the workers that may be gone: those that are down now, or refused a connection, and not before."""
-        last, self._last = self._last, {(server.backend, server.slot): server for server in servers}
+        last, self._last = (
+            self._last,
+            {(server.backend, server.slot): server for server in servers if server.backend in _WORKERS},
+        )
         failed = set()
         for key, server in self._last.items():
             before = last.get(key, ServerCounts(server.backend, server.slot, True, 0, 0, 0))

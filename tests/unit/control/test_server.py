@@ -253,6 +253,34 @@ def test_a_method_whose_name_is_no_text(tmp_path: Path, token: Path, local: bool
     run()
 
 
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_server_that_has_died_is_stopped(tmp_path: Path, token: Path, hangs_up: bool) -> None:
+    """Its last call ends at that moment, or by it; gRPC does not survive being told twice at a time to stop."""
+
+    @looped
+    async def run() -> None:
+        section = ControlSection(listen="127.0.0.1:0", token_file=token)
+        secret = f"Bearer {SECRET}"
+        async with served(tmp_path, models=["a"]) as server:
+            listener, port = await listen(section, server.service, server.health)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub: Any = control_pb2_grpc.ControlStub(channel)
+                watch = stub.WatchState(pb.WatchStateRequest(), metadata=bearing(secret))
+                assert (await watch.read()).HasField("snapshot")
+                await http2.status(port, b"/rsrv.control.v1.Control/\xff")
+                assert await settled(f"127.0.0.1:{port}", secret) is grpc.StatusCode.OK
+                server.runtime.change("b@1", entry("b"))
+                # Read by a task of its own, whose end makes the call's end fall into the middle of `stop`.
+                assert (await asyncio.wait_for(watch.read(), 20)).change.key == "b@1"
+                if not hangs_up:
+                    # Whoever asks for less time gets his way.
+                    await asyncio.gather(listener.stop(20), listener.stop(0))
+                    assert await watch.code() is not grpc.StatusCode.OK
+            await listener.stop(0)
+
+    run()
+
+
 def test_tls_refuses_who_does_not_speak_it_or_trusts_others(
     tmp_path: Path, tls: dict[str, Path], token: Path, authority: trustme.CA
 ) -> None:
@@ -317,7 +345,8 @@ def test_tls_and_a_token_are_both_asked_for(
         ({"tls_certificate": "missing", "tls_key": "key.pem"}, "control.tls_certificate: "),
         ({"tls_certificate": "cert.pem", "tls_key": "empty", "token_file": "token"}, "cannot listen on"),
         ({"token_file": "missing"}, "control.token_file: "),
-        ({"token_file": "empty"}, "is empty"),
+        ({"token_file": "empty"}, "holds no token"),
+        ({"token_file": "lines"}, "holds no token: one line of ASCII without spaces"),
         ({"token_file": "public"}, "everybody can read"),
         ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not HOST:PORT"),
     ],
@@ -327,6 +356,8 @@ def test_a_listener_that_anybody_could_use_is_refused(
 ) -> None:
     """And so are one with half of what it needs and one that cannot be; the text names the setting."""
     (tmp_path / "empty").touch(mode=0o600)
+    (tmp_path / "lines").write_text(f"{SECRET}\n{SECRET}\n")
+    (tmp_path / "lines").chmod(0o600)
     (tmp_path / "public").write_text(SECRET)
     (tmp_path / "public").chmod(0o644)
     paths = {key: str(value if key == "listen" else tmp_path / value) for key, value in settings.items()}

@@ -206,9 +206,13 @@ class Front:
         *,
         channel: Any = None,
         parameters: Any = None,
+        request_id: str = "",
         **options: Any,
     ) -> Any:
-        request = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=[contents])
+        request = service_pb2.ModelInferRequest(
+            model_name=model, id=request_id, raw_input_contents=[contents]
+        )
+        request.inputs.add(name="x", datatype="UINT8", shape=[len(contents)])
         for name, value in (parameters or {}).items():
             request.parameters[name].int64_param = value
         return (channel or self.channel).unary_unary(
@@ -225,13 +229,15 @@ class Front:
             return error.code().name, error.details() or ""
         raise AssertionError("it was answered")
 
-    async def http(self, path: str, data: bytes | None = None) -> tuple[int, Any]:
+    async def http(
+        self, path: str, data: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any]:
         """Status and answer."""
         socket = (self.section.http or "").removeprefix("unix:")
         method = "GET" if data is None else "POST"
         async with (
             aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket)) as session,
-            session.request(method, f"http://x{path}", data=data) as response,
+            session.request(method, f"http://x{path}", data=data, headers=headers) as response,
         ):
             return response.status, await response.json()
 

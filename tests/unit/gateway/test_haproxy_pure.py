@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
 from rsrv_gateway.haproxy.admin import AdminError, ServerCounts, parse_counts, pieces
-from rsrv_gateway.haproxy.config import Target, configuration
+from rsrv_gateway.haproxy.config import GRPC_WORKERS, HTTP_WORKERS, Target, configuration
 from rsrv_gateway.haproxy.files import Files
 from rsrv_gateway.haproxy.maps import Maps, Slots, commands, maps_of, text
+from rsrv_gateway.haproxy.names import Names, name_in
 from rsrv_gateway.haproxy.seen import Seen
 from rsrv_gateway.haproxy.told import Told, code_of
 
@@ -285,7 +288,7 @@ def test_counters_tell_of_workers_that_fail() -> None:
     seen = Seen({"w1": "x", "w2": "y"}.__getitem__)
 
     def look(*servers: tuple[str, bool, int, int, int]) -> set[str]:
-        return seen.take([ServerCounts("b", *server) for server in servers])
+        return seen.take([ServerCounts(GRPC_WORKERS, *server) for server in servers])
 
     assert look(("w1", True, 2, 0, 0), ("w2", True, 1, 0, 0)) == set()
     assert seen.load() == {"x": 2, "y": 1}
@@ -296,3 +299,86 @@ def test_counters_tell_of_workers_that_fail() -> None:
     assert look(("w1", True, 0, 0, 1)) == set()
     assert seen.failovers["x"] == 4
     assert look(("w2", False, 0, 0, 0)) == {"y"}
+
+
+def test_the_plane_behind_is_no_worker() -> None:
+    """HAProxy counts it as a server; it counts its requests by itself, and nobody looks after it."""
+    seen = Seen({"w1": "x"}.__getitem__)
+    behind = ServerCounts("grpc_rest", "gateway", False, 3, 1, 1)
+
+    assert seen.take([ServerCounts(HTTP_WORKERS, "w1", True, 2, 0, 1), behind]) == set()
+    assert seen.load() == {"x": 2}
+    assert seen.failovers == {"x": 1}
+
+
+class FakeDNS:
+    """Knows these names, of which one without addresses is an error; of others it says nothing."""
+
+    def __init__(self, known: dict[str, list[str]]) -> None:
+        self.known = known
+        self.asked: list[str] = []
+        self.waiting = 0
+
+    async def resolve(self, name: str) -> Iterable[str]:
+        self.asked.append(name)
+        if name not in self.known:
+            self.waiting += 1
+            await asyncio.Event().wait()
+        if not self.known[name]:
+            raise OSError("no such name")
+        return self.known[name]
+
+
+def test_names_are_asked_for_once_and_at_the_same_time() -> None:
+    """A DNS that says nothing of several is waited for once; who is known already asks nothing."""
+
+    async def run() -> None:
+        dns = FakeDNS({"a": ["10.0.0.1", "10.0.0.2"]})
+        names = Names(0.1, dns.resolve)
+        targets = ["a:1", "a:2", "b:1", "c:1", "10.0.0.3:1", "[fd00::1]:1", "unix:/run/x"]
+        meeting = asyncio.create_task(names.meet(targets))
+        while dns.waiting < 2:
+            await asyncio.sleep(0)
+        await meeting
+        assert sorted(dns.asked) == ["a", "b", "c"]
+        await names.meet(targets)
+        assert len(dns.asked) == 3
+        assert [names.address(target) for target in targets] == [
+            ("10.0.0.1", 1),
+            ("10.0.0.1", 2),
+            None,
+            None,
+            ("10.0.0.3", 1),
+            ("fd00::1", 1),
+            None,
+        ]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_name_keeps_its_address_while_it_has_it() -> None:
+    """Other addresses may come, in any order, and the DNS may not know it for a while."""
+
+    async def run() -> None:
+        dns = FakeDNS({"a": ["10.0.0.1"]})
+        names = Names(10, dns.resolve)
+        await names.meet(["a:1"])
+        for said, held in (
+            (["10.0.0.9", "10.0.0.1"], "10.0.0.1"),
+            ([], "10.0.0.1"),
+            (["10.0.0.8", "10.0.0.9"], "10.0.0.8"),
+        ):
+            dns.known["a"] = said
+            await names.look(["a:1"])
+            assert names.address("a:1") == (held, 1)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("gpu1:8001", "gpu1"), ("10.0.0.1:8001", None), ("[fd00::1]:8001", None), ("unix:/a:8001", None)],
+)
+def test_what_a_certificate_must_bear(target: str, name: str | None) -> None:
+    """The worker's name, where it has one."""
+    assert name_in(target) == name

@@ -54,6 +54,8 @@ class GrpcServer:
         """No new calls; those under way may take `seconds`. May be called again, to shorten that."""
         if self._keeper is not None:
             self._keeper.cancel()
+        # 0 would have it wait for a moment, and it takes the process along when another stop ends within that.
+        seconds = seconds or None
         dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
         if self._server is not None:
             # Not beside the others, but now: calls that come with the next turn of the loop are new ones already.

@@ -2,8 +2,6 @@
 
 import hmac
 import logging
-import os
-import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rsrv.control.grpc_server import KEEPALIVE, GrpcServer, ListenError
+from rsrv.control.tokens import read_token
 from rsrv.control.v1 import control_pb2, control_pb2_grpc
 from rsrv.settings import ControlSection
 
@@ -104,14 +103,10 @@ def _token(settings: ControlSection, kind: Kind) -> bytes | None:
     path = settings.token_file
     if path is None:
         return None
-    token = _read(kind, "token_file", path).strip()
-    if stat.S_IMODE(os.stat(path.expanduser()).st_mode) & 0o004:
-        raise ListenError(
-            f"{kind.section}.token_file: everybody can read {path}: chmod o-r it, and change the token"
-        )
-    if not token:
-        raise ListenError(f"{kind.section}.token_file: {path} is empty")
-    return token
+    try:
+        return read_token(path, f"{kind.section}.token_file")
+    except ValueError as error:
+        raise ListenError(str(error)) from None
 
 
 def _read(kind: Kind, key: str, path: Path) -> bytes:

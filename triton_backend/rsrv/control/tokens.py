@@ -14,6 +14,6 @@ def read_token(path: Path, key: str) -> bytes:
         raise ValueError(f"{key}: {error}") from None
     if mode & 0o004:
         raise ValueError(f"{key}: everybody can read {path}: chmod o-r it, and change the token")
-    if not token or len(token.split()) != 1:
-        raise ValueError(f"{key}: {path} holds no token: one line without spaces")
+    if not (token.isascii() and token.decode("ascii", "replace").isprintable()) or len(token.split()) != 1:
+        raise ValueError(f"{key}: {path} holds no token: one line of ASCII without spaces")
     return token

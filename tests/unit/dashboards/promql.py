@@ -1,0 +1,161 @@
+"""What a query of Prometheus's asks for, held against what rsrv serves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import promql_parser
+from prometheus_client.parser import text_string_to_metric_families
+
+from rsrv.control.families import FAMILIES
+from rsrv.stub.mirror import TritonMirror
+from rsrv.wire.frames import Status
+from rsrv_gateway.contract import WorkerView
+from rsrv_gateway.metrics import expose
+from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
+from rsrv_gateway.status import ModelStatus, Repacks, WorkerStatus
+from rsrv_gateway.status import Status as GatewayStatus
+
+#: what Prometheus adds to whatever it asks, in Kubernetes, too
+TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}
+
+
+def labels(query: str) -> set[str]:
+    """Those that what it answers may have.
+
+    Raises ValueError if it is no query, or asks for what nobody serves: a metric, a label, or a sum over what Triton
+    shows a second time.
+    """
+    return _labels(promql_parser.parse(query))
+
+
+@cache
+def served() -> Mapping[str, frozenset[str]]:
+    """Name of a sample -> its labels."""
+    found: dict[str, frozenset[str]] = {}
+    for family in FAMILIES:
+        # A gateway adds which server it is.
+        own = {*family.labels, "worker"}
+        if family.kind == "histogram":
+            found[f"{family.name}_bucket"] = frozenset(own | {"le"})
+            found[f"{family.name}_sum"] = found[f"{family.name}_count"] = frozenset(own)
+        else:
+            found[family.name] = frozenset(own)
+    return {**found, **dict(_of_a_gateway())}
+
+
+@cache
+def mirrored() -> Mapping[str, frozenset[str]]:
+    """What stubs show on Triton's page: name -> labels."""
+    found: dict[str, frozenset[str]] = {}
+
+    class Family:
+        COUNTER, GAUGE = 1, 2
+
+        def __init__(self, name: str, description: str, kind: int) -> None:
+            self.name = name
+
+        def Metric(self, labels: dict[str, str]) -> Any:
+            found[self.name] = frozenset(labels)
+            return SimpleNamespace(set=lambda value: None, increment=lambda value: None)
+
+    TritonMirror(SimpleNamespace(MetricFamily=Family), {"model": "m", "version": "1"})
+    return found
+
+
+def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
+    """Of one that has something of everything."""
+    counts = Counts(
+        requests={("m", "w", "OK"): 1},
+        items={"m": 1},
+        load={"w": 1.0},
+        outstanding={("m", "w"): 1},
+        failovers={"w": 1},
+        durations={"m": Durations((1,) * (len(DURATION_BOUNDS) + 1), 1.0)},
+    )
+    model = ModelStatus("m", ("w",), ("w",), (), (), 1, 1, 0.5, 1.0, 0.1, 10, 1, "least")
+    worker = WorkerStatus("w", True, 1, 0.5, 0.5, 10, 20, False, 0.0)
+    repacks = Repacks({"start": 1}, "start", 0.0, 1, 1, 0, 1.0, 2.0, 0, 0)
+    status = GatewayStatus("lpt_packing", 1, (model,), (worker,), repacks, ())
+    text = expose(counts, {"w": WorkerView(True, instance="i")}, status, {"w": True})
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, frozenset(sample.labels)
+
+
+def _labels(node: Any) -> set[str]:
+    match node:
+        case promql_parser.VectorSelector():
+            return _selected(node)
+        case promql_parser.MatrixSelector():
+            return _selected(node.vector_selector)
+        case promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
+            return _labels(node.expr)
+        case promql_parser.BinaryExpr():
+            left, right = _labels(node.lhs), _labels(node.rhs)
+            matching = None if node.modifier is None else node.modifier.matching
+            if matching is not None:
+                _require(set(matching.labels) <= left | right, f"matched by a label of neither: {node}")
+            elif not isinstance(node.rhs, promql_parser.NumberLiteral) and str(node.op) != "or":
+                _require(left == right, f"never match, for their labels differ: {node}")
+            return left | right
+        case promql_parser.AggregateExpr():
+            inner = _labels(node.expr)
+            if str(node.op) in ("topk", "bottomk"):
+                return inner
+            if node.modifier is None:
+                return set()
+            by = set(node.modifier.labels)
+            _require(node.modifier.type == promql_parser.AggModifierType.By, f"not by labels: {node}")
+            _require(by <= inner, f"{by - inner}: by a label that is not there")
+            return by
+        case promql_parser.Call():
+            inner = set().union(*map(_labels, node.args))
+            if node.func.name == "histogram_quantile":
+                _require("le" in inner, "a quantile of what has no buckets")
+                return inner - {"le"}
+            return inner
+        case promql_parser.NumberLiteral() | promql_parser.StringLiteral():
+            return set()
+        case _:
+            raise ValueError(f"a kind of expression that this does not know: {node}")
+
+
+def _selected(selector: Any) -> set[str]:
+    name = selector.name
+    _require(name in served(), f"nobody serves {name}")
+    there = served()[name] | TARGET
+    matchers = selector.matchers.matchers
+    asked = {matcher.name: matcher.value for matcher in matchers}
+    if name in mirrored():
+        left_out = any(
+            (one.name, one.op, one.value) == ("version", promql_parser.MatchOp.Equal, "") for one in matchers
+        )
+        _require(left_out, f'{name} is on Triton\'s page, too: version=""')
+        del asked["version"]
+    _require(asked.keys() <= there, f"{name} has no label {asked.keys() - there}")
+    for label, value in asked.items():
+        known = _values(name, label)
+        if known is not None and "$" not in value:
+            _require(set(value.split("|")) <= known, f"{name} has no {label} {value}")
+    return set(there)
+
+
+def _values(name: str, label: str) -> set[str] | None:
+    """What the label may be; None: anything."""
+    if label == "status":
+        return {status.name.lower() for status in Status}
+    family = next((one for one in FAMILIES if re.fullmatch(rf"{one.name}(_bucket|_sum|_count)?", name)), None)
+    if family is None or label == "model" or label not in family.labels:
+        return None
+    # A family's help has all of them.
+    return set(re.findall(r"\w+", family.help))
+
+
+def _require(true: bool, else_: str) -> None:
+    if not true:
+        raise ValueError(else_)

@@ -1,0 +1,49 @@
+"""Makes the table of docs/dashboards.md: every alert of docker/prometheus/rules/rsrv.yml.
+
+    python tools/alerts_page.py     # rewrites it in the page
+
+A test holds the page to the rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from scheduler_page import DOCS, rewrite, table
+
+RULES = DOCS.parent / "docker" / "prometheus" / "rules" / "rsrv.yml"
+PAGE = DOCS / "dashboards.md"
+
+
+def rules() -> list[dict[str, Any]]:
+    """All alerts, in order."""
+    groups = YAML(typ="safe", pure=True).load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def alerts() -> str:
+    """The table: critical ones in bold, and in italics what labels an alert will have in its text."""
+    return table(_rows())
+
+
+def _rows() -> Iterator[Sequence[str]]:
+    yield ("alert", "when", "for", "what to do")
+    for rule in rules():
+        says = rule["annotations"]
+        name = f"**{rule['alert']}**" if rule["labels"]["severity"] == "critical" else rule["alert"]
+        when = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", says["summary"])
+        page = says["runbook"].removeprefix("docs/")
+        yield (name, when, rule["for"], f"{says['description']} [More]({page})")
+
+
+def main() -> None:
+    """Makes the table anew."""
+    PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"alerts": alerts()}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

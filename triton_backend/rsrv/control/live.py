@@ -10,7 +10,7 @@ from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from rsrv.control.answering import Refused
-from rsrv.control.overview import Overview, describe
+from rsrv.control.overview import Overview, describe, moves_only
 from rsrv.control.runtime import Change, RuntimeLink, Snapshot
 from rsrv.control.view import Entry
 from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
@@ -22,6 +22,8 @@ _EVERY = 1.0
 #: lines of the event log, and seconds of the timeline, that a new watcher gets
 _LINES = 200
 _SECONDS = 30.0
+#: lines about weights that move, in a second
+_MOVES = 5
 #: answers of the timeline that are read at a look: what is beyond is read at the next one
 _PAGES = 5
 #: events that wait for a watcher who does not take them; beyond, he is let go
@@ -58,6 +60,8 @@ class Live:
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview = Overview()
         self._instance, self._next = "", 0
+        #: the one in which weights moved last, and how often they did
+        self._second, self._moves = 0, 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -103,7 +107,7 @@ class Live:
                         self._note(f"runtime {instance}: {len(entries)} versions of models")
                     case Change(_, _, key, entry):
                         text = describe(entries.get(key), entry)
-                        if text is not None:
+                        if text is not None and (not moves_only(entries.get(key), entry) or self._has_room()):
                             self._note(text)
                         if entry is None:
                             entries.pop(key, None)
@@ -111,6 +115,17 @@ class Live:
                             entries[key] = entry
         finally:
             subscription.close()
+
+    def _has_room(self) -> bool:
+        """For one more line about weights: where hundreds move in a second, all else would be lost among them."""
+        second = int(self._clock())
+        if second != self._second:
+            unsaid = self._moves - _MOVES
+            self._second, self._moves = second, 0
+            if unsaid > 0:
+                self._note(f"weights moved {unsaid} times more")
+        self._moves += 1
+        return self._moves <= _MOVES
 
     def _note(self, text: str) -> None:
         event = Event("log", json.dumps({"t": round(self._clock(), 3), "text": text}))

@@ -22,6 +22,9 @@ _UNTAKEN = 64
 
 _RESIDENCIES = {"device": pb.RESIDENCY_DEVICE, "system": pb.RESIDENCY_SYSTEM}
 
+#: probes do so when it does not answer in time
+_CLOSED = "the connection to it was closed, and is opened anew"
+
 Event = tuple[str, str, str]
 
 
@@ -65,8 +68,12 @@ class Workers:
                 async for event in control.stub.WatchPage(pb.WatchPageRequest(), metadata=control.metadata):
                     await told.put((name, event.event, event.json))
                 why = "its control service ended"
-            except (Wrong, grpc.RpcError) as error:
+            except (Wrong, grpc.RpcError, grpc.aio.UsageError) as error:
                 why = _said(error)
+            except asyncio.CancelledError:
+                if _is_ended():
+                    raise
+                why = _CLOSED
             state = {"t": self._clock(), "up": False, "instance": "", "why": why}
             await told.put((name, "state", json.dumps(state)))
             await asyncio.sleep(self._every)
@@ -102,8 +109,18 @@ class Workers:
         """Raises Wrong."""
         try:
             return await call(request, timeout=_SOON, metadata=control.metadata)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise Wrong.of(_code(error), _said(error)) from None
+        except asyncio.CancelledError:
+            if _is_ended():
+                raise
+            raise Wrong(503, _CLOSED) from None
+
+
+def _is_ended() -> bool:
+    """Whether this task is cancelled; else gRPC says so of a call, because its channel was closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _next(told: asyncio.Queue[Event], until: float) -> Event | None:
@@ -116,13 +133,13 @@ async def _next(told: asyncio.Queue[Event], until: float) -> Event | None:
 
 
 def _code(error: Any) -> str:
-    return str(error.code().name)
+    return str(error.code().name) if isinstance(error, grpc.RpcError) else "UNAVAILABLE"
 
 
 def _said(error: Any) -> str:
-    return (
-        str(error) if isinstance(error, Wrong) else f"{_code(error)}: {error.details() or 'no reason given'}"
-    )
+    if isinstance(error, grpc.RpcError):
+        return f"{_code(error)}: {error.details() or 'no reason given'}"
+    return _CLOSED if isinstance(error, grpc.aio.UsageError) else str(error)
 
 
 async def _end(tasks: Collection[asyncio.Task[None]]) -> None:

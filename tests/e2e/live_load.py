@@ -44,14 +44,13 @@ def live_server(folder: Path) -> Iterator[tuple[RunningTriton, str]]:
     for number, name in enumerate(MODELS):
         write_version(folder / "bundles" / name, number + 1)
     (folder / "settings.yaml").write_text(
-        f"metrics: {{listen: '127.0.0.1:{port}'}}\n"
-        f"runtime: {{weight_budget_bytes: {BUDGET}}}\n"
-        f"models: {{{PINNED}: {{residency: device}}}}\n"
+        f"runtime: {{weight_budget_bytes: {BUDGET}}}\nmodels: {{{PINNED}: {{residency: device}}}}\n"
     )
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
-    with running_triton(folder / "gen", folder / "server.log", extra_args=flags) as server:
+    env = {"RSRV_METRICS__LISTEN": f"127.0.0.1:{port}"}
+    with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as server:
         wait_until(lambda: _listens(port), what="the live page")
         yield server, f"http://127.0.0.1:{port}/"
 

@@ -23,6 +23,8 @@ class Watched:
     runtime: FakeRuntime
     link: RuntimeLink
     live: Live
+    #: Unix time
+    now: list[float]
 
     @property
     def looks(self) -> int:
@@ -63,10 +65,11 @@ async def watched(tmp_path: Path, every: float = 0.01) -> AsyncIterator[Watched]
     runtime.answers = Spans(runtime.instance).answer
     async with linked(tmp_path) as link:
         await until(link, lambda: link.up)
-        live = Live(link, dict, clock=lambda: 1000.0, every=every)
+        now = [1000.0]
+        live = Live(link, dict, clock=lambda: now[0], every=every)
         running = asyncio.create_task(live.run())
         try:
-            yield Watched(runtime, link, live)
+            yield Watched(runtime, link, live, now)
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -101,6 +104,23 @@ async def test_a_watcher_gets_what_there_is_and_then_what_happens(tmp_path: Path
             assert len((await find(events, "spans"))["spans"]) == 2
             server.runtime.change("a@1", entry("a", weights="absent"))
             assert (await find(events, "log", "absent")) == {"t": 1000.0, "text": "a: weights absent"}
+
+
+@looped
+async def test_of_weights_that_move_often_some_are_told(tmp_path: Path) -> None:
+    """Five in a second, and how many more there were; what is not about weights is told in any case."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        await find(events, "log", server.runtime.instance)
+        for number in range(12):
+            server.runtime.change("a@1", entry("a", weights=("absent", "resident")[number % 2]))
+        server.runtime.change("a@1", entry("a", paused="hold"))
+        told = [(await find(events, "log"))["text"] for _ in range(6)]
+        assert told[:5] == ["a: weights absent", "a: weights resident"] * 2 + ["a: weights absent"]
+        assert told[5] == "a: paused (hold)"
+        server.now[0] += 1
+        server.runtime.change("a@1", entry("a", paused="hold", weights="absent"))
+        told = [(await find(events, "log"))["text"] for _ in range(2)]
+        assert told == ["weights moved 7 times more", "a: weights absent"]
 
 
 @looped
@@ -161,6 +181,21 @@ async def test_who_does_not_take_events_is_let_go(tmp_path: Path, monkeypatch: p
                 await find(events, "state")
             assert len([event async for event in slow]) <= 6
             await find(events, "state")
+
+
+@looped
+async def test_figures_that_cannot_be_read_end_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so, and the next look finds some."""
+    async with watched(tmp_path) as server, aclosing(server.live.watch()) as events:
+        await anext(events)
+        sound = server.runtime.answers
+        server.runtime.answers = lambda command: {"models": 3}
+        while "a look for the live page failed" not in caplog.text:
+            await server.link.command({"command": "compact"})
+        server.runtime.answers = sound
+        await find(events, "state", '"up": true')
 
 
 @looped

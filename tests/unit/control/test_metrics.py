@@ -167,8 +167,9 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
 class Nobody:
     """A source of which nothing is asked here."""
 
-    def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
-        raise AssertionError
+    async def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
+        await asyncio.Event().wait()
+        yield "", "", ""
 
     async def story(self, server: str, model: str) -> list[str]:
         raise AssertionError
@@ -233,6 +234,26 @@ async def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         while not answer:
             answer = await say(port, b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
+
+
+@looped
+async def test_who_says_nothing_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all places are taken, and after a while; who is being answered does not."""
+    monkeypatch.setattr(http, "_CONNECTIONS", 2)
+    monkeypatch.setattr(http, "_PATIENCE", 0.0)
+    async with page() as port:
+        watcher, watching = await asyncio.open_connection("127.0.0.1", port)
+        watching.write(b"GET /live/stream HTTP/1.1\r\nHost: a\r\n\r\n")
+        await watcher.readuntil(b"hello")
+        silent, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HT")
+        answer = await say(port, b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert await silent.read() == b""
+        assert not watcher.at_eof()
+        for one in (writer, watching):
+            one.close()
+            await one.wait_closed()
 
 
 @looped

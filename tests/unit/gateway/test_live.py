@@ -68,6 +68,29 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
         yield world, Workers(world.gateway.probes, clock=lambda: 7.0, every=0.02), controls
 
 
+@looped
+async def test_a_connection_that_is_closed_is_told_and_opened_anew() -> None:
+    """As probes do when a worker does not answer in time. While it is closed nothing can be asked either."""
+    async with fleet() as (world, workers, _), serving(FakeTriton(), PageControl()) as port:
+
+        def connect() -> Any:
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            world.controls["bare:8001"] = Control(control_pb2_grpc.ControlStub(channel), ())
+            return channel
+
+        first = connect()
+        async with aclosing(workers.events()) as events:
+            await find(events, "bare:8001", "begin")
+            await first.close()
+            assert "closed" in (await find(events, "bare:8001", "state"))["why"]
+            with pytest.raises(Wrong, match="closed") as wrong:
+                await workers.story("bare:8001", "m")
+            assert wrong.value.status == 503
+            second = connect()
+            await find(events, "bare:8001", "begin")
+            await second.close()
+
+
 async def find(events: AsyncGenerator[Event, None], server: str, name: str) -> Any:
     async for event in events:
         if event[:2] == (server, name):

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestHandler
 
 from rsrv.live.routes import Page
 
@@ -12,6 +14,8 @@ log = logging.getLogger("rsrv.control")
 
 #: connections at a time: more than a few are a mistake, and one more is closed on
 _CONNECTIONS = 128
+#: seconds without a whole request after which one gives way to another
+_PATIENCE = 10.0
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -20,10 +24,12 @@ class HttpServer:
 
     def __init__(self, metrics: Callable[[], Awaitable[str]], page: Page) -> None:
         self._metrics = metrics
-        app = web.Application()
+        app = web.Application(middlewares=[self._answer])
         app.add_routes([web.get("/metrics", self._serve_metrics), *page.routes()])
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=15)
         self._server: asyncio.Server | None = None
+        #: connections on which nothing is being answered, and since when
+        self._idle: dict[RequestHandler, float] = {}
 
     async def start(self, address: str) -> int:
         """Listen on HOST:PORT; the port. Raises OSError, and ValueError: that is no address."""
@@ -44,9 +50,33 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _accept(self) -> asyncio.BaseProtocol:
-        server = self._runner.server
+        server, now = self._runner.server, asyncio.get_running_loop().time()
         assert server is not None
-        return server() if len(server.connections) < _CONNECTIONS else _Full()
+        there = {*server.connections}
+        # A new one is not yet among those.
+        self._idle = {one: since for one, since in self._idle.items() if one in there or now - since < 1}
+        if len(there) >= _CONNECTIONS and not self._close_idle(now - _PATIENCE):
+            return _Full()
+        protocol = server()
+        self._idle[protocol] = now
+        return protocol
+
+    def _close_idle(self, since: float) -> int:
+        """Those that have been so since then; how many."""
+        idle = [protocol for protocol, began in self._idle.items() if began <= since]
+        for protocol in idle:
+            del self._idle[protocol]
+            protocol.force_close()
+        return len(idle)
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        protocol = request.protocol
+        self._idle.pop(protocol, None)
+        try:
+            return await handler(request)
+        finally:
+            self._idle[protocol] = asyncio.get_running_loop().time()
 
     async def _serve_metrics(self, _: web.Request) -> web.Response:
         text = await self._metrics()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -9,20 +10,24 @@ from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
 from rsrv.control.answering import Refused
-from rsrv.control.overview import Overview, describe
+from rsrv.control.overview import Overview, describe, moves_only
 from rsrv.control.runtime import Change, RuntimeLink, Snapshot
 from rsrv.control.view import Entry
 from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
+
+log = logging.getLogger("rsrv.control")
 
 #: seconds between two looks, while somebody watches
 _EVERY = 1.0
 #: lines of the event log, and seconds of the timeline, that a new watcher gets
 _LINES = 200
 _SECONDS = 30.0
+#: lines about weights that move, in a second
+_MOVES = 5
 #: answers of the timeline that are read at a look: what is beyond is read at the next one
 _PAGES = 5
 #: events that wait for a watcher who does not take them; beyond, he is let go
-_UNTAKEN = 256
+_UNTAKEN = 1024
 
 
 class Event(NamedTuple):
@@ -55,6 +60,8 @@ class Live:
         self._spans: deque[tuple[float, Event]] = deque()
         self._overview = Overview()
         self._instance, self._next = "", 0
+        #: the one in which weights moved last, and how often they did
+        self._second, self._moves = 0, 0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -100,7 +107,7 @@ class Live:
                         self._note(f"runtime {instance}: {len(entries)} versions of models")
                     case Change(_, _, key, entry):
                         text = describe(entries.get(key), entry)
-                        if text is not None:
+                        if text is not None and (not moves_only(entries.get(key), entry) or self._has_room()):
                             self._note(text)
                         if entry is None:
                             entries.pop(key, None)
@@ -108,6 +115,17 @@ class Live:
                             entries[key] = entry
         finally:
             subscription.close()
+
+    def _has_room(self) -> bool:
+        """For one more line about weights: where hundreds move in a second, all else would be lost among them."""
+        second = int(self._clock())
+        if second != self._second:
+            unsaid = self._moves - _MOVES
+            self._second, self._moves = second, 0
+            if unsaid > 0:
+                self._note(f"weights moved {unsaid} times more")
+        self._moves += 1
+        return self._moves <= _MOVES
 
     def _note(self, text: str) -> None:
         event = Event("log", json.dumps({"t": round(self._clock(), 3), "text": text}))
@@ -122,9 +140,13 @@ class Live:
                 self._watched.clear()
                 self._spans.clear()
                 await self._watched.wait()
-            self._tell(Event("state", json.dumps(await self._state())))
-            with suppress(Refused):
-                await self._read_timeline()
+            try:
+                self._tell(Event("state", json.dumps(await self._state())))
+                with suppress(Refused):
+                    await self._read_timeline()
+            except Exception:
+                # A page is nothing to end the control process for.
+                log.exception("a look for the live page failed")
             await asyncio.sleep(self._every)
 
     async def _state(self) -> dict[str, Any]:

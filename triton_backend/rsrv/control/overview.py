@@ -100,6 +100,13 @@ def _p99(now: Histogram | None, before: Histogram | None) -> float | None:
     return latest.quantile(0.99)
 
 
+def moves_only(before: Entry | None, after: Entry | None) -> bool:
+    """Whether nothing but the place of its weights is another."""
+    return (
+        before is not None and after is not None and {**before, "weights": None} == {**after, "weights": None}
+    )
+
+
 def describe(before: Entry | None, after: Entry | None) -> str | None:
     """A change of a version as a line of the event log; None: nothing that people look for."""
     if after is None:

@@ -6,10 +6,13 @@ import shutil
 import tempfile
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples on every run and no time limit for one of them: a test must not fail because the machine is busy.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# The same examples on every run and no time limit for one of them, nor for making them: a test must not fail because the
+# machine is busy.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 
 

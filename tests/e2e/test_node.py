@@ -134,6 +134,8 @@ def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(tmp_p
         place(write_version(tmp_path / "one", 1), tmp_path / "bundles" / MODEL)
 
         assert node.wait_answer(start + 1, MODEL) == 1
+        # One that does not listen for HTTP yet counts as one that starts.
+        wait_until(lambda: is_live(start), 30, what=f"HTTP:\n{node.tail()}")
         first = server_pid(node.workers()[0])
         os.kill(first, signal.SIGSTOP)
         wait_until(lambda: server_pid(node.workers()[0]) != first, 40, what="another server")

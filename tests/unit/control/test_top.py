@@ -132,7 +132,7 @@ async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "TERM": "xterm"},
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "24"},
         )
         os.close(theirs)
         said = ""

@@ -125,7 +125,9 @@ def _show_live(events: Iterable[tuple[str, str]]) -> None:
                 continue
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
             for at, name in enumerate(_HEAD):
-                table.add_column(name, justify="left" if at < 2 else "right", no_wrap=True)
+                # Where there is little room, names are what is needed most.
+                least = 16 if at == 0 else None
+                table.add_column(name, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
             # The headline, the table's own two lines, and an empty one before the events.
             room = shutil.get_terminal_size().lines - len(top.log) - 5
             for row in top.rows[: max(1, room)]:

@@ -686,7 +686,7 @@ def test_the_status_has_the_keys_that_the_protocol_names(
     house.engine(doublings["a"])
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): pass", ["a"])
     page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
-    text = page[page.index("## The status") : page.index("## Other settings")]
+    text = page[page.index("## The status") : page.index("## What stubs measure")]
     named = set(re.findall(r"`([a-z_]+)`", text))
     with meta_engine(house.runtime, meta, {"a": doublings["a"]}):
         status = read_status(os.getpid())

@@ -117,7 +117,10 @@ def test_ids_survive(ids: list[int]) -> None:
     ("body", "expected"),
     [
         ({"magic": 1, "version": 1}, "does not speak"),
-        ({"magic": frames.MAGIC, "version": 99}, "version 99 of the protocol, this side 3"),
+        (
+            {"magic": frames.MAGIC, "version": 99},
+            f"version 99 of the protocol, this side {frames.PROTOCOL_VERSION}",
+        ),
         ({}, "does not speak"),
     ],
 )

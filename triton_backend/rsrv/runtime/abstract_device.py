@@ -135,4 +135,4 @@ class CacheCounts:
     from_cache: int = 0
     shared: int = 0
     #: of those compiled anew; who compiles goes on counting in it
-    seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS))
+    seconds: Histogram = field(default_factory=lambda: Histogram(LONG_SECONDS), compare=False)

@@ -60,8 +60,8 @@ def main() -> int:
         (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         tree = _tree(folder / "tree", site)
         python = str(folder / "venv" / "bin" / "python")
-        # For the stubs, too, whose environment has no rsrv; beside the packages, only the makers of the examples.
-        env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{tree / 'bundles'}"}
+        # The makers of the examples, which are in no wheel.
+        env = {**os.environ, "PYTHONPATH": str(tree / "bundles")}
         _run([python, "tools/local_triton.py", "install"], cwd=tree, env=env)
         tests = sys.argv[1:] or [*TESTS, "-k", f"not test_docs or {PAGE}"]
         done = subprocess.run([python, "-m", "pytest", "-q", *tests], cwd=tree, env=env, check=False)
@@ -120,8 +120,8 @@ def _tree(folder: Path, site: Path) -> Path:
     shutil.copy2(ROOT / ".triton" / "stamp.json", folder / ".triton")
     for name in ("backends", "lib", "perf", "site"):
         (folder / ".triton" / name).symlink_to(ROOT / ".triton" / name)
-    # Two of the tools look for files of the package where the sources have them.
-    for name in ("bundles/rsrv_bundle", "gateway/rsrv_node"):
+    # The tools look for parts of the package where the sources have them, and so do stubs.
+    for name in ("bundles/rsrv_bundle", "gateway/rsrv_node", "triton_backend/rsrv"):
         link = folder / name
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(site / link.name)

@@ -48,7 +48,7 @@ def gone(worker: str) -> Refusal:
 
 
 def is_cancelled() -> bool:
-    """After a CancelledError: whether the client has gone, not only the worker's channel been closed."""
+    """After a CancelledError: whether this task was cancelled, as when the client has gone, and not the worker's channel closed."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -10,6 +10,7 @@ import grpc
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
+from rsrv_gateway.calls import is_cancelled
 from rsrv_gateway.contacts import Control
 from rsrv_gateway.probes import Probes
 
@@ -71,7 +72,7 @@ class Workers:
             except (Wrong, grpc.RpcError, grpc.aio.UsageError) as error:
                 why = _said(error)
             except asyncio.CancelledError:
-                if _is_ended():
+                if is_cancelled():
                     raise
                 why = _CLOSED
             state = {"t": self._clock(), "up": False, "instance": "", "why": why}
@@ -112,15 +113,9 @@ class Workers:
         except (grpc.RpcError, grpc.aio.UsageError) as error:
             raise Wrong.of(_code(error), _said(error)) from None
         except asyncio.CancelledError:
-            if _is_ended():
+            if is_cancelled():
                 raise
             raise Wrong(503, _CLOSED) from None
-
-
-def _is_ended() -> bool:
-    """Whether this task is cancelled; else gRPC says so of a call, because its channel was closed."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _next(told: asyncio.Queue[Event], until: float) -> Event | None:

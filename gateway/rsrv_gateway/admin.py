@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.control.http import METRICS_TYPE
 from rsrv.live.routes import Page
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
@@ -19,7 +20,6 @@ log = logging.getLogger("rsrv.gateway")
 _PATIENCE = 2.0
 #: workers that are asked at a time
 _AT_ONCE = 64
-_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Admin:
@@ -83,7 +83,7 @@ class Admin:
         found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]
         # Of hundreds of workers that takes longer than requests should wait.
         merged = await asyncio.to_thread(merging.merge, own, found)
-        return web.Response(body=merged.encode(), headers={"Content-Type": _TYPE})
+        return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:
         """The pages of each worker that has any, Triton's and rsrv's; None: there was nothing in time."""

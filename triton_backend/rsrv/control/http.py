@@ -16,7 +16,8 @@ log = logging.getLogger("rsrv.control")
 _CONNECTIONS = 128
 #: seconds without a whole request after which one gives way to another
 _PATIENCE = 10.0
-_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+#: of Prometheus' text format
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpServer:
@@ -80,7 +81,7 @@ class HttpServer:
 
     async def _serve_metrics(self, _: web.Request) -> web.Response:
         text = await self._metrics()
-        return web.Response(body=text.encode(), headers={"Content-Type": _TYPE})
+        return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
 
 class _Full(asyncio.Protocol):

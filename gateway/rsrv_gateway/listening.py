@@ -1,6 +1,5 @@
 """How clients get in: the address, TLS, and the token."""
 
-import hmac
 import ssl
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import grpc
 
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
-from rsrv.control.tokens import read_token
+from rsrv.control.tokens import bears, read_token
 from rsrv.settings_fleet import GatewaySection
 
 
@@ -59,31 +58,28 @@ class Token:
 
     def __init__(self, settings: GatewaySection) -> None:
         """Raises ListenError."""
-        self._wanted: bytes | None = None
+        self._token: bytes | None = None
         if settings.token_file is None:
             return
         try:
-            self._wanted = b"Bearer " + read_token(settings.token_file, "gateway.token_file")
+            self._token = read_token(settings.token_file, "gateway.token_file")
         except ValueError as error:
             raise ListenError(str(error)) from None
 
     @property
     def needed(self) -> bool:
-        return self._wanted is not None
+        return self._token is not None
 
     @property
     def header(self) -> bytes | None:
         """What `authorization` must be; None: anything."""
-        return self._wanted
+        return None if self._token is None else b"Bearer " + self._token
 
     def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
         """`headers` are a request's, with names in lower case."""
-        if self._wanted is None:
+        if self._token is None:
             return True
-        sent = next((value for name, value in headers if name == "authorization"), "")
-        # Over HTTP, bytes that are no text come as surrogates.
-        token = sent.encode(errors="surrogateescape") if isinstance(sent, str) else sent
-        return hmac.compare_digest(token, self._wanted)
+        return bears(next((value for name, value in headers if name == "authorization"), ""), self._token)
 
 
 def read_setting(key: str, path: Path) -> bytes:

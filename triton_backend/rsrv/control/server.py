@@ -1,6 +1,5 @@
 """Where the services listen: on a Unix socket of this user, and on a TCP port for who has a certificate or a token."""
 
-import hmac
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rsrv.control.grpc_server import KEEPALIVE, GrpcServer, ListenError
-from rsrv.control.tokens import read_token
+from rsrv.control.tokens import bears, read_token
 from rsrv.control.v1 import control_pb2, control_pb2_grpc
 from rsrv.settings import ControlSection
 
@@ -120,7 +119,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Lets in who sends `authorization: Bearer TOKEN`."""
 
     def __init__(self, token: bytes) -> None:
-        self._wanted = b"Bearer " + token
+        self._token = token
 
         async def refuse(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
@@ -130,6 +129,6 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         sent = next((value for key, value in call.invocation_metadata if key == "authorization"), "")
-        if hmac.compare_digest(sent.encode(), self._wanted):
+        if bears(sent, self._token):
             return await continuation(call)
         return self._refuse

@@ -1,5 +1,6 @@
-"""Files with a secret."""
+"""Secrets: the files that they are in, and who sends them."""
 
+import hmac
 import os
 import stat
 from pathlib import Path
@@ -17,3 +18,10 @@ def read_token(path: Path, key: str) -> bytes:
     if not (token.isascii() and token.decode("ascii", "replace").isprintable()) or len(token.split()) != 1:
         raise ValueError(f"{key}: {path} holds no token: one line of ASCII without spaces")
     return token
+
+
+def bears(authorization: str | bytes, token: bytes) -> bool:
+    """Whether a request with this header `authorization` may come in."""
+    # Over HTTP, bytes that are no text come as surrogates.
+    sent = authorization.encode(errors="surrogateescape") if isinstance(authorization, str) else authorization
+    return hmac.compare_digest(sent, b"Bearer " + token)

@@ -1,7 +1,6 @@
 """The live page over HTTP: three files, a stream of events, stories, and steering for those who have the token."""
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -10,6 +9,8 @@ from importlib import resources
 from typing import Protocol
 
 from aiohttp import web
+
+from rsrv.control.tokens import bears
 
 log = logging.getLogger("rsrv.live")
 
@@ -131,8 +132,7 @@ class Page:
     async def _steer(self, request: web.Request) -> web.Response:
         if self._token is None:
             return web.Response(status=403, text="metrics.token_file is not set: this page only shows\n")
-        said = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(said, b"Bearer " + self._token):
+        if not bears(request.headers.get("Authorization", ""), self._token):
             return web.Response(
                 status=401, text="that is not the token\n", headers={"WWW-Authenticate": "Bearer"}
             )

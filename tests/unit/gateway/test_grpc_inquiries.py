@@ -200,7 +200,7 @@ async def test_a_worker_does_not_say_whether_it_has_registered_a_region() -> Non
         house.workers[1].does["SystemSharedMemoryRegister"] = never
         everywhere(house, "SystemSharedMemoryUnregister", undo)
         request = pb.SystemSharedMemoryRegisterRequest(name="r")
-        code, _ = await refusal(house.call("SystemSharedMemoryRegister", request, timeout=0.5))
+        code, _ = await refusal(house.call("SystemSharedMemoryRegister", request, timeout=2))
 
         assert code == "DEADLINE_EXCEEDED"
         for _ in house.workers:

@@ -1,4 +1,4 @@
-"""resnet18: an image classifier, written in PyTorch."""
+"""resnet18: an image classifier, written in PyTorch, whose clients send files and get classes."""
 
 from __future__ import annotations
 
@@ -8,35 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rsrv_bundle.from_torch import eager_torch, export_torch
 
+from examples.resnet18 import hooks
 from examples.resnet18.network import ResNet18, network
+from rsrv_bundle.from_torch import eager_torch, export_torch
 
 Array = np.ndarray[Any, Any]
 
 BATCH_SIZES = (1, 8, 32)
-#: Height and width of an image, pixels. Of less than 65, the last layers see maps smaller than their kernels, which XLA on a
-#: CPU convolves a hundred times slower.
-SIDE = 96
 
 source = functools.cache(network)
 
 
 def reference(inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """image: f32 [n, 3, SIDE, SIDE] -> logits: f32 [n, 1000]."""
+    """image: f32 [n, 3, SIDE, SIDE] -> logits: f32 [n, 1000], as PyTorch computes them without compiling."""
     (logits,) = eager_torch(source())(**inputs).values
     return {"logits": logits}
 
 
 def make(out_dir: Path, module: ResNet18 | None = None) -> None:
-    """Write the bundle `out_dir`, replacing one that is there; without a module, of random weights."""
+    """Write the bundle `out_dir`, replacing one that is there; without a module, one with random weights."""
     export_torch(
         module or source(),
-        {"image": np.zeros((1, 3, SIDE, SIDE), np.float32)},
+        {"image": np.zeros((1, 3, hooks.SIDE, hooks.SIDE), np.float32)},
         batch_sizes=BATCH_SIZES,
         axes={"image": "nchw"},
         output_names=["logits"],
         out_dir=out_dir,
-        description="ResNet-18 on images of 96 x 96 pixels, with random weights.",
+        hooks=Path(hooks.__file__),
+        client_inputs=[{"name": "file", "dtype": "u8", "shape": "nl", "dims": {"l": -1}}],
+        client_outputs=[
+            {"name": "classes", "dtype": "i64", "shape": "nk", "dims": {"k": 5}},
+            {"name": "scores", "dtype": "f32", "shape": "nk", "dims": {"k": 5}},
+        ],
+        description="ResNet-18: image files to the five likeliest of 1000 classes.",
         overwrite=True,
     )

@@ -128,17 +128,21 @@ def compare(
 class Judge:
     """Keeps the largest errors that were found, and a line for each that is beyond its tolerance."""
 
-    def __init__(self, bundle: Bundle, tolerance: Mapping[str, float]) -> None:
+    def __init__(self, bundle: Bundle, tolerance: Mapping[str, float], source: str = "fn") -> None:
+        """`source` is what the lines call what the bundle was made from."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
+        self.called = source
         self._absolute = self._relative = 0.0
         #: kind of comparison -> errors
         self.errors: dict[str, Errors] = {}
 
     def source(self, key: Key, found: Sequence[Any], expected: Sequence[Any]) -> None:
         """A module's outputs against those of what it was made from."""
-        for absolute, relative in self._compare("source", key, found, expected, "differs from fn by"):
+        for absolute, relative in self._compare(
+            "source", key, found, expected, f"differs from {self.called} by"
+        ):
             self._absolute, self._relative = max(self._absolute, absolute), max(self._relative, relative)
 
     def bucket(self, key: Key, found: Rows, expected: Rows, smallest: int) -> None:
@@ -147,7 +151,7 @@ class Judge:
 
     def neighbours(self, key: Key, found: Rows, expected: Rows) -> None:
         """A row beside zeros, and beside others."""
-        because = "the rows of a batch are different requests, so fn must treat them apart"
+        because = f"the rows of a batch are different requests, so {self.called} must treat them apart"
         self._compare(
             "rows", key, found, expected, "its first row changes when the other rows do, by", because
         )

@@ -30,6 +30,25 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(text.getvalue(), encoding="utf-8")
 
 
+def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
+    """Put measured numbers into a manifest of format 3.0; what else is in it, comments too, stays as it is.
+
+    The manifest is replaced at once, so that nobody reads half of it. Raises OSError.
+    """
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(pure=True)
+    yaml.preserve_quotes = True
+    yaml.width = 110
+    document = yaml.load(path.read_text(encoding="utf-8"))
+    document.setdefault("numerics", {}).update(numerics)
+    text = io.StringIO()
+    yaml.dump(document, text)
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text.getvalue(), encoding="utf-8")
+    aside.replace(path)
+
+
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
     """A tensor as a 3.0 manifest writes it."""
     dims = {

@@ -41,6 +41,14 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="rsrv-bundle", description="Work with bundles of compiled models.")
     add_version(top)
     commands = top.add_subparsers(dest="command", required=True)
+    _add_check(commands)
+    _add_show(commands)
+    _add_diff(commands)
+    _add_upgrade(commands)
+    return top
+
+
+def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check every rule of the format, one line per broken one")
     check.add_argument("directories", metavar="DIR", nargs="+", help="a bundle's directory")
     check.add_argument(
@@ -72,7 +80,45 @@ def parser() -> argparse.ArgumentParser:
     numerics.add_argument(
         "--store", action="store_true", help="write the errors that were found into the manifest"
     )
-    return top
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser(
+        "show", help="say what is in a bundle: tensors, sizes, work, weights, provenance"
+    )
+    show.add_argument("directory", metavar="DIR", help="a bundle's directory")
+    show.add_argument("--json", action="store_true", help="for programs")
+    show.add_argument(
+        "--compile",
+        action="store_true",
+        help="have the modules compiled here, and show what the compiler says",
+    )
+
+
+def _add_diff(commands: Any) -> None:
+    diff = commands.add_parser(
+        "diff", help="say where two bundles differ and which tensors they share; exits as diff(1) does"
+    )
+    diff.add_argument("a", metavar="A", help="a bundle's directory")
+    diff.add_argument("b", metavar="B", help="another one's")
+
+
+def _add_upgrade(commands: Any) -> None:
+    upgrade = commands.add_parser(
+        "upgrade", help="write a bundle in format 3.0, for another version of StableHLO"
+    )
+    upgrade.add_argument("directory", metavar="DIR", help="a bundle's directory")
+    upgrade.add_argument(
+        "-o",
+        "--out-dir",
+        metavar="OUT",
+        required=True,
+        help="the new bundle's directory; its name is the model's",
+    )
+    upgrade.add_argument(
+        "--stablehlo-version", metavar="VERSION", help="e.g. 1.9.0; by default the one that jax exports"
+    )
+    upgrade.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
 
 
 def _tolerance(text: str) -> tuple[str, float]:
@@ -96,7 +142,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
-    _need_jax()
+    _need("jax", "rsrv[export]")
     from rsrv_bundle.agreement import Wanted
     from rsrv_bundle.dtypes import TOKENS
     from rsrv_bundle.samples import read_samples
@@ -126,14 +172,41 @@ def _function(text: str) -> Callable[..., Any]:
     return found
 
 
-def _need_jax() -> None:
+def _need(package: str, extra: str) -> None:
     from importlib.util import find_spec
 
-    if find_spec("jax") is None:
-        raise UsageError("jax is not installed; install 'rsrv[export]'")
+    if find_spec(package) is None:
+        raise UsageError(f"{package} is not installed; install '{extra}'")
 
 
-COMMANDS = {"check": _check}
+def _show(arguments: argparse.Namespace) -> int:
+    _need("jaxlib", "rsrv[runtime]")
+    if arguments.compile:
+        _need("jax", "rsrv[export]")
+    from rsrv_bundle import commands
+
+    return commands.show(arguments.directory, json=arguments.json, compiled=arguments.compile)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from rsrv_bundle import commands
+
+    return commands.diff(arguments.a, arguments.b)
+
+
+def _upgrade(arguments: argparse.Namespace) -> int:
+    _need("jax", "rsrv[export]")
+    from rsrv_bundle import commands
+
+    return commands.upgrade(
+        arguments.directory,
+        arguments.out_dir,
+        stablehlo=arguments.stablehlo_version,
+        overwrite=arguments.overwrite,
+    )
+
+
+COMMANDS = {"check": _check, "show": _show, "diff": _diff, "upgrade": _upgrade}
 
 
 if __name__ == "__main__":

@@ -60,24 +60,11 @@ class Running:
         """The declared outputs of a module for executable inputs. Raises BundleError if it cannot be compiled here."""
         import jax
 
-        compiled = self.compiled(key)
-        with jax.enable_x64(True):
-            found = compiled(*inputs, *self._weights)
-            return [np.asarray(value) for value, _ in zip(found, self.bundle.manifest.outputs, strict=False)]
-
-    def compiled(self, key: Key) -> Any:
-        """The jax.stages.Compiled of a module. Raises BundleError."""
         if key not in self._compiled:
-            try:
-                self._compiled[key] = lowered(self.bundle, key, self.signatures[key]).compile()
-            except BundleError:
-                raise
-            except Exception as e:
-                # The compiler's own; it is long, and its first line says the most.
-                why = str(e).partition("\n")[0]
-                file = module_file(self.bundle, key).name
-                raise BundleError(f"{file}: cannot be compiled for this machine: {why}") from e
-        return self._compiled[key]
+            self._compiled[key] = compiled(self.bundle, key, self.signatures[key])
+        with jax.enable_x64(True):
+            found = self._compiled[key](*inputs, *self._weights)
+            return [np.asarray(value) for value, _ in zip(found, self.bundle.manifest.outputs, strict=False)]
 
     def keys(self) -> list[Key]:
         """By variant, then by size."""
@@ -96,6 +83,20 @@ def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
     with jax.enable_x64(True):
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
         return jax.jit(exported.call).lower(*structs)
+
+
+def compiled(bundle: Bundle, key: Key, signature: Signature) -> Any:
+    """The jax.stages.Compiled of a module. Raises BundleError if its file has changed, or if this machine cannot."""
+    try:
+        return lowered(bundle, key, signature).compile()
+    except BundleError:
+        raise
+    except Exception as e:
+        # The compiler's own; it is long, and its first line says the most.
+        why = str(e).partition("\n")[0]
+        raise BundleError(
+            f"{module_file(bundle, key).name}: cannot be compiled for this machine: {why}"
+        ) from e
 
 
 def label(bundle: Bundle, key: Key) -> str:

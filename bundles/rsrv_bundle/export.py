@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.export
 import numpy as np
 
 from rsrv_bundle import provenance, writer
+from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.interface import Inputs, Value, plan_inputs, plan_outputs, value_of
@@ -22,6 +24,18 @@ from rsrv_bundle.reader import HOOKS_FILE, read_bundle
 from rsrv_bundle.spec import Bundle, TensorSpec
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """What `fn` was made from, where it is not itself what its author wrote."""
+
+    #: Runs it, without compiling: gets numpy arrays by name, and returns what `fn` returns, as numpy arrays.
+    eager: Callable[..., Any]
+    #: The function or class whose file's commit the provenance tells.
+    code: Any
+    #: Distributions whose versions the provenance tells, beside jax's own.
+    packages: Sequence[str] = ()
 
 
 def export_bundle(
@@ -44,6 +58,7 @@ def export_bundle(
     max_constant_bytes: int = 2**20,
     tolerance: Mapping[str, float] | None = None,
     overwrite: bool = False,
+    original: Original | None = None,
 ) -> Bundle:
     """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
 
@@ -68,6 +83,7 @@ def export_bundle(
     tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
         entries of `numerics.TOLERANCE`.
     overwrite: replace a bundle that is there. Without it that is an error.
+    original: what the modules are compared with, in place of `jax.jit(fn)`.
 
     Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
@@ -116,7 +132,11 @@ def export_bundle(
             writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
         document = _document(inputs, outputs, description, client_inputs, client_outputs)
         document["provenance"] = provenance.collect(
-            fn, platform=platform, stablehlo=version, exported_at=exported_at
+            original.code if original else fn,
+            packages=original.packages if original else (),
+            platform=platform,
+            stablehlo=version,
+            exported_at=exported_at,
         )
         writer.write_manifest(work / "manifest.yaml", document)
         if hooks is not None:
@@ -125,7 +145,12 @@ def export_bundle(
             check_hooks(work / HOOKS_FILE, "model")
         written = read_bundle(work, digest=False)
         if platform == jax.export.default_export_platform():
-            document["numerics"] = compare(written, function, leaves, {**TOLERANCE, **(tolerance or {})})
+            document["numerics"] = compare(
+                written,
+                function.eager(original.eager) if original else function.jitted(leaves),
+                {**TOLERANCE, **(tolerance or {})},
+                {name: value for name, value in example_inputs.items() if isinstance(value, np.ndarray)},
+            )
             writer.write_manifest(work / "manifest.yaml", document)
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
@@ -150,27 +175,32 @@ class _Flat:
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         count = len(self.inputs)
         params = jax.tree_util.tree_unflatten(self.tree, arguments[count:])
-        named = self._named(self.fn(params, **dict(zip(self.inputs, arguments[:count], strict=True))))
+        result = self.fn(params, **dict(zip(self.inputs, arguments[:count], strict=True)))
+        named = Results.of(result).named(self.given)
         self.output_names = tuple(named)
         return tuple(named.values())
 
-    def _named(self, result: Any) -> dict[str, Any]:
-        if isinstance(result, Mapping):
-            if self.given is not None and set(self.given) != set(result):
+    def jitted(self, leaves: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+        """`fn` with these weights."""
+        compiled = jax.jit(self)
+        return lambda *inputs: compiled(*inputs, *leaves)
+
+    def eager(self, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """Another function of the same named inputs and results, with the same calling convention."""
+
+        def direct(*inputs: Any) -> tuple[Any, ...]:
+            try:
+                result = call(**dict(zip(self.inputs, inputs, strict=True)))
+            except BundleError:
+                raise
+            except Exception as e:
                 raise BundleError(
-                    f"outputs: fn returns {sorted(result)}, output_names says {sorted(self.given)}"
-                )
-            return {name: result[name] for name in self.given or result}
-        several = isinstance(result, tuple | list)
-        values = list(result) if several else [result]
-        names = self.given
-        if names is None:
-            if several:
-                raise BundleError("outputs: fn returns a tuple; name its parts with output_names")
-            names = ("output",)
-        if len(names) != len(values) or len(set(names)) != len(names):
-            raise BundleError(f"outputs: fn returns {len(values)} arrays, output_names are {list(names)}")
-        return dict(zip(names, values, strict=True))
+                    f"the model itself fails on random inputs ({type(e).__name__}: {e}); where only some integers"
+                    " are allowed, give an example input that holds such"
+                ) from e
+            return tuple(Results.of(result).named(self.output_names).values())
+
+        return direct
 
 
 def _dtype(token: str) -> Any:

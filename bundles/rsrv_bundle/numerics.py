@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -105,23 +106,25 @@ def label(bundle: Bundle, key: Key) -> str:
 
 
 def compare(
-    bundle: Bundle, function: Callable[..., Any], leaves: Sequence[Any], tolerance: Mapping[str, float]
+    bundle: Bundle,
+    direct: Callable[..., Sequence[Any]],
+    tolerance: Mapping[str, float],
+    examples: Mapping[str, Array],
 ) -> dict[str, Any]:
-    """Run every module, with the weights as read from the file, against `function(*inputs, *leaves)`, and against each other.
+    """Run every module, with the weights as read from the file, against `direct(*inputs)`, and against each other.
+
+    examples: as `random_inputs` takes them.
 
     Returns the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and by module `source`, and what
     `check_buckets` returns; relative means divided by the output's largest magnitude. Raises BundleError naming every
     module and output that is further away than its tolerance, and every output whose rows are not treated apart.
     """
-    import jax
-
     judge = Judge(bundle, tolerance)
     run = Running(bundle)
-    direct = jax.jit(function)
     for key in run.keys():  # noqa: SIM118 - not a mapping
-        inputs = random_inputs(bundle, *key)
-        judge.source(key, run(key, inputs), direct(*inputs, *leaves))
-    check_buckets(run, random_rows(run), judge)
+        inputs = random_inputs(bundle, *key, examples)
+        judge.source(key, run(key, inputs), direct(*inputs))
+    check_buckets(run, random_rows(run, examples), judge)
     judge.problems.raise_if_any()
     return judge.numerics()
 
@@ -270,11 +273,14 @@ def _cut(rows: Rows, count: int) -> list[Array]:
     return [array[:count] for array in rows]
 
 
-def random_rows(run: Running) -> dict[int, Rows]:
-    """For each variant as many rows as its largest module takes; the same ones in every process."""
+def random_rows(run: Running, examples: Mapping[str, Array] = MappingProxyType({})) -> dict[int, Rows]:
+    """For each variant as many rows as its largest module takes; the same ones in every process.
+
+    examples: as `random_inputs` takes them.
+    """
     pools: dict[int, Rows] = {}
     for variant in range(run.bundle.variants):
-        inputs = random_inputs(run.bundle, variant, run.sizes(variant)[-1])
+        inputs = random_inputs(run.bundle, variant, run.sizes(variant)[-1], examples)
         pools[variant] = [
             array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
             for spec, array in zip(run.bundle.manifest.inputs, inputs, strict=True)
@@ -282,14 +288,23 @@ def random_rows(run: Running) -> dict[int, Rows]:
     return pools
 
 
-def random_inputs(bundle: Bundle, variant: int, size: int) -> list[Array]:
-    """One array per executable input; the same for the same names and sizes in every process."""
+def random_inputs(
+    bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array] = MappingProxyType({})
+) -> list[Array]:
+    """One array per executable input; the same for the same arguments in every process.
+
+    examples: input name -> array. An integer input has only values that its example has, since they are often
+    indices, unless that holds nothing but zeros, as one that was made to tell a shape does.
+    """
     arrays = []
     for index, spec in enumerate(bundle.manifest.inputs):
-        seed = zlib.crc32(f"{spec.name}/{variant}/{size}".encode())
-        arrays.append(
-            _random(np.random.default_rng(seed), spec.dtype, bundle.input_shape(index, variant, size))
-        )
+        rng = np.random.default_rng(zlib.crc32(f"{spec.name}/{variant}/{size}".encode()))
+        shape = bundle.input_shape(index, variant, size)
+        example = examples.get(spec.name)
+        if example is not None and example.dtype.kind in "iu" and example.any():
+            arrays.append(rng.choice(np.unique(example), shape))
+        else:
+            arrays.append(_random(rng, spec.dtype, shape))
     return arrays
 
 

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-from collections.abc import Callable
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 
 def collect(
-    fn: Callable[..., Any], *, platform: str, stablehlo: str, exported_at: str | None
+    code: Any, *, platform: str, stablehlo: str, exported_at: str | None, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Provenance of an export of `fn`. Never raises; what can't be found out is left out.
+    """Provenance of an export of `code`, a function or class. Never raises; what can't be found out is left out.
 
     The same program in the same environment gives the same result: the date is there only if it is given.
     """
     facts: dict[str, Any] = {"exporter": "rsrv_bundle.export", "platform": platform, "stablehlo": stablehlo}
-    for package in ("rsrv", "jax", "jaxlib", "numpy"):
+    for package in ("rsrv", "jax", "jaxlib", "numpy", *packages):
         try:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     if exported_at is not None:
         facts["exported_at"] = exported_at
-    facts.update(_git(fn))
+    facts.update(_git(code))
     return facts
 
 
-def _git(fn: Callable[..., Any]) -> dict[str, Any]:
+def _git(code: Any) -> dict[str, Any]:
     try:
-        source = inspect.getsourcefile(inspect.unwrap(fn))
+        source = inspect.getsourcefile(inspect.unwrap(code))
     except TypeError:
         return {}
     if source is None or not Path(source).is_file():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rsrv_bundle import writer
+from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Look
 from rsrv_bundle.numerics import (
@@ -24,8 +25,7 @@ from rsrv_bundle.numerics import (
 from rsrv_bundle.samples import rows_of
 from rsrv_bundle.spec import Bundle
 
-#: takes executable inputs by name, of any batch size that was compiled, and returns the outputs: one array, several in the
-#: manifest's order, or a mapping by name
+#: takes executable inputs by name, of any batch size that was compiled, and returns the outputs as `Results.of` takes them
 Source = Callable[..., Any]
 
 
@@ -60,10 +60,13 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
         )
     run = Running(bundle, look)
     judge = Judge(bundle, {**TOLERANCE, **wanted.tolerance}, "its source")
-    pools = [random_rows(run)]
-    if wanted.samples is not None:
-        pools.append(dict(rows_of(bundle, wanted.samples)))
-    for rows in pools:
+    given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
+    examples = {
+        spec.name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
+        for index, spec in enumerate(bundle.manifest.inputs)
+        if given
+    }
+    for rows in (random_rows(run, examples), given):
         check_buckets(run, rows, judge)
         if wanted.source is not None:
             check_source(run, _by_name(bundle, wanted.source), rows, judge)
@@ -99,25 +102,18 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
             found = source(**dict(zip(inputs, arrays, strict=True)))
         except Exception as e:
             raise SourceError(f"the source raised {type(e).__name__}: {e}") from e
-        if isinstance(found, Mapping):
-            missing = [name for name in outputs if name not in found]
-            if missing:
-                raise SourceError(
-                    f"the source returns no {', '.join(missing)}; it returns {', '.join(found)}"
-                )
-            found = [found[name] for name in outputs]
-        elif not isinstance(found, list | tuple):
-            found = [found]
-        if len(found) < len(outputs):
-            raise SourceError(f"the source returns {len(found)} arrays, the bundle {len(outputs)}")
-        arrays = [np.asarray(value) for value in found[: len(outputs)]]
-        for spec, array in zip(bundle.manifest.outputs, arrays, strict=True):
+        try:
+            named = Results.of(found).named(outputs)
+        except BundleError as e:
+            raise SourceError(f"the source: {e}") from e
+        answers = [np.asarray(value) for value in named.values()]
+        for spec, array in zip(bundle.manifest.outputs, answers, strict=True):
             fixed = [size in (-1, found) for size, found in zip(spec.dims, array.shape, strict=False)]
             if array.ndim != len(spec.dims) or not all(fixed):
                 raise SourceError(
                     f"the source returns '{spec.name}' as {list(array.shape)}, the bundle as {list(spec.dims)}, where"
                     " -1 is any size"
                 )
-        return arrays
+        return answers
 
     return call

@@ -141,8 +141,8 @@ def test_a_bundle_that_is_not_its_source_is_told(exported: Path) -> None:
     ("source", "problem"),
     [
         (lambda x: x, "returns 'y' as [4, 3], the bundle as [-1, 2]"),
-        (lambda x: {"z": x}, "returns no y; it returns z"),
-        (lambda x: (), "returns 0 arrays, the bundle 1"),
+        (lambda x: {"z": x}, "the source: outputs: fn returns ['z'], output_names says ['y']"),
+        (lambda x: (), "the source: outputs: fn returns 0 arrays, output_names are ['y']"),
         (lambda z: z, "raised TypeError: "),
     ],
 )

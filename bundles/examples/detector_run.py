@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.hooks.boxes import anchors as grid
 from rsrv.hooks.boxes import best, clip, decode, nms, roi_align
 from rsrv.hooks.labels import softmax, top_k
 
@@ -99,7 +100,5 @@ def report(boxes: Array, scores: Array, classes: Array) -> dict[str, Array]:
 @functools.cache
 def anchors(extent: int) -> Array:
     """f32 [anchors, 4]: the boxes that the first network starts from, in the order of its outputs."""
-    centres = np.arange(SPACING / 2, extent, SPACING, dtype=np.float32)
-    sides = np.array(ANCHOR_SIDES, np.float32)
-    y, x, side = np.meshgrid(centres, centres, sides, indexing="ij")
-    return np.stack([x - side / 2, y - side / 2, x + side / 2, y + side / 2], -1).reshape(-1, 4)
+    cells = extent // SPACING
+    return grid(cells, cells, stride=SPACING, sizes=[(side, side) for side in ANCHOR_SIDES])

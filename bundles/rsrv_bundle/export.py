@@ -246,7 +246,7 @@ def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_
         largest = ", ".join(kind for _, kind in module.constants[:3])
         raise BundleError(
             f"fn: captures {total} bytes of constants (largest: {largest}), the limit is {max_constant_bytes}; pass"
-            " these arrays as params, so that all batch sizes share one copy"
+            " these arrays as params (in a PyTorch module, as buffers), so that all batch sizes share one copy"
         )
     return module
 

@@ -61,24 +61,11 @@ class Running:
         """The declared outputs of a module for executable inputs. Raises BundleError if it cannot be compiled here."""
         import jax
 
-        compiled = self.compiled(key)
-        with jax.enable_x64(True):
-            found = compiled(*inputs, *self._weights)
-            return [np.asarray(value) for value, _ in zip(found, self.bundle.manifest.outputs, strict=False)]
-
-    def compiled(self, key: Key) -> Any:
-        """The jax.stages.Compiled of a module. Raises BundleError."""
         if key not in self._compiled:
-            try:
-                self._compiled[key] = lowered(self.bundle, key, self.signatures[key]).compile()
-            except BundleError:
-                raise
-            except Exception as e:
-                # The compiler's own; it is long, and its first line says the most.
-                why = str(e).partition("\n")[0]
-                file = module_file(self.bundle, key).name
-                raise BundleError(f"{file}: cannot be compiled for this machine: {why}") from e
-        return self._compiled[key]
+            self._compiled[key] = compiled(self.bundle, key, self.signatures[key])
+        with jax.enable_x64(True):
+            found = self._compiled[key](*inputs, *self._weights)
+            return [np.asarray(value) for value, _ in zip(found, self.bundle.manifest.outputs, strict=False)]
 
     def keys(self) -> list[Key]:
         """By variant, then by size."""
@@ -97,6 +84,20 @@ def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
     with jax.enable_x64(True):
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
         return jax.jit(exported.call).lower(*structs)
+
+
+def compiled(bundle: Bundle, key: Key, signature: Signature) -> Any:
+    """The jax.stages.Compiled of a module. Raises BundleError if its file has changed, or if this machine cannot."""
+    try:
+        return lowered(bundle, key, signature).compile()
+    except BundleError:
+        raise
+    except Exception as e:
+        # The compiler's own; it is long, and its first line says the most.
+        why = str(e).partition("\n")[0]
+        raise BundleError(
+            f"{module_file(bundle, key).name}: cannot be compiled for this machine: {why}"
+        ) from e
 
 
 def label(bundle: Bundle, key: Key) -> str:
@@ -131,17 +132,21 @@ def compare(
 class Judge:
     """Keeps the largest errors that were found, and a line for each that is beyond its tolerance."""
 
-    def __init__(self, bundle: Bundle, tolerance: Mapping[str, float]) -> None:
+    def __init__(self, bundle: Bundle, tolerance: Mapping[str, float], source: str = "fn") -> None:
+        """`source` is what the lines call what the bundle was made from."""
         self.problems = Problems()
         self.bundle = bundle
         self.tolerance = tolerance
+        self.called = source
         self._absolute = self._relative = 0.0
         #: kind of comparison -> errors
         self.errors: dict[str, Errors] = {}
 
     def source(self, key: Key, found: Sequence[Any], expected: Sequence[Any]) -> None:
         """A module's outputs against those of what it was made from."""
-        for absolute, relative in self._compare("source", key, found, expected, "differs from fn by"):
+        for absolute, relative in self._compare(
+            "source", key, found, expected, f"differs from {self.called} by"
+        ):
             self._absolute, self._relative = max(self._absolute, absolute), max(self._relative, relative)
 
     def bucket(self, key: Key, found: Rows, expected: Rows, smallest: int) -> None:
@@ -150,7 +155,7 @@ class Judge:
 
     def neighbours(self, key: Key, found: Rows, expected: Rows) -> None:
         """A row beside zeros, and beside others."""
-        because = "the rows of a batch are different requests, so fn must treat them apart"
+        because = f"the rows of a batch are different requests, so {self.called} must treat them apart"
         self._compare(
             "rows", key, found, expected, "its first row changes when the other rows do, by", because
         )

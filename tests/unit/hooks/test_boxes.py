@@ -59,6 +59,35 @@ def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
     assert found.dtype == np.float32
 
 
+def test_anchors_stand_around_the_cells_of_a_map() -> None:
+    """Row by row, cell by cell, all sizes at each: two rows of three cells, 8 pixels apart."""
+    found = boxes.anchors(2, 3, stride=8, sizes=[(6, 2), (4, 4)])
+    assert found.dtype == np.float32
+    centres = (found[:, :2] + found[:, 2:]) / 2
+    assert centres[::2].tolist() == [[4, 4], [12, 4], [20, 4], [4, 12], [12, 12], [20, 12]]
+    assert (centres[::2] == centres[1::2]).all()
+    assert (found[:, 2:] - found[:, :2]).tolist() == [[6, 2], [4, 4]] * 6
+    assert boxes.anchors(1, 2, stride=8, sizes=[(2, 2)], centre=0).tolist() == [[-1, -1, 1, 1], [7, -1, 9, 1]]
+
+
+def test_large_regions_are_read_from_small_maps() -> None:
+    """The paper's example: 224 pixels are level 4, half of that 3; what is beyond the pyramid is at its ends."""
+    sides = np.array([0, 1, 111, 112, 223, 224, 447, 448, 2000])
+    given = np.stack([0 * sides, 0 * sides, sides, sides], -1).astype(np.float32)
+    assert boxes.levels(given, 2, 5).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert boxes.levels(given[None] * np.array([1, 1, 2, 0.5], np.float32), 2, 5)[0].tolist() == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
+
+
 @pytest.mark.parametrize(
     ("deltas", "expected"),
     [
@@ -187,7 +216,7 @@ def test_the_best_of_what_is_kept_come_first() -> None:
 
 
 def slow_roi_align(
-    features: Array, box: Array, size: int, scale: float, sampling: int, *, aligned: bool
+    features: Array, box: Array, size: int, scale: float, sampling: int | None, *, aligned: bool
 ) -> Array:
     """Of one map [c, h, w] and one box: torchvision's loops, written out."""
     _, height, width = features.shape
@@ -195,6 +224,7 @@ def slow_roi_align(
     wide, high = right - left, bottom - top
     if not aligned:
         wide, high = max(wide, 1), max(high, 1)
+    down, across = (sampling or math.ceil(extent / size) for extent in (high, wide))
 
     def at(y: float, x: float) -> Any:
         if y < -1 or y > height or x < -1 or x > width:
@@ -212,23 +242,24 @@ def slow_roi_align(
         for column in range(size):
             points = [
                 at(
-                    top + (row + (i + 0.5) / sampling) * high / size,
-                    left + (column + (j + 0.5) / sampling) * wide / size,
+                    top + (row + (i + 0.5) / down) * high / size,
+                    left + (column + (j + 0.5) / across) * wide / size,
                 )
-                for i in range(sampling)
-                for j in range(sampling)
+                for i in range(down)
+                for j in range(across)
             ]
-            found[:, row, column] = sum(points) / len(points)
+            found[:, row, column] = sum(points) / max(len(points), 1)
     return found
 
 
 @settings(max_examples=40, deadline=None)
-@given(seeds, st.integers(1, 3), st.booleans())
-def test_regions_are_read_point_by_point(seed: int, sampling: int, aligned: bool) -> None:
+@given(seeds, st.integers(1, 3) | st.none(), st.booleans())
+def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligned: bool) -> None:
     """Regions in, across and far from two maps, empty ones too; both layouts."""
     rng = np.random.default_rng(seed)
     features = rng.standard_normal((2, 3, 6, 9))
     given = np.sort(rng.uniform(-30, 80, (4, 2, 2)), 1).reshape(4, 4)
+    given[0, 2] = given[0, 0]
     owners = rng.integers(0, 2, 4)
     options: Any = {"size": (3, 3), "scale": 0.125, "sampling": sampling, "aligned": aligned}
     found = boxes.roi_align(features, given, owners, **options)

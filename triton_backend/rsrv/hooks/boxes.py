@@ -41,6 +41,18 @@ def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
     return cut
 
 
+def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, centre: float = 0.5) -> Array:
+    """The boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
+
+    stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: where in a
+    cell, in shares of it; torchvision's AnchorGenerator has 0.
+    """
+    half = np.asarray(sizes, np.float32) / 2
+    y, x = (np.arange(cells, dtype=np.float32) * stride + centre * stride for cells in (rows, columns))
+    points = np.stack(np.meshgrid(x, y), -1)[:, :, None]
+    return np.concatenate([points - half, points + half], -1, dtype=np.float32).reshape(-1, 4)
+
+
 def decode(
     boxes: Array,
     deltas: Array,
@@ -88,7 +100,8 @@ def nms(
 
     From the best score on (of equal ones the first), a box strikes out all behind it whose intersection over union with it is
     larger than `overlap`. scores: [n, k]; boxes with less than `least`, or NaN, neither stay nor strike. classes: [n, k],
-    if only boxes of one class strike each other. Images have nothing to do with each other.
+    if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the square of k: of very
+    many boxes, first take the thousand best (`labels.top_k`).
     """
     kept = np.zeros(scores.shape, bool)
     for image, row in enumerate(scores):
@@ -108,6 +121,18 @@ def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
     return order, np.take_along_axis(kept, order, 1)
 
 
+def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level: int = 4) -> Array:
+    """Which map of a pyramid regions [..., 4] are read from: i64 [...], 0 for the level `lowest`.
+
+    floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
+    Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
+    """
+    area = (boxes[..., 2:] - boxes[..., :2]).clip(0).prod(-1)
+    found = np.floor(level + np.log2(np.maximum(np.sqrt(area) / size, 2.0**-level)) + 1e-6)
+    at: Array = found.clip(lowest, highest).astype(np.int64) - lowest
+    return at
+
+
 def roi_align(
     features: Array,
     boxes: Array,
@@ -115,7 +140,7 @@ def roi_align(
     *,
     size: tuple[int, int],
     scale: float,
-    sampling: int = 2,
+    sampling: int | None = 2,
     aligned: bool = True,
     layout: Literal["nchw", "nhwc"] = "nchw",
 ) -> Array:
@@ -123,8 +148,8 @@ def roi_align(
 
     features: floats [n, c, h, w] or [n, h, w, c] by `layout`. boxes: [m, 4] in pixels, owners: integers [m], the image of each.
     size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c]. scale: cells for a pixel, as 1/16.
-    sampling: points across and down whose mean is one element; always this many, never by the region's size. aligned: cells have
-    their values in the middle, as they should; False is what older networks were trained with.
+    sampling: points across and down whose mean is one element; None for one in each cell under a region, -1 in torchvision. aligned:
+    cells have their values in the middle, as they should; False is what older networks were trained with.
     """
     if layout == "nchw":
         # Channels last, each point is read as one piece of memory.
@@ -149,8 +174,16 @@ def roi_align(
     return found if layout == "nhwc" else np.ascontiguousarray(found.transpose(0, 3, 1, 2))
 
 
-def _shares(start: Array, extent: Array, bins: int, sampling: int, cells: int) -> Array:
+def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells: int) -> Array:
     """[m, bins, cells]: what each cell of an axis counts in each bin of each region, by linear interpolation at points."""
+    if sampling is None:
+        counts = np.ceil(extent / bins).astype(np.int64)
+        # Of an empty region there is no point, and all is 0.
+        by_size = np.zeros((len(start), bins, cells), start.dtype)
+        for count in np.unique(counts[counts > 0]):
+            same = counts == count
+            by_size[same] = _shares(start[same], extent[same], bins, int(count), cells)
+        return by_size
     dtype = start.dtype
     steps = (np.arange(bins * sampling, dtype=dtype) + dtype.type(0.5)) / (bins * sampling)
     points = start[:, None] + steps * extent[:, None]

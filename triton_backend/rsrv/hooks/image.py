@@ -32,9 +32,9 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     """JPEG, PNG and WebP files -> their pixels, u8 [h, w, channels] each, upright as EXIF's orientation says.
 
     files: u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
-    there is the first picture. most_pixels: of all rows together, by the files' headers, before anything is decoded; three
-    bytes each. Raises BadInput for what is no such file, damaged or too large; but a WebP file that was cut off is decoded with the
-    zeros behind it.
+    there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
+    is decoded; each takes three bytes, and four more while its row is decoded. Raises BadInput for what is no such file, damaged
+    or too large; but a WebP file that was cut off is decoded with the zeros behind it.
     """
     if files.ndim != 2 or files.dtype != np.uint8:
         raise ValueError(f"files are u8 [n, bytes], not {files.dtype} {list(files.shape)}")
@@ -45,9 +45,9 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     if sum(one.width * one.height for one in opened) > most_pixels:
         raise BadInput(f"all images of the request together have more than {most_pixels} pixels")
     found = []
-    for row, one in enumerate(opened):
+    for row in range(len(opened)):
         with _blamed_on(row):
-            found.append(_pixels(one, channels))
+            found.append(_pixels(opened.pop(0), channels))  # with the image goes Pillow's copy of the pixels
     return found
 
 
@@ -65,9 +65,9 @@ def resize_crop(
 ) -> Array:
     """The middle of each image, u8 [n, height, width, c], after its shorter side was made `shorter` pixels.
 
-    The usual preparation of classifiers; sizes are rounded as by torchvision's Resize(shorter) and CenterCrop(size): the longer
-    side down, the crop's corner to the nearest even number of pixels when halves are in doubt. size: (height, width), each at
-    most `shorter`, else ValueError.
+    The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
+    down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
+    ValueError.
     """
     if max(size) > shorter:
         raise ValueError(f"a crop of {size} does not fit into images whose shorter side is {shorter}")
@@ -151,11 +151,12 @@ def _pillow() -> Any:
 @contextmanager
 def _blamed_on(row: int) -> Iterator[None]:
     """What Pillow raises inside is the fault of whoever sent the file."""
+    pil = _pillow()
     try:
         yield
     except MemoryError:
         raise
-    except _pillow().UnidentifiedImageError:
+    except pil.UnidentifiedImageError:
         raise BadInput(f"image {row} is no JPEG, PNG or WebP file") from None
     except Exception as error:  # noqa: BLE001 - the decoders raise all kinds
         raise BadInput(f"image {row} is damaged: {error}") from None
@@ -174,12 +175,13 @@ def _open(padded: Array) -> PIL.Image.Image:
     return opened
 
 
-def _pixels(opened: PIL.Image.Image, channels: int) -> Array:
-    image = _pillow().ImageOps.exif_transpose(opened)
+def _pixels(image: PIL.Image.Image, channels: int) -> Array:
+    _pillow().ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):
         # Pillow would cut 16 bits off at 255.
         image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
+    mode = "RGB" if channels == 3 else "L"
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return pixels.reshape(*pixels.shape[:2], channels)
 
 

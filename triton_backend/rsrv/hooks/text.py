@@ -27,7 +27,7 @@ def as_text(texts: Sequence[str | bytes], *, width: int | None = None) -> Array:
     Raises ValueError when a text is longer.
     """
     coded = [one.encode() if isinstance(one, str) else one for one in texts]
-    longest = max(1, *map(len, coded)) if coded else 1
+    longest = max([1, *map(len, coded)])
     if width is not None and width < longest:
         raise ValueError(f"a text of {longest} bytes in rows of {width}")
     rows = np.zeros((len(coded), width or longest), np.uint8)
@@ -71,7 +71,7 @@ class Tokeniser:
             raise needs("tokenizers") from None
         try:
             self._tokenizer: tokenizers.Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - it raises this and nothing below it
+        except Exception as error:  # noqa: BLE001 - that is what it raises
             raise ValueError(f"{path} is no tokeniser: {error}") from None
         self._lengths = sorted(lengths)
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]

@@ -15,11 +15,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-NAMES = (
+#: Built in seconds, served in milliseconds: for the demo and the tests.
+SMALL = (
     "detector",
     "detector_backbone",
     "detector_head",
     "digits",
+    "minilm",
+    "minilm_encoder",
+    "minilm_pool",
+    "mlp",
+    "two_sizes",
+    "v2_affine",
+)
+#: Real architectures, each with a README.
+MODELS = (
     "family_half",
     "family_large",
     "family_loop",
@@ -30,16 +40,11 @@ NAMES = (
     "family_zero",
     "fno_f32",
     "fno_f64",
-    "minilm",
-    "minilm_encoder",
-    "minilm_pool",
-    "mlp",
     "resnet18",
-    "two_sizes",
     "unet",
-    "v2_affine",
     "vit_tiny",
 )
+NAMES = (*SMALL, *MODELS)
 
 #: What bundles are made of besides the sources that share their first word, and jax: patterns of files, and packages.
 _SOURCES = {"family": ("digits*.py",), "unet": ("detector_scenes.py", "detector_run.py")}

@@ -16,6 +16,15 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 
+def restored(folder: Path, like: Any) -> Any:
+    """The weights of a built bundle in the tree `like`, which it was made from."""
+    bundle = read_bundle(folder, digest=False)
+    leaves, tree = jax.tree.flatten(like)
+    stored = load_weights(bundle)
+    assert [leaf.shape for leaf in leaves] == [array.shape for array in stored]
+    return jax.tree.unflatten(tree, stored)
+
+
 class Model:
     """A built bundle, executed with jax as the runtime does: exact names and dtypes, padded to a compiled size."""
 

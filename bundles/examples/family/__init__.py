@@ -65,16 +65,16 @@ def held_out(name: str) -> tuple[Array, Array]:
     return images, np.asarray(TASKS[name])[labels]
 
 
-def reference(name: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """image: f32 [n, 8, 8, 1] -> logits: f32 [n, classes]. Trains first, once per process."""
-    return {"logits": np.asarray(apply(trained()[name], jnp.asarray(inputs["image"]))["logits"])}
+def reference(inputs: Mapping[str, Array], params: Any) -> dict[str, Array]:
+    """image: f32 [n, 8, 8, 1] -> logits: f32 [n, classes], by the parameters of one of `TASKS`."""
+    return {"logits": np.asarray(apply(params, jnp.asarray(inputs["image"]))["logits"])}
 
 
 def make(out_dir: Path) -> None:
     """Write the bundle `out_dir`, one of `TASKS`, replacing one that is there. RuntimeError if training went badly."""
     name = out_dir.name
     images, wanted = held_out(name)
-    accuracy = float((reference(name, {"image": images})["logits"].argmax(1) == wanted).mean())
+    accuracy = float((reference({"image": images}, trained()[name])["logits"].argmax(1) == wanted).mean())
     print(f"{name}: {accuracy:.1%} of {len(wanted)} held-out images are right", flush=True)
     if accuracy < REQUIRED_ACCURACY:
         raise RuntimeError(f"accuracy {accuracy:.1%} is below {REQUIRED_ACCURACY:.0%}")

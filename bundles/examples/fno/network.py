@@ -69,7 +69,7 @@ def trained() -> Params:
         updates, state = optimiser.update(jax.grad(loss)(params, batch[:, 0], batch[:, 1]), state)
         return optax.apply_updates(params, updates), state
 
-    params = jax.tree.map(jnp.asarray, _initial())
+    params = jax.tree.map(jnp.asarray, initial())
     state = optimiser.init(params)
     for rows, by in zip(order, shift, strict=True):
         params, state = step(params, state, rows, by)
@@ -77,7 +77,8 @@ def trained() -> Params:
     return found
 
 
-def _initial() -> Params:
+def initial() -> Params:
+    """Where training starts: random weights, f32, the same in every process."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int, scale: float) -> Array:

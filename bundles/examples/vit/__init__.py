@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rsrv_bundle.from_nnx import eager_nnx, export_nnx
 
 from examples.vit.network import SIDE, network
+from rsrv_bundle.from_nnx import eager_nnx, export_nnx
 
 Array = np.ndarray[Any, Any]
 

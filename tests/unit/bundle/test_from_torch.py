@@ -137,7 +137,7 @@ def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
     assert answer.values == (np.float32([[6]]),)
     with pytest.raises(BundleError, match=r"y: the model takes \(a, b, c, d\); name the inputs as it does"):
         export(tmp_path / "n", Difference(), {**inputs, "y": torch.zeros(1, 2)})
-    with pytest.raises(BundleError, match="a: the model takes .* has no default; give it"):
+    with pytest.raises(BundleError, match=r"a: the model takes .* has no default; give it"):
         export(tmp_path / "n", Difference(), {name: inputs[name] for name in "cb"})
 
 

@@ -122,7 +122,7 @@ def test_a_source_is_asked_by_name(exported: Path) -> None:
 
     for one in (dense, source, lambda x: x @ KERNEL):
         lines = lines_of(bundle, Wanted(one))
-        assert [line.partition(":")[0] for line in lines] == ["model.b2", "model.b4", "model.b1"]
+        assert [line.partition(":")[0] for line in lines] == ["model.b1", "model.b2", "model.b4"]
         assert all("from its source" in line for line in lines)
     assert asked == [(4, 3)]
 

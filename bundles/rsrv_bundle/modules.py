@@ -324,9 +324,9 @@ def strip_locations(blob: bytes) -> Stripped:
 
         def strip(operation: Any) -> None:
             if operation.name == "stablehlo.constant":
-                value = operation.attributes["value"]
-                if not getattr(value, "is_splat", False):
-                    constants.append((_constant_bytes(value.type), str(value.type)))
+                kind = operation.results[0].type
+                if not _is_splat(operation):
+                    constants.append((_constant_bytes(kind), str(kind)))
             operation.location = unknown
             for region in operation.regions:
                 for block in region.blocks:
@@ -339,6 +339,16 @@ def strip_locations(blob: bytes) -> Stripped:
         # Sharding attributes are of another dialect; jax writes them for library calls.
         stripped = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
     return Stripped(stripped, tuple(sorted(constants, reverse=True)))
+
+
+def _is_splat(constant: Any) -> bool:
+    """Whether a stablehlo.constant is one value repeated."""
+    try:
+        value = constant.attributes["value"]
+    except TypeError:
+        # The bindings have no complex numbers. A splat is one value in MLIR's text, however large it is.
+        return "elided" not in constant.get_asm(large_elements_limit=1)
+    return getattr(value, "is_splat", False)
 
 
 def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type

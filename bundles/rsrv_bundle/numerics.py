@@ -110,10 +110,11 @@ def compare(
     direct: Callable[..., Sequence[Any]],
     tolerance: Mapping[str, float],
     examples: Mapping[str, Array],
+    done: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run every module, with the weights as read from the file, against `direct(*inputs)`, and against each other.
 
-    examples: as `random_inputs` takes them.
+    examples: as `random_inputs` takes them. done: is called with a module's name when it has been compared with `direct`.
 
     Returns the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and by module `source`, and what
     `check_buckets` returns; relative means divided by the output's largest magnitude. Raises BundleError naming every
@@ -124,6 +125,7 @@ def compare(
     for key in run.keys():  # noqa: SIM118 - not a mapping
         inputs = random_inputs(bundle, *key, examples)
         judge.source(key, run(key, inputs), direct(*inputs))
+        done(label(bundle, key))
     check_buckets(run, random_rows(run, examples), judge)
     judge.problems.raise_if_any()
     return judge.numerics()

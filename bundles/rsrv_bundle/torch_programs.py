@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
 
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
@@ -113,13 +114,12 @@ class Programs:
         with _quiet():
             try:
                 exported = torch.export.export(served, zeros)
-                # As torchax.export.exported_program_to_jax does it.
-                exported = exported.run_decompositions().run_decompositions(decompositions.DECOMPOSITIONS)
+                exported = exported.run_decompositions(_decompositions())
             except BundleError:
                 raise
             except Exception as e:
                 raise BundleError(_untraceable(e, list(zip(self._inputs, shapes, strict=True)))) from e
-        _check(exported)
+        _check(exported, tuple(self._inputs))
         return Program(exported.graph_module, tuple(self._arguments(exported)), noted[0])
 
     def _arguments(self, exported: Any) -> Iterator[str | jax.Array | int | None]:
@@ -148,6 +148,15 @@ class Programs:
         known = self._names.setdefault(_identity(name, tensor), name)
         self._tensors.setdefault(known, tensor)
         return known
+
+
+def _decompositions() -> Any:
+    """PyTorch's own, and torchax's for what is left then, as torchax.export does in two passes."""
+    table = torch.export.default_decompositions()
+    for target, way in decompositions.DECOMPOSITIONS.items():
+        if target not in table:
+            table[target] = way
+    return table
 
 
 def _identity(name: str, tensor: torch.Tensor) -> Identity:
@@ -192,8 +201,7 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         try:
             value = super().run_node(node)
         except Exception as e:
-            said = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
-            raise BundleError(f"module: {_where(node)}: torchax fails at {node.target}: {said}") from e
+            raise BundleError(f"module: {_where(node)}: torchax fails at {node.target}: {_said(e)}") from e
         meta = node.meta.get("val")
         if isinstance(meta, torch.Tensor) and hasattr(value, "dtype"):
             # jax's constants may be wider than PyTorch's.
@@ -202,12 +210,13 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         return value
 
 
-def _check(exported: Any) -> None:
+def _check(exported: Any, inputs: Sequence[str]) -> None:
     """Refuse what a served model cannot do. Raises BundleError with a line for each."""
     problems = []
+    names = dict(zip(exported.graph_signature.user_inputs, inputs, strict=True))
     for spec in exported.graph_signature.output_specs:
         if spec.kind is not OutputKind.USER_OUTPUT:
-            target = str(spec.target).removeprefix(_PREFIX)
+            target = names.get(spec.target) or str(spec.target).removeprefix(_PREFIX)
             problems.append(f"module: {target}: forward changes it, and requests may not touch each other")
     for node in exported.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
@@ -218,12 +227,27 @@ def _check(exported: Any) -> None:
                 f"module: {_where(node)}: {node.target} draws random numbers, and a served model must not; if it is"
                 " dropout, let it follow self.training"
             )
+        elif _is_ruled_by_values(node):
+            problems.append(
+                f"module: {_where(node)}: {node.target} makes what is computed depend on a tensor's values; a module's"
+                " shapes and decisions are fixed when it is exported, so keep the tensor, e.g. with torch.where"
+            )
         elif not _known(node.target):
             problems.append(
                 f"module: {_where(node)}: torchax has no {node.target} for jax; write this line with other operations"
             )
     if problems:
         raise BundleError(list(dict.fromkeys(problems)))
+
+
+def _is_ruled_by_values(node: Any) -> bool:
+    """Whether a result's shape, or a number taken out of a tensor, is known only when it runs."""
+    results = pytree.tree_leaves(node.meta.get("val"))
+    numbers = [each for each in results if isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool)]
+    extents = [size for each in results if isinstance(each, torch.Tensor) for size in each.shape]
+    # What is then reckoned with such sizes needs no line of its own.
+    counts = isinstance(node.target, torch._ops.OpOverload) and "sym_" not in str(node.target)
+    return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
 
 
 def _known(target: Any) -> bool:
@@ -250,6 +274,12 @@ def _is_ours(file: str) -> bool:
     return Path(file).resolve() == Path(__file__).resolve()
 
 
+def _said(error: Exception) -> str:
+    """The kind of an error and its first line; others follow in the traceback."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
 def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     root = Path(torch.__file__).parent
     frames = [
@@ -259,10 +289,9 @@ def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]
         and root not in Path(frame.filename).parents
         and Path(frame.filename).is_file()
     ]
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
     return (
-        f"module: {where}torch.export cannot trace it with {shapes} ({type(error).__name__}: {said}); what forward does"
+        f"module: {where}torch.export cannot trace it with {shapes} ({_said(error)}); what forward does"
         " may depend on its inputs' shapes, and not on their values"
     )

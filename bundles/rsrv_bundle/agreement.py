@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.progress import steps
 from rsrv_bundle import writer
 from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
@@ -67,10 +68,14 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
         for index, spec in enumerate(bundle.manifest.inputs)
         if given
     }
-    for rows in (random_rows(run, examples), given):
-        check_buckets(run, rows, judge)
-        if wanted.source is not None:
-            check_source(run, _by_name(bundle, wanted.source), rows, judge)
+    pools = [random_rows(run, examples), given]
+    asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
+    comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)
+    with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:
+        for rows in pools:
+            check_buckets(run, rows, judge, progress.step)
+            if wanted.source is not None:
+                check_source(run, _by_name(bundle, wanted.source), rows, judge, progress.step)
     judge.problems.raise_if_any()
     if wanted.store:
         writer.store_numerics(bundle.path / "manifest.yaml", judge.numerics())

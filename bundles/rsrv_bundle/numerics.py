@@ -200,9 +200,16 @@ class Judge:
         return both
 
 
-def check_buckets(run: Running, pools: Mapping[int, Rows], judge: Judge) -> None:
+def _silent(_: str) -> None:
+    pass
+
+
+def check_buckets(
+    run: Running, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
+) -> None:
     """Ask the same rows at every batch size, and in one at other places and beside zeros.
 
+    done: is called with a module's name when it has been asked.
     pools: variant -> rows. What a row's neighbours are, where in the batch it is and how large that is, is decided by
     which other requests there happen to be. Without a batch axis nothing is.
     """
@@ -220,17 +227,27 @@ def check_buckets(run: Running, pools: Mapping[int, Rows], judge: Judge) -> None
                 judge.neighbours(key, answers(run, key, _cut(rows, 1)), _cut(whole, 1))
                 turned = answers(run, key, [_filled(array[:size], size)[::-1] for array in rows])
                 judge.places(key, [array[::-1][: len(rows[0])] for array in turned], _cut(whole, size))
+            done(label(run.bundle, key))
 
 
 def check_source(
-    run: Running, source: Callable[[Rows], Rows], pools: Mapping[int, Rows], judge: Judge
+    run: Running,
+    source: Callable[[Rows], Rows],
+    pools: Mapping[int, Rows],
+    judge: Judge,
+    done: Callable[[str], None] = _silent,
 ) -> None:
-    """Every module against `source`, which gets executable inputs as the largest module of the variant does."""
+    """Every module against `source`, which gets executable inputs as the largest module of the variant does.
+
+    done: is called with a module's name when it has been asked.
+    """
     for variant, rows in pools.items():
         sizes = run.sizes(variant)
         expected = in_batches(run.bundle, sizes[-1], rows, source)
         for size in sizes:
-            judge.source((variant, size), answers(run, (variant, size), rows), expected)
+            key = (variant, size)
+            judge.source(key, answers(run, key, rows), expected)
+            done(label(run.bundle, key))
 
 
 def answers(run: Running, key: Key, rows: Rows) -> list[Array]:

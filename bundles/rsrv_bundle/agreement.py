@@ -68,7 +68,7 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
         for index, spec in enumerate(bundle.manifest.inputs)
         if given
     }
-    pools = [random_rows(run, examples), given]
+    pools: list[Mapping[int, Rows]] = [random_rows(run, examples), given]
     asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
     comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)
     with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:

@@ -52,9 +52,12 @@ class Running:
 
     def __init__(self, bundle: Bundle, look: Look = signature_of) -> None:
         """Each module is shown to `look` first. Raises BundleError if one disagrees with the manifest."""
+        import jax
+
         self.bundle = bundle
         self.signatures = check_signatures(bundle, look)
-        self._weights: list[Any] = list(load_weights(bundle))
+        with jax.enable_x64(True):
+            self._weights = jax.device_put(load_weights(bundle))
         self._compiled: dict[Key, Any] = {}
 
     def __call__(self, key: Key, inputs: Sequence[Array]) -> list[Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,11 +128,14 @@ def _add_check(commands: Any) -> None:
         "--numerics", action="store_true", help="run the modules and compare their answers, which needs jax"
     )
     numerics = check.add_argument_group("with --numerics")
-    numerics.add_argument(
+    source = numerics.add_mutually_exclusive_group()
+    source.add_argument(
         "--against",
         metavar="PACKAGE.MODULE:FUNCTION",
         help="compare with this function, too: it takes the executable inputs by name, as numpy arrays",
     )
+    for kind, takes in KINDS.items():
+        source.add_argument(f"--{kind}", metavar="TARGET", help=f"compare with {takes}, as export takes it")
     numerics.add_argument(
         "--samples",
         metavar="FILE.npz",
@@ -214,8 +216,10 @@ def _check(arguments: argparse.Namespace) -> int:
         if arguments.no_signatures:
             raise UsageError("--numerics looks inside the modules; leave out --no-signatures")
         wanted = _wanted(arguments)
-    elif arguments.against or arguments.samples or arguments.tolerance or arguments.store:
-        raise UsageError("--against, --samples, --tolerance and --store belong to --numerics; add it")
+    elif arguments.samples or arguments.tolerance or arguments.store or _target(arguments) != ("", ""):
+        raise UsageError(
+            "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
+        )
     return checking.check(arguments.directories, signatures=not arguments.no_signatures, numerics=wanted)
 
 
@@ -232,22 +236,25 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
         samples = None if arguments.samples is None else read_samples(arguments.samples)
     except (OSError, ValueError) as e:
         raise UsageError(f"--samples {arguments.samples}: {e}") from e
-    source = None if arguments.against is None else _function(arguments.against)
-    return Wanted(source, samples, tolerance, arguments.store)
+    return Wanted(_source(*_target(arguments)), samples, tolerance, arguments.store)
 
 
-def _function(text: str) -> Callable[..., Any]:
-    """What `package.module:name` names; modules in the working directory count."""
-    from importlib import import_module
+def _target(arguments: argparse.Namespace) -> tuple[str, str]:
+    """What to compare with: one of KINDS, or `against`, and where it is. Both are empty if there is nothing."""
+    given = [(kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind)) is not None]
+    return given[0] if given else ("", "")
 
-    module, _, name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+
+def _source(kind: str, target: str) -> Callable[..., Any] | None:
+    from rsrv_bundle.sources import LoadError, load, named
+
     try:
-        found: Callable[..., Any] = getattr(import_module(module), name)
-    except Exception as e:
-        raise UsageError(f"--against {text}: {type(e).__name__}: {e}") from e
-    return found
+        if kind == "against":
+            function: Callable[..., Any] = named(target)
+            return function
+        return load(kind, target).eager if kind else None
+    except LoadError as e:
+        raise UsageError(str(e)) from e
 
 
 def _need(package: str, extra: str) -> None:

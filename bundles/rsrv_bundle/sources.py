@@ -48,7 +48,7 @@ def load(kind: str, target: str) -> Source:
     example inputs, by name, as the last part. Modules in the working directory count, as with `python -m`.
     Raises LoadError.
     """
-    found = _named(target)
+    found = named(target)
     try:
         made = found if _is_model(kind, found) else found()
     except ModuleNotFoundError as e:
@@ -66,7 +66,8 @@ def load(kind: str, target: str) -> Source:
     return Source(eager, partial(export, code=found), dict(rest[0]) if rest else {})
 
 
-def _named(target: str) -> Any:
+def named(target: str) -> Any:
+    """What `package.module:name` names; modules in the working directory count. Raises LoadError."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise LoadError(f"'{target}': write package.module:factory")

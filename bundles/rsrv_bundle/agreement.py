@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.progress import steps
 from rsrv_bundle import writer
 from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
@@ -20,6 +21,7 @@ from rsrv_bundle.numerics import (
     Running,
     check_buckets,
     check_source,
+    label,
     random_rows,
 )
 from rsrv_bundle.samples import rows_of
@@ -66,17 +68,21 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
         for index, spec in enumerate(bundle.manifest.inputs)
         if given
     }
-    for rows in (random_rows(run, examples), given):
-        check_buckets(run, rows, judge)
-        if wanted.source is not None:
-            check_source(run, _by_name(bundle, wanted.source), rows, judge)
+    pools: list[Mapping[int, Rows]] = [random_rows(run, examples), given]
+    asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
+    comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)
+    with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:
+        for rows in pools:
+            check_buckets(run, rows, judge, progress.step)
+            if wanted.source is not None:
+                check_source(run, _by_name(bundle, wanted.source), rows, judge, progress.step)
     judge.problems.raise_if_any()
     if wanted.store:
         writer.store_numerics(bundle.path / "manifest.yaml", judge.numerics())
-    return [f"{name}: {', '.join(found)}" for name, found in _by_module(judge).items()]
+    return _lines(run, judge)
 
 
-#: kind of comparison -> what the largest error is one of
+#: kind of comparison -> what its largest error is one of, in the order in which it is told
 _WORDS = {
     "buckets": "from the smallest batch size",
     "rows": "among rows and places",
@@ -84,12 +90,15 @@ _WORDS = {
 }
 
 
-def _by_module(judge: Judge) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for kind, words in _WORDS.items():
-        for name, error in judge.errors.get(kind, {}).items():
-            found.setdefault(name, []).append(f"{error:.3g} {words}")
-    return found
+def _lines(run: Running, judge: Judge) -> list[str]:
+    """One for each module that was compared with anything."""
+    lines = []
+    for name in (label(run.bundle, key) for key in run.keys()):  # noqa: SIM118 - not a mapping
+        errors = {kind: judge.errors.get(kind, {}).get(name) for kind in _WORDS}
+        found = [f"{error:.3g} {_WORDS[kind]}" for kind, error in errors.items() if error is not None]
+        if found:
+            lines.append(f"{name}: {', '.join(found)}")
+    return lines
 
 
 def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:

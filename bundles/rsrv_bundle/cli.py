@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv.command import add_version
+from rsrv_bundle.kinds import KINDS
 
 if TYPE_CHECKING:
     from rsrv_bundle.agreement import Wanted
@@ -41,11 +41,81 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="rsrv-bundle", description="Work with bundles of compiled models.")
     add_version(top)
     commands = top.add_subparsers(dest="command", required=True)
+    _add_export(commands)
     _add_check(commands)
     _add_show(commands)
     _add_diff(commands)
     _add_upgrade(commands)
     return top
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a bundle from a model",
+        epilog="TARGET is package.module:factory: a function without arguments that returns the model, or the model and"
+        " example inputs by name; or the model itself. Modules in the working directory count.",
+    )
+    what = export.add_mutually_exclusive_group(required=True)
+    for kind, takes in KINDS.items():
+        what.add_argument(f"--{kind}", metavar="TARGET", help=takes)
+    export.add_argument(
+        "-o",
+        "--out-dir",
+        metavar="OUT",
+        type=Path,
+        required=True,
+        help="the bundle's directory; its name is the model's",
+    )
+    export.add_argument(
+        "--batch-sizes",
+        metavar="N,N",
+        type=_whole_numbers,
+        default=(),
+        help="rows to compile for, e.g. 1,8,32; without it the model has no batch axis",
+    )
+    export.add_argument(
+        "--input",
+        metavar="NAME=TYPE[SIZES]",
+        action="append",
+        default=[],
+        help="in the model's order, e.g. image=f32[3,32,32]; the batch axis comes first, or where n stands; other letters"
+        " are the axes of --input-shape",
+    )
+    export.add_argument(
+        "--input-shape",
+        metavar="LETTER=SIZE,...",
+        action="append",
+        default=[],
+        help="a variant: the sizes of the axes that vary, e.g. h=224,w=224",
+    )
+    export.add_argument("--output-names", metavar="NAME,NAME", help="if the model returns a tuple, its parts")
+    export.add_argument("--hooks", metavar="FILE", type=Path, help="to store as model.py")
+    export.add_argument("--description", metavar="TEXT", default="", help="for the manifest")
+    export.add_argument(
+        "--platform", default="cpu", help="what to lower for: cpu (default), cuda, rocm or tpu"
+    )
+    export.add_argument(
+        "--tolerance",
+        metavar="TYPE=ERROR",
+        type=_tolerance,
+        action="append",
+        default=[],
+        help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-3",
+    )
+    export.add_argument(
+        "--working-tree-patch",
+        action="store_true",
+        help="store what git has not yet committed; it may hold secrets",
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' must be whole numbers, e.g. 1,8,32")
+    return tuple(map(int, parts))
 
 
 def _add_check(commands: Any) -> None:
@@ -58,11 +128,14 @@ def _add_check(commands: Any) -> None:
         "--numerics", action="store_true", help="run the modules and compare their answers, which needs jax"
     )
     numerics = check.add_argument_group("with --numerics")
-    numerics.add_argument(
+    source = numerics.add_mutually_exclusive_group()
+    source.add_argument(
         "--against",
         metavar="PACKAGE.MODULE:FUNCTION",
         help="compare with this function, too: it takes the executable inputs by name, as numpy arrays",
     )
+    for kind, takes in KINDS.items():
+        source.add_argument(f"--{kind}", metavar="TARGET", help=f"compare with {takes}, as export takes it")
     numerics.add_argument(
         "--samples",
         metavar="FILE.npz",
@@ -128,6 +201,13 @@ def _tolerance(text: str) -> tuple[str, float]:
     return dtype, float(error)
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    _need("jax", "rsrv[export]")
+    from rsrv_bundle import exporting
+
+    return exporting.export(arguments)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from rsrv_bundle import checking
 
@@ -136,8 +216,10 @@ def _check(arguments: argparse.Namespace) -> int:
         if arguments.no_signatures:
             raise UsageError("--numerics looks inside the modules; leave out --no-signatures")
         wanted = _wanted(arguments)
-    elif arguments.against or arguments.samples or arguments.tolerance or arguments.store:
-        raise UsageError("--against, --samples, --tolerance and --store belong to --numerics; add it")
+    elif arguments.samples or arguments.tolerance or arguments.store or _target(arguments) != ("", ""):
+        raise UsageError(
+            "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
+        )
     return checking.check(arguments.directories, signatures=not arguments.no_signatures, numerics=wanted)
 
 
@@ -154,22 +236,25 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
         samples = None if arguments.samples is None else read_samples(arguments.samples)
     except (OSError, ValueError) as e:
         raise UsageError(f"--samples {arguments.samples}: {e}") from e
-    source = None if arguments.against is None else _function(arguments.against)
-    return Wanted(source, samples, tolerance, arguments.store)
+    return Wanted(_source(*_target(arguments)), samples, tolerance, arguments.store)
 
 
-def _function(text: str) -> Callable[..., Any]:
-    """What `package.module:name` names; modules in the working directory count."""
-    from importlib import import_module
+def _target(arguments: argparse.Namespace) -> tuple[str, str]:
+    """What to compare with: one of KINDS, or `against`, and where it is. Both are empty if there is nothing."""
+    given = [(kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind)) is not None]
+    return given[0] if given else ("", "")
 
-    module, _, name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+
+def _source(kind: str, target: str) -> Callable[..., Any] | None:
+    from rsrv_bundle.sources import LoadError, load, named
+
     try:
-        found: Callable[..., Any] = getattr(import_module(module), name)
-    except Exception as e:
-        raise UsageError(f"--against {text}: {type(e).__name__}: {e}") from e
-    return found
+        if kind == "against":
+            function: Callable[..., Any] = named(target)
+            return function
+        return load(kind, target).eager if kind else None
+    except LoadError as e:
+        raise UsageError(str(e)) from e
 
 
 def _need(package: str, extra: str) -> None:
@@ -206,7 +291,7 @@ def _upgrade(arguments: argparse.Namespace) -> int:
     )
 
 
-COMMANDS = {"check": _check, "show": _show, "diff": _diff, "upgrade": _upgrade}
+COMMANDS = {"export": _export, "check": _check, "show": _show, "diff": _diff, "upgrade": _upgrade}
 
 
 if __name__ == "__main__":

@@ -39,17 +39,18 @@ class Weights:
 def relate(a: list[Tensor], b: list[Tensor]) -> Weights:
     """Tensors are the same if they are for the server: type, shape and content decide, not the name."""
     keys_a, keys_b = ({key: nbytes for _, key, nbytes in side} for side in (a, b))
-    named_a, named_b = ({tensor[0]: tensor for tensor in side} for side in (a, b))
+    named_b = {tensor[0]: tensor for tensor in b if tensor[1] not in keys_a}
     names_b: dict[TensorKey, list[str]] = {}
     for name, key, _ in b:
         names_b.setdefault(key, []).append(name)
+    alone = [tensor for tensor in a if tensor[1] not in keys_b]
+    changed = [(tensor, named_b[tensor[0]]) for tensor in alone if tensor[0] in named_b]
+    both = {tensor[0] for tensor, _ in changed}
     return Weights(
         shared=tuple((tensor, tuple(names_b[tensor[1]])) for tensor in a if tensor[1] in keys_b),
-        changed=tuple(
-            (tensor, named_b[tensor[0]]) for tensor in a if tensor[1] not in keys_b and tensor[0] in named_b
-        ),
-        only_a=tuple(tensor for tensor in a if tensor[1] not in keys_b and tensor[0] not in named_b),
-        only_b=tuple(tensor for tensor in b if tensor[1] not in keys_a and tensor[0] not in named_a),
+        changed=tuple(changed),
+        only_a=tuple(tensor for tensor in alone if tensor[0] not in both),
+        only_b=tuple(tensor for tensor in named_b.values() if tensor[0] not in both),
         total=sum(tensor[2] for tensor in (*a, *b)),
         distinct=sum({**keys_a, **keys_b}.values()),
         common=sum(nbytes for key, nbytes in keys_a.items() if key in keys_b),

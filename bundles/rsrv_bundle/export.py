@@ -13,6 +13,7 @@ import jax
 import jax.export
 import numpy as np
 
+from rsrv.progress import steps
 from rsrv_bundle import provenance, writer
 from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
@@ -32,8 +33,6 @@ class Original:
 
     #: Runs it, without compiling: gets numpy arrays by name, and returns what `fn` returns, as numpy arrays.
     eager: Callable[..., Any]
-    #: The function or class whose file's commit the provenance tells.
-    code: Any
     #: Distributions whose versions the provenance tells, beside jax's own.
     packages: Sequence[str] = ()
 
@@ -58,6 +57,8 @@ def export_bundle(
     max_constant_bytes: int = 2**20,
     tolerance: Mapping[str, float] | None = None,
     overwrite: bool = False,
+    code: Any = None,
+    working_tree_patch: bool = False,
     original: Original | None = None,
 ) -> Bundle:
     """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
@@ -83,15 +84,16 @@ def export_bundle(
     tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
         entries of `numerics.TOLERANCE`.
     overwrite: replace a bundle that is there. Without it that is an error.
+    code: the function or class whose file's commit the provenance tells; by default `fn`.
+    working_tree_patch: store how the working tree around that file differs from the commit, in files that git tracks,
+        as working_tree.patch, unless that is more than 20 MiB. It goes wherever the bundle goes: look for secrets.
     original: what the modules are compared with, in place of `jax.jit(fn)`.
 
     Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
     all checks pass. Raises BundleError for whatever cannot be exported or disagrees, FileExistsError.
     """
-    target = Path(os.path.abspath(out_dir))
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    target = free_target(out_dir, overwrite)
     names, leaves, tree = _flatten(params)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
@@ -124,20 +126,26 @@ def export_bundle(
         work = Path(scratch, target.name)
         work.mkdir()
         version = ""
-        for key in inputs.keys():  # noqa: SIM118 - not a mapping
-            module = _lower(function, structs(*key), platform, max_constant_bytes)
-            version = ".".join(map(str, artifact_version(module.blob)))
-            (work / _module_name(inputs, *key)).write_bytes(module.blob)
+        keys = list(inputs.keys())
+        with steps(f"lower {target.name}", len(keys)) as lowered:
+            for key in keys:
+                module = _lower(function, structs(*key), platform, max_constant_bytes)
+                version = ".".join(map(str, artifact_version(module.blob)))
+                name = _module_name(inputs, *key)
+                (work / name).write_bytes(module.blob)
+                lowered.step(name)
         if leaves:
             writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
         document = _document(inputs, outputs, description, client_inputs, client_outputs)
         document["provenance"] = provenance.collect(
-            original.code if original else fn,
+            fn if code is None else code,
             packages=original.packages if original else (),
             platform=platform,
             stablehlo=version,
             exported_at=exported_at,
         )
+        if working_tree_patch and (patch := provenance.working_tree_patch(fn if code is None else code)):
+            (work / provenance.PATCH_FILE).write_bytes(patch)
         writer.write_manifest(work / "manifest.yaml", document)
         if hooks is not None:
             text = hooks if isinstance(hooks, str) else hooks.read_text(encoding="utf-8")
@@ -145,15 +153,39 @@ def export_bundle(
             check_hooks(work / HOOKS_FILE, "model")
         written = read_bundle(work, digest=False)
         if platform == jax.export.default_export_platform():
-            document["numerics"] = compare(
-                written,
-                function.eager(original.eager) if original else function.jitted(leaves),
-                {**TOLERANCE, **(tolerance or {})},
-                {name: value for name, value in example_inputs.items() if isinstance(value, np.ndarray)},
-            )
+            with steps(f"compare {target.name}", len(keys)) as compared:
+                document["numerics"] = compare(
+                    written,
+                    function.eager(original.eager) if original else function.jitted(leaves),
+                    {**TOLERANCE, **(tolerance or {})},
+                    {
+                        n: np.asarray(v)
+                        for n, v in example_inputs.items()
+                        if isinstance(v, np.ndarray | jax.Array)
+                    },
+                    compared.step,
+                )
             writer.write_manifest(work / "manifest.yaml", document)
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
+
+
+def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The absolute path of a bundle that is to be written. Raises FileExistsError if it is there and shall stay."""
+    target = Path(os.path.abspath(out_dir))
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    return target
+
+
+def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
+    """What `jax.jit(fn)` answers with these parameters, from numpy arrays by name to numpy arrays."""
+    compiled = jax.jit(fn)
+
+    def answer(**inputs: Any) -> Results:
+        return Results.of(compiled(params, **inputs)).convert(lambda _, value: np.asarray(value))
+
+    return answer
 
 
 class _Flat:

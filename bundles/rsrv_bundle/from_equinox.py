@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -30,12 +30,16 @@ def export_equinox(
     """
     weights, rest = eqx.partition(model, eqx.is_array)
     by_row = rows and bool(options.get("batch_sizes"))
+    if by_row and _batch_is_elsewhere(
+        options.get("batch_axis", 0), options.get("axes") or {}, example_inputs
+    ):
+        raise BundleError("rows: with rows=True the batch is the first axis of every input")
 
     def fn(params: Any, **inputs: Any) -> Any:
         return _call(eqx.combine(params, rest), inputs, by_row)
 
-    original = Original(eager_equinox(model, rows=by_row), type(model), ("equinox",))
-    return export_bundle(fn, weights, example_inputs, original=original, **options)
+    original = Original(eager_equinox(model, rows=by_row), ("equinox",))
+    return export_bundle(fn, weights, example_inputs, original=original, **{"code": type(model), **options})
 
 
 def eager_equinox(model: eqx.Module, *, rows: bool = True) -> Callable[..., Results]:
@@ -46,6 +50,13 @@ def eager_equinox(model: eqx.Module, *, rows: bool = True) -> Callable[..., Resu
         return Results.of(_call(model, arrays, rows)).convert(lambda _, value: np.asarray(value))
 
     return eager
+
+
+def _batch_is_elsewhere(batch_axis: Any, axes: Mapping[str, str], inputs: Iterable[str]) -> bool:
+    positions = batch_axis if isinstance(batch_axis, Mapping) else dict.fromkeys(inputs, batch_axis)
+    return any(
+        axes[name][:1] not in ("n", "b") if name in axes else positions.get(name, 0) != 0 for name in inputs
+    )
 
 
 def _call(model: Any, inputs: Mapping[str, Any], by_row: bool) -> Any:

@@ -38,8 +38,10 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
         _check_unchanged(params, after, "changes when the model runs, and requests may not touch each other")
         return result
 
-    original = Original(eager_nnx(model), type(model), ("flax",))
-    return export_bundle(fn, nnx.to_pure_dict(state), example_inputs, original=original, **options)
+    original = Original(eager_nnx(model), ("flax",))
+    return export_bundle(
+        fn, nnx.to_pure_dict(state), example_inputs, original=original, **{"code": type(model), **options}
+    )
 
 
 def eager_nnx(model: nnx.Module) -> Callable[..., Results]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import torch
 
+from rsrv.progress import steps
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.export import Original, export_bundle
+from rsrv_bundle.export import Original, export_bundle, free_target
 from rsrv_bundle.interface import plan_inputs, value_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
@@ -41,6 +43,7 @@ def export_torch(
     BundleError for a module in training mode, one that draws random numbers or changes its buffers, one that
     torch.export cannot trace, for operations that torchax lacks, and as `export_bundle`.
     """
+    free_target(out_dir, options.get("overwrite", False))
     _check_mode(module)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
@@ -51,8 +54,11 @@ def export_torch(
         input_shapes=input_shapes,
     )
     programs = Programs(module, {name: dtype_of(value.dtype) for name, value in examples.items()})
-    for key in inputs.keys():  # noqa: SIM118 - not a mapping
-        programs.at(inputs.shapes(*key))
+    keys = list(inputs.keys())
+    with steps(f"trace {Path(out_dir).name}", len(keys)) as traced:
+        for variant, size in keys:
+            programs.at(inputs.shapes(variant, size))
+            traced.step(f"batch size {size}" if inputs.batched else "")
     # Not left to the caller: PyTorch's integers are 64 bits wide.
     with jax.enable_x64(True):
         return export_bundle(
@@ -64,17 +70,17 @@ def export_torch(
             batch_axis=batch_axis,
             axes=axes,
             input_shapes=input_shapes,
-            original=Original(eager_torch(module), type(module), ("torch", "torchax")),
-            **options,
+            original=Original(eager_torch(module), ("torch", "torchax")),
+            **{"code": type(module), **options},
         )
 
 
 def eager_torch(module: torch.nn.Module) -> Callable[..., Results]:
-    """The module's own answers, from numpy arrays by name to numpy arrays. Raises BundleError in training mode."""
-    _check_mode(module)
+    """The module's own answers, from numpy arrays by name to numpy arrays. Asked in training mode it raises BundleError."""
     device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
 
     def eager(**inputs: Any) -> Results:
+        _check_mode(module)
         tensors = {name: to_torch(np.asarray(value)).to(device) for name, value in inputs.items()}
         with torch.no_grad():
             result = caller(module.forward, tuple(inputs))(tensors)

@@ -52,9 +52,12 @@ class Running:
 
     def __init__(self, bundle: Bundle, look: Look = signature_of) -> None:
         """Each module is shown to `look` first. Raises BundleError if one disagrees with the manifest."""
+        import jax
+
         self.bundle = bundle
         self.signatures = check_signatures(bundle, look)
-        self._weights: list[Any] = list(load_weights(bundle))
+        with jax.enable_x64(True):
+            self._weights = jax.device_put(load_weights(bundle))
         self._compiled: dict[Key, Any] = {}
 
     def __call__(self, key: Key, inputs: Sequence[Array]) -> list[Array]:
@@ -110,10 +113,11 @@ def compare(
     direct: Callable[..., Sequence[Any]],
     tolerance: Mapping[str, float],
     examples: Mapping[str, Array],
+    done: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run every module, with the weights as read from the file, against `direct(*inputs)`, and against each other.
 
-    examples: as `random_inputs` takes them.
+    examples: as `random_inputs` takes them. done: is called with a module's name when it has been compared with `direct`.
 
     Returns the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and by module `source`, and what
     `check_buckets` returns; relative means divided by the output's largest magnitude. Raises BundleError naming every
@@ -124,6 +128,7 @@ def compare(
     for key in run.keys():  # noqa: SIM118 - not a mapping
         inputs = random_inputs(bundle, *key, examples)
         judge.source(key, run(key, inputs), direct(*inputs))
+        done(label(bundle, key))
     check_buckets(run, random_rows(run, examples), judge)
     judge.problems.raise_if_any()
     return judge.numerics()
@@ -198,9 +203,16 @@ class Judge:
         return both
 
 
-def check_buckets(run: Running, pools: Mapping[int, Rows], judge: Judge) -> None:
+def _silent(_: str) -> None:
+    pass
+
+
+def check_buckets(
+    run: Running, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
+) -> None:
     """Ask the same rows at every batch size, and in one at other places and beside zeros.
 
+    done: is called with a module's name when it has been asked.
     pools: variant -> rows. What a row's neighbours are, where in the batch it is and how large that is, is decided by
     which other requests there happen to be. Without a batch axis nothing is.
     """
@@ -218,17 +230,27 @@ def check_buckets(run: Running, pools: Mapping[int, Rows], judge: Judge) -> None
                 judge.neighbours(key, answers(run, key, _cut(rows, 1)), _cut(whole, 1))
                 turned = answers(run, key, [_filled(array[:size], size)[::-1] for array in rows])
                 judge.places(key, [array[::-1][: len(rows[0])] for array in turned], _cut(whole, size))
+            done(label(run.bundle, key))
 
 
 def check_source(
-    run: Running, source: Callable[[Rows], Rows], pools: Mapping[int, Rows], judge: Judge
+    run: Running,
+    source: Callable[[Rows], Rows],
+    pools: Mapping[int, Rows],
+    judge: Judge,
+    done: Callable[[str], None] = _silent,
 ) -> None:
-    """Every module against `source`, which gets executable inputs as the largest module of the variant does."""
+    """Every module against `source`, which gets executable inputs as the largest module of the variant does.
+
+    done: is called with a module's name when it has been asked.
+    """
     for variant, rows in pools.items():
         sizes = run.sizes(variant)
         expected = in_batches(run.bundle, sizes[-1], rows, source)
         for size in sizes:
-            judge.source((variant, size), answers(run, (variant, size), rows), expected)
+            key = (variant, size)
+            judge.source(key, answers(run, key, rows), expected)
+            done(label(run.bundle, key))
 
 
 def answers(run: Running, key: Key, rows: Rows) -> list[Array]:

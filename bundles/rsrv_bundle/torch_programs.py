@@ -246,7 +246,7 @@ def _is_ruled_by_values(node: Any) -> bool:
     numbers = [each for each in results if isinstance(each, torch.SymInt | torch.SymFloat | torch.SymBool)]
     extents = [size for each in results if isinstance(each, torch.Tensor) for size in each.shape]
     # What is then reckoned with such sizes needs no line of its own.
-    counts = isinstance(node.target, torch._ops.OpOverload) and "sym_" not in node.target.name()
+    counts = isinstance(node.target, torch._ops.OpOverload) and "sym_" not in str(node.target)
     return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +24,19 @@ from tests.e2e.harness import RunningTriton, running_triton
 from tests.examples.sources import source
 
 
-def tensors(folder: Path) -> dict[str, int]:
-    """Content -> bytes, of each tensor of a bundle."""
-    weights = load_weights(read_bundle(folder, digest=False))
-    return {hashlib.sha256(f"{a.dtype} {a.shape}".encode() + a.tobytes()).hexdigest(): a.nbytes for a in weights}
+def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
+    """Of the weights of these bundles: as if nothing were shared, and with each tensor once."""
+    found = [array for name in names for array in load_weights(read_bundle(root / name, digest=False))]
+    once = {(a.dtype.str, a.shape, hashlib.sha256(a.tobytes()).digest()): a.nbytes for a in found}
+    return sum(array.nbytes for array in found), sum(once.values())
 
 
 @pytest.fixture(scope="module")
 def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """Serves the real models, with room for each of their tensors once."""
     folder = tmp_path_factory.mktemp("models")
-    distinct = {key: size for name in MODELS for key, size in tensors(example_bundles / name).items()}
-    (folder / "settings.yaml").write_text(f"runtime: {{weight_budget_bytes: {sum(distinct.values())}}}")
+    _, room = bytes_of(example_bundles, MODELS)
+    (folder / "settings.yaml").write_text(f"runtime: {{weight_budget_bytes: {room}}}")
     sources = [str(example_bundles / name) for name in MODELS]
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([*sources, *options]) == 0
@@ -107,22 +108,19 @@ def test_the_operator_stands_for_the_solver(
 
 def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, example_bundles: Path) -> None:
     """All answer, none gives way to another where only one backbone fits, and the status counts its bytes once."""
-    backbones, heads = 0, 0
     with caller(server) as call:
         for name in family.TASKS:
             images, wanted = family.held_out(name)
             got = call(name, {"image": images[:32]})["class"][:, 0]
             assert (got == wanted[:32]).mean() > 0.8
-            head = load_weights(read_bundle(example_bundles / name, digest=False))[-2:]
-            heads += sum(array.nbytes for array in head)
-            backbones += sum(tensors(example_bundles / name).values())
-    found = read_status(server.pid)
-    assert {found["models"][name]["evictions"] for name in family.TASKS} == {0}
-    assert {found["models"][name]["weights"] for name in family.TASKS} == {"resident"}
 
-    every = [tensors(example_bundles / name) for name in MODELS]
-    once = {key: size for each in every for key, size in each.items()}
-    logical, physical = sum(sum(each.values()) for each in every), sum(once.values())
-    assert logical - physical > 0
+    found = read_status(server.pid)
+    models = [found["models"][name] for name in family.TASKS]
+    assert {(model["weights"], model["evictions"]) for model in models} == {("resident", 0)}
+    logical, physical = bytes_of(example_bundles, MODELS)
     for tier in found["memory"].values():
-        assert (tier["logical_bytes"], tier["physical_bytes"]) == (logical, physical)
+        assert tier["logical_bytes"] == logical
+        assert tier["physical_bytes"] <= physical
+    # The heads are small: eight of the family are hardly more than one.
+    logical, physical = bytes_of(example_bundles, family.TASKS)
+    assert physical < logical / 6

@@ -30,7 +30,8 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.bundle = read_bundle(folder, digest=False)
-        self.weights = [jax.numpy.asarray(array) for array in load_weights(self.bundle)]
+        with jax.enable_x64(True):
+            self.weights = [jax.numpy.asarray(array) for array in load_weights(self.bundle)]
         self.signatures = check_signatures(self.bundle)
         self.compiled: dict[tuple[int, int], Any] = {}
 
@@ -55,7 +56,8 @@ class Model:
         if key not in self.compiled:
             module = module_file(self.bundle, key).read_bytes()
             self.compiled[key] = jax.jit(as_exported(module, self.signatures[key]).call)
-        found = self.compiled[key](*padded, *self.weights)
+        with jax.enable_x64(True):
+            found = self.compiled[key](*padded, *self.weights)
         return {
             spec.name: np.asarray(value)[:rows]
             for spec, value in zip(self.bundle.manifest.outputs, found, strict=True)

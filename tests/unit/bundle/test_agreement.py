@@ -122,7 +122,7 @@ def test_a_source_is_asked_by_name(exported: Path) -> None:
 
     for one in (dense, source, lambda x: x @ KERNEL):
         lines = lines_of(bundle, Wanted(one))
-        assert [line.partition(":")[0] for line in lines] == ["model.b2", "model.b4", "model.b1"]
+        assert [line.partition(":")[0] for line in lines] == ["model.b1", "model.b2", "model.b4"]
         assert all("from its source" in line for line in lines)
     assert asked == [(4, 3)]
 
@@ -169,6 +169,18 @@ def test_the_source_of_the_command_line_is_a_function_in_the_working_directory(
     assert "differs from its source" in capsys.readouterr().out
     assert check("source_of_dense:halved") == 2
     assert "has no attribute 'halved'" in capsys.readouterr().err
+
+
+def test_a_source_may_be_what_the_exporter_takes(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here a function of parameters and inputs; the other kinds are loaded in the same way."""
+    text = "import numpy as np\ndef model():\n    k = np.arange(6, dtype='f4').reshape(3, 2)\n"
+    (tmp_path / "jax_of_dense.py").write_text(f"{text}    return lambda p, x: {{'y': x @ p}}, k\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert cli.main(["check", "--numerics", "--jax", "jax_of_dense:model", str(exported)]) == 0
+    assert " from its source" in capsys.readouterr().out
 
 
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
@@ -219,6 +231,9 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
         (["--numerics", "--samples", "none.npz"], "--samples none.npz: "),
         (["--numerics", "--samples", __file__], "is no .npz file"),
         (["--numerics", "--against", "nobody:nothing"], "No module named 'nobody'"),
+        (["--numerics", "--torch", "nothing"], "write package.module:factory"),
+        (["--torch", "nobody:nothing"], "belong to --numerics"),
+        (["--numerics", "--jax", "a:b", "--torch", "a:b"], "not allowed with"),
     ],
 )
 def test_wrong_flags_exit_2(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,11 @@ IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]
 
 def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     """Indices stay 64 bits wide and within the example's, shared weights are stored once, those without use not."""
-    settings = jax.config.read("jax_enable_x64"), torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    settings = (
+        jax.config.read("jax_enable_x64"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_grad_enabled(),
+    )
     module = Encoder()
     bundle = export(tmp_path / "m", module, IDS, batch_sizes=[1, 3])
     assert [(spec.name, spec.dtype) for spec in bundle.manifest.inputs] == [("ids", "i64"), ("mask", "i64")]
@@ -86,7 +90,11 @@ def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     assert 0 < bundle.manifest.numerics["max_rel_error"] < 1e-5
     assert bundle.manifest.provenance["torch"] == torch.__version__
     assert bundle.manifest.provenance["torchax"]
-    after = jax.config.read("jax_enable_x64"), torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    after = (
+        jax.config.read("jax_enable_x64"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_grad_enabled(),
+    )
     assert after == settings
 
 

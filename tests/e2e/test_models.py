@@ -99,7 +99,7 @@ def test_the_operator_stands_for_the_solver(
     """In both precisions and on both grids, starts that it has not seen."""
     unseen, wanted = fno.held_out()
     for every in (2, 1):
-        start = unseen[:5, ::every].astype(dtype)
+        start: Array = unseen[:5, ::every].astype(dtype)
         with caller(server, protocol) as call:
             end = call(name, {"start": start})["end"]
         close(end, source(example_bundles, name)({"start": start})["end"], name[-3:])

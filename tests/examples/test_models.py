@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ def test_a_bundle_says_how_far_from_its_source_it_is(root: Path, name: str) -> N
     """Each of its sizes was compared when it was made."""
     numerics = read_bundle(root / name, digest=False).manifest.numerics
     assert numerics is not None
+    assert isinstance(numerics["source"], Mapping)
     assert {str(module).rpartition(".b")[2] for module in numerics["source"]} == {"1", "8", "32"}
 
 

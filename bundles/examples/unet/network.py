@@ -79,12 +79,14 @@ def trained() -> UNet:
     rng = np.random.default_rng(4)
     optimiser = optax.adam(optax.cosine_decay_schedule(8e-3, _STEPS))
 
-    def loss(network: UNet, images: jax.Array, pixels: jax.Array) -> jax.Array:
+    def loss(network: UNet, images: jax.Array, pixels: jax.Array) -> Any:
         return optax.sigmoid_binary_cross_entropy(jax.vmap(network)(images), pixels != 0).mean()
+
+    gradient: Any = eqx.filter_grad(loss)
 
     @eqx.filter_jit
     def step(network: UNet, state: Any, images: Any, pixels: Any) -> Any:
-        updates, state = optimiser.update(eqx.filter_grad(loss)(network, images, pixels), state)
+        updates, state = optimiser.update(gradient(network, images, pixels), state)
         return eqx.apply_updates(network, updates), state
 
     network = UNet(jax.random.key(0))

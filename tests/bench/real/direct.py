@@ -58,9 +58,10 @@ def _vit(image: Any) -> Run:
         intermediate_size=4 * WIDTH,
         image_size=SIDE,
         patch_size=PATCH,
-        num_labels=CLASSES,
+        id2label={number: str(number) for number in range(CLASSES)},
     )
-    network = ViTForImageClassification(config).eval()
+    network: Any = ViTForImageClassification(config)
+    network.eval()
     pixels = image.permute(0, 3, 1, 2).contiguous()
     return lambda: network(pixel_values=pixels).logits.numpy()
 
@@ -80,7 +81,8 @@ def _bert(folder: Path, request: Arrays) -> Run:
         for weight, array in zip(bundle.weights, load_weights(bundle), strict=True)
     }
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-    network = BertModel(config, add_pooling_layer=False).eval()
+    network: Any = BertModel(config, add_pooling_layer=False)
+    network.eval()
     if unknown := network.load_state_dict(state, strict=False).unexpected_keys:
         raise ValueError(f"weights that BertModel does not know: {unknown}")
     tokenise = Tokeniser(folder / "minilm" / "tokenizer.json", LENGTHS)

@@ -105,7 +105,9 @@ def errors(case: Case) -> dict[int, float]:
     found: dict[int, float] = {}
     for name in case.bundles:
         numerics = read_bundle(FOLDER / name, digest=False).manifest.numerics or {}
-        for module, error in numerics.get("source", {}).items():
+        by_module = numerics.get("source")
+        assert not isinstance(by_module, float), "one number for each module"
+        for module, error in (by_module or {}).items():
             size = int(module.rpartition(".b")[2])
             found[size] = max(found.get(size, 0.0), error)
     return found

@@ -1,8 +1,8 @@
 """A model without a server, in a process of its own: rows per second in eager PyTorch, or compiled as in its bundle.
 
-    python -m tests.bench.real.direct eager|compiled MODEL FOLDER ROWS SECONDS
+    python -m tests.bench.real.direct eager|compiled MODEL FOLDER SECONDS ROWS...
 
-Prints the rate; nothing where there is no such thing.
+Prints the rate for each number of rows in a call; nothing where there is no such thing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def eager(name: str, folder: Path, request: Arrays) -> Run | None:
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_grad_enabled(False)
     match name:
         case "resnet18":
             from examples import resnet18
@@ -121,18 +122,13 @@ def rate(run: Run, rows: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Prints the rate."""
-    how, name, folder, rows, seconds = sys.argv[1:]
-    request = CASES[name].inputs(int(rows))
-    if how == "eager":
-        import torch
-
-        torch.set_grad_enabled(False)
-        run = eager(name, Path(folder), request)
-    else:
-        run = compiled(name, Path(folder), request)
-    if run is not None:
-        print(rate(run, int(rows), float(seconds)))
+    """Prints the rates."""
+    how, name, folder, seconds, *sizes = sys.argv[1:]
+    start = {"eager": eager, "compiled": compiled}[how]
+    for size in map(int, sizes):
+        run = start(name, Path(folder), CASES[name].inputs(size))
+        if run is not None:
+            print(rate(run, size, float(seconds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-#: rows of a request -> rows per second; None: there is no such thing
-Rates = Mapping[int, float | None]
+#: rows of a request -> rows per second; nothing where there is no such thing
+Rates = Mapping[int, float]
 
 
 @dataclass(frozen=True)

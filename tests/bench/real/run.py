@@ -52,13 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     WORK.mkdir(parents=True, exist_ok=True)
     cases = [CASES[name] for name in options.only]
+    before = machine()
     try:
         lines = measure(cases, 0.5 if options.quick else options.seconds)
     except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
         print(f"models: {error}", file=sys.stderr)
         return 1
     made = {"exported": table(iter([*exported(lines)])), "served": table(iter([*served_table(lines)]))}
-    made["machine"] = machine()
+    made["machine"] = before
     print("\n\n".join(made.values()))
     RESULT.write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
     if not options.quick and len(cases) == len(CASES):
@@ -79,10 +80,7 @@ def measure(cases: Sequence[Case], seconds: float) -> list[Line]:
         for case in cases:
             sizes = (1, case.most)
             rates: Rates = {rows: throughput(side.server.grpc_url, case, rows, seconds) for rows in sizes}
-            eager, compiled = (
-                {rows: direct(how, case.model, rows, seconds) for rows in sizes}
-                for how in ("eager", "compiled")
-            )
+            eager, compiled = (direct(how, case.model, sizes, seconds) for how in ("eager", "compiled"))
             say(f"{case.title}: served {rates}, eager {eager}, compiled {compiled}")
             lines.append(
                 Line(
@@ -141,10 +139,10 @@ def _infer(client: tritonclient.grpc.InferenceServerClient, model: str, request:
     client.infer(model, tensors(tritonclient.grpc, request))
 
 
-def direct(how: str, model: str, rows: int, seconds: float) -> float | None:
-    """Rows per second without a server."""
-    said = _ask("tests.bench.real.direct", how, model, str(FOLDER), str(rows), str(seconds))
-    return float(said) if said else None
+def direct(how: str, model: str, sizes: Sequence[int], seconds: float) -> Rates:
+    """Rows per second without a server, by rows in a call."""
+    said = _ask("tests.bench.real.direct", how, model, str(FOLDER), str(seconds), *map(str, sizes)).split()
+    return dict(zip(sizes, map(float, said), strict=True)) if said else {}
 
 
 def _ask(module: str, *arguments: str) -> str:
@@ -158,7 +156,7 @@ def _ask(module: str, *arguments: str) -> str:
 
 
 def machine() -> str:
-    """What the figures depend on."""
+    """What the figures depend on; asked before anything is measured, it tells who else wants the cores."""
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("jax", "torch", "torchax", "flax", "equinox")
     )

@@ -17,7 +17,7 @@ LINE = Line(
     bundle_bytes=1_500_000,
     errors={32: 1.23e-6, 1: 0.0},
     served={32: 1500.0, 1: 120.0},
-    eager={1: 60.0, 32: None},
+    eager={1: 60.0},
     compiled={1: 240.0, 32: 3000.0},
 )
 

@@ -161,5 +161,6 @@ def machine() -> str:
         f"{name} {metadata.version(name)}" for name in ("jax", "torch", "torchax", "flax", "equinox")
     )
     return (
-        f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()}, {versions}."
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), a load average of {os.getloadavg()[1]:.1f} when the run"
+        f" began; Python {platform.python_version()}, {versions}."
     )

@@ -59,13 +59,6 @@ def test_the_page_has_every_alert() -> None:
     assert rewrite(text, {"alerts": tool.alerts()}) == text
 
 
-def test_prometheus_finds_the_rules() -> None:
-    """They lie where docker/prometheus.yml looks for them in the folder that Compose mounts."""
-    (config,) = read((ROOT / "docker" / "prometheus.yml").read_text())
-    (found,) = config["rule_files"]
-    assert tool.RULES in (ROOT / "docker" / "prometheus" / "rules").glob(found.rpartition("/")[2])
-
-
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
 def test_what_pods_are_scaled_by_is_there(kind: str) -> None:
     """KEDA's queries, and those that prometheus-adapter makes for a HorizontalPodAutoscaler, name metrics that exist."""

@@ -24,6 +24,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "keda": {"autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True, "labels": {"team": "a"}}},
     "hpa": {"autoscaling": {"kind": "hpa", "queueWait": 0.25}},
     "gateway-keda": {**GATEWAY, "autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True}},
+    "alerts-and-dashboards": {
+        "prometheusRule": {"enabled": True, "labels": {"release": "monitoring"}},
+        "dashboards": {"enabled": True, "annotations": {"grafana_folder": "rsrv"}},
+    },
     "bundles-in-an-image": {"bundles": {"volume": {"hostPath": {"path": "/srv"}}, "subPath": "bundles"}},
     "own-secrets": {
         "restrict": {"existingSecret": "mine"},
@@ -283,6 +287,27 @@ def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
     query = rule["metricsQuery"]
     promql_parser.parse(query.replace("<<.LabelMatchers>>", f'namespace="prod",{label}="{release}"'))
     assert query.count("{") == query.count("{<<.LabelMatchers>>}")
+
+
+def test_the_operator_gets_the_same_alerts() -> None:
+    """The PrometheusRule says what the file of the rules says, braces and all, under the labels that are asked for."""
+    rule = one(render(VARIANTS["alerts-and-dashboards"]), "PrometheusRule", "demo-rsrv")
+    assert rule["metadata"]["labels"]["release"] == "monitoring"
+    (rules,) = read((CHART / "files" / "rules" / "rsrv.yml").read_text())
+    assert rule["spec"] == rules
+
+
+def test_grafanas_sidecar_gets_the_same_dashboards() -> None:
+    """The ConfigMap has the label that the sidecar looks for, and each dashboard as its file is; none fills it."""
+    boards = one(render(VARIANTS["alerts-and-dashboards"]), "ConfigMap", "demo-rsrv-dashboards")
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert boards["metadata"]["annotations"] == {"grafana_folder": "rsrv"}
+    files = {
+        path.name: path.read_text(encoding="utf-8") for path in (CHART / "files" / "dashboards").iterdir()
+    }
+    assert boards["data"] == files
+    # What Kubernetes takes in one.
+    assert sum(map(len, files.values())) < 1 << 20
 
 
 def test_servers_connect_to_nobody() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+from ruamel.yaml import YAML
 
 from rsrv.settings import load_settings
 from rsrv_node.plan import needs_gateway
@@ -167,7 +168,7 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
     env = environment(manifests)
     assert env["RSRV_CONTROL__LISTEN"].endswith(f":{ports['control']}")
     secrets = [v["secret"] for pod in pods(manifests) for v in pod["spec"]["volumes"] if "secret" in v]
-    assert secrets == [{"secretName": "demo-rsrv-control", "defaultMode": 0o440}] * 2
+    assert secrets.count({"secretName": "demo-rsrv-control", "defaultMode": 0o440}) == 2
 
 
 def test_clients_go_to_the_gateway_if_there_is_one() -> None:
@@ -177,18 +178,10 @@ def test_clients_go_to_the_gateway_if_there_is_one() -> None:
         assert selector["app.kubernetes.io/component"] == component
 
 
-@pytest.mark.parametrize(
-    ("values", "closed"),
-    [
-        ({}, "shared-memory,logging,trace,model-repository"),
-        (GATEWAY, "shared-memory,logging,trace"),
-        ({"gpu": {"perPod": 2}}, "shared-memory,logging,trace"),
-    ],
-    ids=["alone", "gateway", "gateway-in-the-pod"],
-)
-def test_what_only_operators_may_ask_wants_a_key(values: dict[str, Any], closed: str) -> None:
-    """Triton's dangerous calls want the key of a Secret; a gateway keeps the one by which it sees what is ready."""
-    manifests = render(values)
+def test_what_only_operators_may_ask_wants_a_key() -> None:
+    """Triton's dangerous calls want the key of a Secret."""
+    manifests = render()
+    closed = "shared-memory,model-repository,logging,trace"
     flags = json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])
     assert flags == [
         f"--http-restricted-api={closed}:rsrv-key=$(RSRV_RESTRICT_KEY)",
@@ -196,6 +189,28 @@ def test_what_only_operators_may_ask_wants_a_key(values: dict[str, Any], closed:
     ]
     names = [each["name"] for each in server(manifests)["containers"][0]["env"]]
     assert names.index("RSRV_RESTRICT_KEY") < names.index("RSRV_NODE__ARGUMENTS")
+
+
+@pytest.mark.parametrize("values", [GATEWAY, {"gpu": {"perPod": 2}}], ids=["gateway", "gateway-in-the-pod"])
+def test_a_gateway_has_the_key(values: dict[str, Any]) -> None:
+    """By which it sees what is ready: its name, and its value in a file from the Secret, which not everybody can read."""
+    manifests = render(values)
+    if values is GATEWAY:
+        text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
+        own = YAML(typ="safe").load(text)["gateway"]
+        pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
+    else:
+        own = {
+            key.removeprefix("RSRV_GATEWAY__").lower(): value for key, value in environment(manifests).items()
+        }
+        pod = server(manifests)
+    (flag,) = [f for f in json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"]) if "grpc" in f]
+    assert f":{own['worker_repository_key']}=" in flag
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    folder, _, entry = own["worker_repository_value_file"].rpartition("/")
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mounts[folder]]
+    assert volume["secret"] == {"secretName": "demo-rsrv-restrict", "defaultMode": 0o440}
+    assert entry in one(manifests, "Secret", "demo-rsrv-restrict")["data"]
 
 
 def test_a_pod_has_time_to_drain() -> None:

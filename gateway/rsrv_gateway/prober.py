@@ -129,7 +129,7 @@ class GrpcProber:
         return True
 
     async def _index(self) -> frozenset[str] | str | _Late:
-        """Names of what is ready; a text: why it does not say."""
+        """Names of what is ready; a text: why it refuses to say."""
         call = self._triton.unary_unary(
             _SERVICE + "RepositoryIndex",
             request_serializer=service_pb2.RepositoryIndexRequest.SerializeToString,
@@ -142,7 +142,7 @@ class GrpcProber:
                 metadata=self._contacts.repository_metadata,
             )
         except grpc.RpcError as error:
-            return _LATE if _is_late(error) else _said(error)
+            return _LATE if _is_late(error) else _refusal(error)
         if index is None:  # no such message: gRPC has logged that
             return frozenset()
         return frozenset(model.name for model in index.models if model.state == "READY")
@@ -151,14 +151,12 @@ class GrpcProber:
         """Says so once, for nothing goes to a worker that does not tell what it has."""
         if reason != self._refused:
             key = _RESTRICTED.search(reason)
-            remedy = (
-                ""
-                if key is None
-                else (
+            remedy = ""
+            if key is not None:
+                remedy = (
                     f"; its repository is restricted: set gateway.worker_repository_key to {key[1]}, and "
                     "gateway.worker_repository_value_file to a file with the value that it wants"
                 )
-            )
             log.warning(
                 "worker %s answers, but does not tell which models are ready, and gets no requests: %s%s",
                 self._worker.name,
@@ -181,6 +179,14 @@ class GrpcProber:
 
 def _is_late(error: Any) -> bool:
     return bool(error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def _refusal(error: Any) -> frozenset[str] | str:
+    """Nothing is ready on a server that starts or ends; the others that do not answer have a reason."""
+    starts_or_ends = error.code() is grpc.StatusCode.UNAVAILABLE and not _RESTRICTED.search(
+        error.details() or ""
+    )
+    return frozenset() if starts_or_ends else _said(error)
 
 
 def _said(error: Any) -> str:

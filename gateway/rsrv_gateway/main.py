@@ -12,6 +12,7 @@ from pathlib import Path
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
 from rsrv.control.tokens import read_token
+from rsrv.limits import raise_limit
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
 from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
@@ -47,7 +48,8 @@ def run(config: Path | None, workers: str | None) -> int:
     except (SettingsError, MembersError, OSError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 2
-    _open_many()
+    # Each client is an open file, and without any left no worker can be reached either.
+    raise_limit(resource.RLIMIT_NOFILE)
     sys.setswitchinterval(_SWITCH)
     try:
         asyncio.run(serve(settings))
@@ -153,12 +155,6 @@ def _until_signalled() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     return stop
-
-
-def _open_many() -> None:
-    """As many files as the system lets us: each client is one, and without any left no worker can be reached either."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _log_to_stderr() -> None:

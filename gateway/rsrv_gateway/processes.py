@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
@@ -114,11 +116,10 @@ class Processes:
         address: str | None = getattr(self._section, key)
         if address is None:
             return None
-        host, _, port = address.rpartition(":")
-        bare = host.removeprefix("[").removesuffix("]")
         try:
+            asked = parse_address(address, any_host=True, any_port=True)
             family, *_, where = socket.getaddrinfo(
-                bare or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                asked.host or None, asked.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             # The kernel would let another gateway of this user share the port.
             with socket.socket(family, socket.SOCK_STREAM) as alone:
@@ -131,7 +132,7 @@ class Processes:
             shared.bind(where)
         except (OSError, ValueError) as error:
             raise ListenError(f"gateway.{key}: cannot listen on {address}: {error}") from None
-        return f"{host}:{shared.getsockname()[1]}"
+        return str(replace(asked, port=shared.getsockname()[1]))
 
     def _said(self) -> list[Any]:
         workers, table = self._now

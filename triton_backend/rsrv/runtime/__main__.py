@@ -13,6 +13,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv.limits import raise_limit
 from rsrv.runtime.heap import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     # The limit of a stub's memory is for its hooks.
-    _raise_limit(resource.RLIMIT_DATA)
+    raise_limit(resource.RLIMIT_DATA)
     # The stub that starts this process must not be its parent: it may be unloaded at any time, and would
     # keep a zombie if we died first.
     if os.fork():
@@ -70,8 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             _say(options.ready_fd, "ready")
             return 0
         paths.sweep(options.directory.parent)
-        # A model takes about five descriptors; the customary 1024 would be too few for hundreds of models.
-        _raise_limit(resource.RLIMIT_NOFILE)
+        # The customary 1024 open files would be too few for hundreds of models.
+        raise_limit(resource.RLIMIT_NOFILE)
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
         box = BlackBox(options.directory)
@@ -151,12 +152,6 @@ def main(argv: list[str] | None = None) -> int:
     with suppress(Exception):
         loop.clear()
     os._exit(70)
-
-
-def _raise_limit(resource_: int) -> None:
-    """As far as it may be."""
-    _, hard = resource.getrlimit(resource_)
-    resource.setrlimit(resource_, (hard, hard))
 
 
 def _say(fd: int, text: str) -> None:

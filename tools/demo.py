@@ -23,8 +23,9 @@ import tritonclient.grpc
 import tritonclient.http
 
 import example_bundles
-from examples import digits, minilm
+from examples import digits
 from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
+from rsrv.hooks.text import as_text
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from triton_install import InstallError
@@ -117,7 +118,7 @@ def compare(server: TritonServer) -> bool:
         f"sentences to embeddings, by a chain of models that clients see as one ({' -> '.join(TEXT_STAGES)})"
     )
     client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
-    text = minilm.as_text(SENTENCES)
+    text = as_text(SENTENCES)
     tensor = tritonclient.grpc.InferInput("text", list(text.shape), "UINT8")
     tensor.set_data_from_numpy(text)
     embeddings = client.infer(TEXT_MODEL, [tensor]).as_numpy("embedding")

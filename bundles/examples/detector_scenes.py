@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.detector_run import iou
+from rsrv.hooks.boxes import iou
 
 Array = np.ndarray[Any, Any]
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.logs import Format
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
 from rsrv_gateway.contract import Table, Worker
@@ -31,8 +32,10 @@ _BACK_OFF = 0.1, 5.0
 #: seconds after which its earlier ends are forgotten
 _STABLE = 30.0
 
-#: started with the number of its end of a socket
-COMMAND = (sys.executable, "-m", "rsrv_gateway", "--process")
+
+def command(log_format: Format) -> Sequence[str]:
+    """What each is started with, and the number of its end of a socket."""
+    return sys.executable, "-m", "rsrv_gateway", "--log-format", log_format, "--process"
 
 
 class Processes:
@@ -42,7 +45,7 @@ class Processes:
         self,
         section: GatewaySection,
         brain: Brain,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
         patience: float = _PATIENCE,
     ) -> None:

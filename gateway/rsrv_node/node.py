@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rsrv import logs
 from rsrv.settings import Settings, SettingsError, load_settings
 from rsrv_node import cores, nvml, repositories
 from rsrv_node.devices import choose
@@ -36,7 +37,7 @@ def run(options: Namespace) -> int:
         if options.dry_run:
             sys.stdout.write(describe(planned))
             return 0
-        _log_to_output()
+        _log_to_output(settings.logs.format)
         with alone(settings.node.directory):
             repositories.check(options.bundles, settings)
             for file, text in planned.files.items():
@@ -206,8 +207,8 @@ class _Lines(logging.Handler):
         _put(Prefixer("node").feed(f"{self.format(record)}\n".encode()))
 
 
-def _log_to_output() -> None:
+def _log_to_output(format: logs.Format) -> None:
     handler = _Lines()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    handler.setFormatter(logs.formatter(format))
     log.handlers = [handler]
     log.setLevel(logging.INFO)

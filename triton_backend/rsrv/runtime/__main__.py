@@ -13,6 +13,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv import logs
 from rsrv.runtime.heap import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
@@ -41,12 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     os.setsid()
     use_one_arena()
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    # Loads of weights are told as they come: they must not wait for the log.
+    logs.setup(aside=True)
     # A warning is a line of the log, whatever the environment wants warnings to be.
     warnings.simplefilter("default")
-    logging.captureWarnings(True)
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)
@@ -65,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
         settings = load_settings(text, str(options.settings))
+        logs.setup(settings.logs.format)
         if paths.hold(options.directory) is None:
             # Its starter died before it could say so: the other stubs will find it.
             _say(options.ready_fd, "ready")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -67,7 +69,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1, poll_s: 0.5}\n")
+    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1, poll_s: 0.5}\nlogs: {format: json}\n")
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
@@ -164,6 +166,23 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
     )
     with caller(metrics.server) as call:
         call("exact", {"x": ROW})
+
+
+def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
+    """With logs.format: json, of stubs, the runtime and the control process, in good days and bad; Triton's stay its own."""
+    with caller(metrics.server) as call:
+        row = np.full((1, 4), bundles.deed("preprocess", "raise"), np.float32)
+        refusal(lambda: call("hooked", {"x": row}, request_id="mine"))
+    lines = metrics.server.log_text().splitlines()
+
+    assert [line for line in lines if re.match(r"\d{4}-\d\d-\d\d .* [DIWEC] (rsrv|py)", line)] == []
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    loggers = {one["logger"] for one in told}
+    assert {"rsrv.runtime", "rsrv.control", "rsrv.placement", "rsrv.models", "rsrv.stub"} <= loggers
+    assert {"compiled", "built", "loaded", "warmed_up", "unloaded"} <= {one.get("event") for one in told}
+    mine = [one for one in told if one.get("request") == "mine"]
+    assert {one["model"] for one in mine} == {"hooked"}
+    assert any("Traceback" in one.get("exception", "") for one in mine)
 
 
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights on both tiers while the runtime serves: shared, moved by command, short of memory, and gone."""
 
+import logging
 import os
 import re
 import shutil
@@ -90,6 +91,28 @@ def house(start_runtime: StartRuntime) -> Iterator[House]:
     house = House(start_runtime)
     yield house
     house.close()
+
+
+def test_each_load_has_a_line_with_its_numbers(
+    house: House, relatives: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came, which others have not; whose weights gave way for it; and how many requests waited."""
+    with caplog.at_level(logging.INFO, "rsrv.placement"):
+        house.start(f"weight_budget_bytes: {3 * _BYTES}")
+        engines = {name: house.engine(relatives[name]) for name in "abc"}
+        assert answered(ask(engines["a"])) == 1
+
+    lines = [record for record in caplog.records if record.__dict__["fields"].get("event") == "loaded"]
+    told = [record.__dict__["fields"] for record in lines]
+    assert [(one["model"], one["bytes"], [key[0] for key in one["evicted"]], one["waiting"]) for one in told] == [
+        ("a", 2 * _BYTES, [], 0),
+        ("b", _BYTES, [], 0),
+        ("c", _BYTES, ["a"], 0),
+        ("a", _BYTES, ["b"], 1),
+    ]
+    for one in told:
+        assert one["version"].startswith(f"{one['model']}@")
+        assert one["bytes_per_second"] > 0 < one["seconds"]
 
 
 # --- sharing -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import caller, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.harness import ROOT, RunningTriton, StartTriton, running_triton, wait_until
 from tests.e2e.lives import place
 
 ROW = np.ones((1, 64), np.float32)
@@ -168,6 +169,11 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
         call("exact", {"x": ROW})
 
 
+def kind(line: dict[str, Any]) -> tuple[object, ...]:
+    """Of a line of the log: who says it, of what, and the names of its fields."""
+    return line["logger"], line.get("event"), line.get("request"), tuple(line)
+
+
 def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     """With logs.format: json, of stubs, the runtime and the control process, in good days and bad; Triton's stay its own."""
     with caller(metrics.server) as call:
@@ -183,6 +189,11 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     mine = [one for one in told if one.get("request") == "mine"]
     assert {one["model"] for one in mine} == {"hooked"}
     assert any("Traceback" in one.get("exception", "") for one in mine)
+    page = (ROOT / "docs" / "control.md").read_text(encoding="utf-8")
+    shown = [json.loads(line) for line in page.splitlines() if line.startswith('{"time"')]
+    kinds = [kind(one) for one in told]
+    assert len(shown) == 5
+    assert [one for one in shown if kind(one) not in kinds] == []
 
 
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.unit.runtime.metas import meta_engine, write_meta
 from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 
+ROOT = Path(__file__).resolve().parents[3]
 #: of one weight of `export_doubling`: three f32
 _BYTES = 12
 _RESIDENCIES = ("unpinned", "system", "device")
@@ -104,7 +105,9 @@ def test_each_load_has_a_line_with_its_numbers(
 
     lines = [record for record in caplog.records if record.__dict__["fields"].get("event") == "loaded"]
     told = [record.__dict__["fields"] for record in lines]
-    assert [(one["model"], one["bytes"], [key[0] for key in one["evicted"]], one["waiting"]) for one in told] == [
+    assert [
+        (one["model"], one["bytes"], [key[0] for key in one["evicted"]], one["waiting"]) for one in told
+    ] == [
         ("a", 2 * _BYTES, [], 0),
         ("b", _BYTES, [], 0),
         ("c", _BYTES, ["a"], 0),
@@ -113,6 +116,13 @@ def test_each_load_has_a_line_with_its_numbers(
     for one in told:
         assert one["version"].startswith(f"{one['model']}@")
         assert one["bytes_per_second"] > 0 < one["seconds"]
+    (shown,) = re.findall(r"I rsrv.placement: (.*)", (ROOT / "docs" / "control.md").read_text("utf-8"))
+    assert template(lines[-1].getMessage()) == template(shown)
+
+
+def template(line: str) -> str:
+    """A line of the log without its versions and numbers."""
+    return re.sub(r"[\d.]+", "N", re.sub(r"\w+@\w+", "K", line))
 
 
 # --- sharing -----------------------------------------------------------------------------------------------

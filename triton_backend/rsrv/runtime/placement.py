@@ -115,7 +115,7 @@ class Placement:
                 waiting = 0 if known is None else known.queued
                 rate = moved / max(seconds, 1e-9)
                 log.info(
-                    "%s: weights loaded: %.1f MB in %.1f ms (%.0f MB/s)%s; %d requests wait",
+                    "%s: weights loaded: %.1f MB in %.1f ms (%.0f MB/s)%s; requests that wait: %d",
                     model.key,
                     moved / 1e6,
                     seconds * 1e3,

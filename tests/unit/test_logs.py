@@ -118,7 +118,7 @@ class Stopped(io.StringIO):
 
 
 def say(handler: logging.Handler, text: str, level: int = logging.INFO) -> None:
-    handler.handle(logging.makeLogRecord({"msg": text, "levelno": level}))
+    handler.handle(logging.makeLogRecord({"msg": text, "levelno": level, "levelname": "ANY"}))
 
 
 def test_nobody_waits_for_a_log_that_is_not_read() -> None:
@@ -137,6 +137,24 @@ def test_nobody_waits_for_a_log_that_is_not_read() -> None:
         "the log takes no more: 5 lines are lost",
         "line 2",
     ]
+
+
+def test_a_line_is_as_things_were(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it was made of may change before it is written; and one that cannot be made ends nothing."""
+    stream = Stopped()
+    handler = logs.Aside(stream)
+    handler.setFormatter(logs.formatter("json"))
+    names = ["a"]
+    for args in ((names,), ("too", "many")):
+        handler.handle(logging.LogRecord("rsrv", logging.INFO, "", 0, "here: %s", args, None))
+    names.append("b")
+    stream.goes_on.set()
+    say(handler, "the end", logging.CRITICAL)
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == [
+        "here: ['a']",
+        "the end",
+    ]
+    assert "not all arguments converted" in capsys.readouterr().err
 
 
 def test_last_words_are_written_before_the_end() -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from copy import copy
 from typing import Any, Literal, TextIO
 
 Format = Literal["human", "json"]
@@ -89,13 +89,14 @@ class Aside(logging.Handler):
         self._stream = stream
         self._most = most
         self._changed = threading.Condition()
-        self._lines: deque[str] = deque()
+        self._lines: deque[str | logging.LogRecord] = deque()
         self._lost = 0
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
+            # An exception would keep alive all that it leads to: tensors, too.
+            line = self.format(record) if record.exc_info else _said(record)
         except Exception:  # noqa: BLE001  as every handler's
             self.handleError(record)
             return
@@ -120,17 +121,28 @@ class Aside(logging.Handler):
                 line, lost, self._lost = self._lines[0], self._lost, 0
             self._put(line)
             if lost:
-                self._put(self.format(_lost(lost)))
+                self._put(_lost(lost))
             with self._changed:
                 self._lines.popleft()
                 self._changed.notify_all()
 
-    def _put(self, line: str) -> None:
+    def _put(self, line: str | logging.LogRecord) -> None:
         """By itself: what several processes write at once stays apart by the line, if that is not too long."""
-        # Who has closed it does not want to know.
-        with suppress(OSError, ValueError):
-            self._stream.write(f"{line}\n")
+        try:
+            text = line if isinstance(line, str) else self.format(line)
+            self._stream.write(f"{text}\n")
             self._stream.flush()
+        except (OSError, ValueError):
+            pass  # who has closed it does not want to know
+        except Exception:  # noqa: BLE001  the thread goes on
+            self.handleError(logging.makeLogRecord({}))
+
+
+def _said(record: logging.LogRecord) -> logging.LogRecord:
+    """With its message made, of what may be something else by the time that it is written."""
+    made = copy(record)
+    made.msg, made.args = record.getMessage(), None
+    return made
 
 
 def _lost(lines: int) -> logging.LogRecord:

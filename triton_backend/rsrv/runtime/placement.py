@@ -111,8 +111,7 @@ class Placement:
         place = f", in place of {', '.join(evicted)}" if evicted else ""
         match event:
             case ev.WeightsLoaded(seconds=seconds):
-                known = self._scheduler.model(model.key)
-                waiting = 0 if known is None else known.queued
+                waiting = self._scheduler.queued(model.key)
                 rate = moved / max(seconds, 1e-9)
                 log.info(
                     "%s: weights loaded: %.1f MB in %.1f ms (%.0f MB/s)%s; requests that wait: %d",

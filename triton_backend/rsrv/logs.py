@@ -25,7 +25,12 @@ def fields(**values: Any) -> dict[str, Any]:
 
     Numbers, texts and lists of them. What is None or empty is left out.
     """
-    return {"fields": {name: value for name, value in values.items() if value not in (None, "")}}
+    kept = {name: value for name, value in values.items() if value is not None and not _is_empty(value)}
+    return {"fields": kept}
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, str) and not value
 
 
 def setup(format: Format = "human", model: str | None = None, *, aside: bool = False) -> None:

@@ -118,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
             loop.clear()
         # Again: whoever steers may have looked for the control process meanwhile, and left its lock.
         paths.remove(options.directory)
+        logging.shutdown()  # what was logged is to be written
         os._exit(0)
 
     def end_what_hangs(place: Place, task: Task, seconds: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
+from rsrv.logs import Format
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
 from rsrv_gateway.contract import Table, Worker
@@ -33,8 +34,10 @@ _BACK_OFF = 0.1, 5.0
 #: seconds after which its earlier ends are forgotten
 _STABLE = 30.0
 
-#: started with the number of its end of a socket
-COMMAND = (sys.executable, "-m", "rsrv_gateway", "--process")
+
+def command(log_format: Format) -> Sequence[str]:
+    """What each is started with, and the number of its end of a socket."""
+    return sys.executable, "-m", "rsrv_gateway", "--log-format", log_format, "--process"
 
 
 class Processes:
@@ -44,7 +47,7 @@ class Processes:
         self,
         section: GatewaySection,
         brain: Brain,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
         patience: float = _PATIENCE,
     ) -> None:

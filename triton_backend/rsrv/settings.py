@@ -298,6 +298,15 @@ class MetricsSection(Section):
     )
 
 
+class LogsSection(Section):
+    """What the processes write into the server's log."""
+
+    format: Literal["human", "json"] = Field(
+        "human",
+        description="Lines for people, or JSON objects for programs, one a line. Triton's own lines stay as they are.",
+    )
+
+
 #: where the weights of a model are for sure
 Residency = Literal["unpinned", "system", "device"]
 
@@ -351,6 +360,7 @@ class Settings(BaseSettings):
     lifecycle: LifecycleSection = LifecycleSection()
     control: ControlSection = ControlSection()
     metrics: MetricsSection = MetricsSection()
+    logs: LogsSection = LogsSection()
     gateway: GatewaySection = GatewaySection()
     node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rsrv import logs
 from rsrv.wire import paths
 
 log = logging.getLogger("rsrv.control")
@@ -31,9 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     os.nice(5)
     # gRPC's own complaints are about clients that leave.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    logs.setup()
     # It counts the files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
@@ -92,6 +91,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
     text = options.settings.read_text() if options.settings.exists() else ""
     settings = load_settings(text, str(options.settings))
+    logs.setup(settings.logs.format)
     repository = options.settings.parent
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(server, gone.set)

@@ -13,6 +13,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.runtime.heap import use_one_arena
 from rsrv.wire import paths
@@ -42,12 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     os.setsid()
     use_one_arena()
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    # Loads of weights are told as they come: they must not wait for the log.
+    logs.setup(aside=True)
     # A warning is a line of the log, whatever the environment wants warnings to be.
     warnings.simplefilter("default")
-    logging.captureWarnings(True)
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)
@@ -66,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
         settings = load_settings(text, str(options.settings))
+        logs.setup(settings.logs.format)
         if paths.hold(options.directory) is None:
             # Its starter died before it could say so: the other stubs will find it.
             _say(options.ready_fd, "ready")
@@ -119,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
             loop.clear()
         # Again: whoever steers may have looked for the control process meanwhile, and left its lock.
         paths.remove(options.directory)
+        logging.shutdown()  # what was logged is to be written
         os._exit(0)
 
     def end_what_hangs(place: Place, task: Task, seconds: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.logs import fields
 from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
 from rsrv.runtime.policy import terms
@@ -49,6 +50,11 @@ class Model:
     host: HostWeights
     #: in argument order, while they are on the device
     weights: Sequence[Buffer] | None = None
+
+
+def about(model: Model, **more: Any) -> dict[str, Any]:
+    """For `extra` of a line of the log about a model."""
+    return fields(model=model.name, version=model.key, **more)
 
 
 def model_key(name: str, bundle: Bundle) -> str:
@@ -117,9 +123,28 @@ def build(
     of_model = settings.for_model(name)
     executables = {}
     wanted = usable(signatures, of_model.max_batch_size)
+    own = {"model": name, "version": model_key(name, bundle)}
     for done, key in enumerate(wanted, 1):
+        began = time.perf_counter()
         executables[key] = device.compile(read_module(bundle, key, signatures[key]), signatures[key])
-        log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
+        seconds = time.perf_counter() - began
+        log.info(
+            "%s: compiled %d/%d in %.2f s (variant %d, size %d)",
+            name,
+            done,
+            len(wanted),
+            seconds,
+            *key,
+            extra=fields(
+                **own,
+                event="compiled",
+                variant=key[0],
+                size=key[1],
+                seconds=round(seconds, 6),
+                done=done,
+                of=len(wanted),
+            ),
+        )
     compiled = time.perf_counter() - started
     nbytes = sum(weight.nbytes for weight in bundle.weights)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
@@ -143,6 +168,14 @@ def build(
         compiled,
         weights.nbytes,
         scratch,
+        extra=fields(
+            **own,
+            event="built",
+            seconds=round(time.perf_counter() - started, 6),
+            compile_seconds=round(compiled, 6),
+            bytes=weights.nbytes,
+            scratch_bytes=scratch,
+        ),
     )
     return Model(
         program.model,
@@ -182,6 +215,7 @@ def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tu
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
     place = place or Place()
+    started = time.perf_counter()
     costs = {}
     for (variant, size), executable in model.executables.items():
         inputs = zeros(model.interface.variants[variant].inputs, size)
@@ -191,7 +225,18 @@ def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tu
                 seconds.append(run(device, executable, weights, inputs)[1])
         costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
     _smooth(costs)
-    log.info("%s: costs %s", model.name, {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()})
+    log.info(
+        "%s: warmed up in %.2f s, costs %s",
+        model.name,
+        time.perf_counter() - started,
+        {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()},
+        extra=about(
+            model,
+            event="warmed_up",
+            seconds=round(time.perf_counter() - started, 6),
+            costs={f"{v}/{s}": round(c, 9) for (v, s), c in costs.items()},
+        ),
+    )
     return costs
 
 

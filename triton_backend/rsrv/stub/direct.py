@@ -212,7 +212,7 @@ class DirectRun:
         try:
             results = sent.stage.endpoint.results(arrays, self._who)
             remote = sent.stage.remote
-            checked = check_results(results, remote.outputs, sent.client_rows, "postprocess")
+            checked = check_results(results, remote.outputs, sent.client_rows, "postprocess", self._who)
         except Failure as failure:
             return failure
         return {wire.name: array for wire, array in zip(remote.outputs, checked, strict=True)}

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.logs import fields
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
+from rsrv.stub.complaints import Complaints
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs
 from rsrv.stub.farewell import Farewell
@@ -130,6 +132,7 @@ class MetaEngine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
+        self._complaints = Complaints()
         self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
@@ -192,7 +195,8 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._end(time.perf_counter(), Status.RUNTIME_DOWN, self._session.down) for _ in requests]
+            now, down = time.perf_counter(), self._session.down
+            return [self._end(request, now, Status.RUNTIME_DOWN, down) for request in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
@@ -218,7 +222,8 @@ class MetaEngine:
         except Failure as failure:
             visit.fail(failure.status, failure.text)
         except Exception:
-            log.exception("preparing a request failed")
+            who = request.request_id()
+            log.exception("request %r: preparing failed", who, extra=fields(request=who))
             visit.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
         return visit
 
@@ -286,11 +291,12 @@ class MetaEngine:
 
     def _failed(self, visit: Visit) -> Any:
         assert visit.failure is not None
-        return self._end(visit.since, visit.failure.status, visit.failure.text)
+        return self._end(visit.request, visit.since, visit.failure.status, visit.failure.text)
 
-    def _end(self, since: float, status: Status, text: str) -> Any:
+    def _end(self, request: Any, since: float, status: Status, text: str) -> Any:
         """The response of a request that came at `since` and fails."""
         self.meters.answered(status, since)
+        self._complaints.ended(status, text, request.request_id())
         return self._responses.failure(status, text)
 
     def _serve(self, visit: Visit) -> Any:
@@ -301,12 +307,12 @@ class MetaEngine:
             self.meters.answered(Status.OK, visit.since)
             return response
         except Failure as failure:
-            if failure.status is Status.INTERNAL:
-                log.error("request %r failed: %s", visit.request.request_id(), failure.text)
-            return self._end(visit.since, failure.status, failure.text)
+            return self._end(visit.request, visit.since, failure.status, failure.text)
         except Exception:
-            log.exception("request %r failed", visit.request.request_id())
-            return self._end(visit.since, Status.INTERNAL, "the request failed; the server's log says why")
+            who = visit.request.request_id()
+            log.exception("request %r: its run failed", who, extra=fields(request=who))
+            text = "the request failed; the server's log says why"
+            return self._end(visit.request, visit.since, Status.INTERNAL, text)
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -336,7 +342,8 @@ class MetaEngine:
     def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
         arrays = read_inputs(self._tensors, visit.request, visit.link.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        checked = check_results(self._call_user(visit, run, arrays), self._outputs, rows, "run")
+        results, who = self._call_user(visit, run, arrays), visit.request.request_id()
+        checked = check_results(results, self._outputs, rows, "run", who)
         visit.results = checked
         return [
             self._tensors.make(wire.name, array, wire.dtype)
@@ -344,7 +351,11 @@ class MetaEngine:
         ]
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns)
+        triton = (
+            None
+            if self._bls is None
+            else ThroughTriton(self._bls, visit.deadline_ns, visit.request.request_id())
+        )
         stages = Routes(
             run,
             self._stages,
@@ -381,7 +392,8 @@ class MetaEngine:
         try:
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
-            log.error("no connection for a run: %s", error)
+            who = visit.request.request_id()
+            log.error("request %r: no connection for its run: %s", who, error, extra=fields(request=who))
             self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 

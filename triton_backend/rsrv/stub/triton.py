@@ -13,16 +13,17 @@ from rsrv.stub.stages import Stage, check_inputs, check_keep
 
 
 class ThroughTriton:
-    """The calls of one run; tensors travel by value, and stay on no device."""
+    """The calls of one run, for the request `who`; tensors travel by value, and stay on no device."""
 
-    def __init__(self, bls: Bls, deadline_ns: int) -> None:
+    def __init__(self, bls: Bls, deadline_ns: int, who: str) -> None:
         self._bls = bls
+        self._who = who
         self._deadline_ns = deadline_ns
 
     def external(self, name: str, inputs: Mapping[str, Any]) -> "_Waiting":
         """Call a model outside of the runtime. What it may be sent is Triton's to check."""
         arrays = {key: np.asarray(value) for key, value in inputs.items()}
-        return _Waiting(self._bls.start(name, arrays, deadline_ns=self._deadline_ns), {})
+        return _Waiting(self._bls.start(name, arrays, deadline_ns=self._deadline_ns, who=self._who), {})
 
     def stage(self, stage: Stage, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_Waiting":
         """Call a model of the runtime, as a part of the run that has this token. Raises Failure."""
@@ -41,6 +42,7 @@ class ThroughTriton:
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
             deadline_ns=self._deadline_ns,
             run=token,
+            who=self._who,
         )
         return _Waiting(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 

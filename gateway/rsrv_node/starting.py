@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from rsrv.address import Address
 from rsrv.logs import fields
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import read_status
-from rsrv_node.plan import Address, Worker
+from rsrv_node.plan import Worker
 
 log = logging.getLogger("rsrv.node")
 

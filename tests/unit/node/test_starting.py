@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.address import Address
 from rsrv_node.devices import Device
-from rsrv_node.plan import Address, Child, Ports, Worker
+from rsrv_node.plan import Child, Ports, Worker
 from rsrv_node.starting import listens, look, tell
 
 HERE = Address("127.0.0.1", 1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
+from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.underway import Phase, Place
@@ -19,7 +20,8 @@ from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Look, Signature, check_signatures, read_module, signature_of
+from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module, signature_of
+from rsrv_bundle.precision import Precision, treat
 
 log = logging.getLogger("rsrv.models")
 
@@ -41,6 +43,8 @@ class Model:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
+    #: of each of them, as compiled
+    precisions: Mapping[tuple[int, int], Precision]
     #: what clients send that tells the rows of a request: an input and its batch axis; None: none has one
     batch_input: tuple[str, int] | None
     #: device bytes that its largest execution takes beside the weights
@@ -109,17 +113,22 @@ def build(
 ) -> Model:
     """Compile every module, and know the weights by their content; nothing of them is on the device yet.
 
-    What `look` has seen of a module is what is compiled. What executions cost is not known before `warm_up`. Raises
+    What `look` has seen of a module is what is compiled, but for what `runtime.numerics` changes. What executions cost is not known before `warm_up`. Raises
     BundleError, HostMemoryError, DeviceError, and whatever `look` and the compiler raise.
     """
     started = time.perf_counter()
     signatures = check_signatures(bundle, look)
     of_model = settings.for_model(name)
-    executables = {}
+    executables, precisions = {}, {}
     wanted = usable(signatures, of_model.max_batch_size)
+    how = treatment(settings.runtime.numerics, device.hardware)
     for done, key in enumerate(wanted, 1):
-        executables[key] = device.compile(read_module(bundle, key, signatures[key]), signatures[key])
-        log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
+        found = read_module(bundle, key, signatures[key])
+        module, precisions[key] = treat(found, module_file(bundle, key).name, how)
+        executables[key] = device.compile(module, signatures[key])
+        log.info(
+            "%s: compiled %d/%d (variant %d, size %d): %s", name, done, len(wanted), *key, precisions[key]
+        )
     compiled = time.perf_counter() - started
     nbytes = sum(weight.nbytes for weight in bundle.weights)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
@@ -151,6 +160,7 @@ def build(
         interface,
         program,
         executables,
+        precisions,
         batch_input(bundle),
         scratch,
         of_model.residency,

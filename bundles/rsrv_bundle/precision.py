@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from rsrv_bundle.errors import BundleError
@@ -40,7 +40,7 @@ _NAMES = re.compile(rb"dot|convolution|dynamic_conv|einsum|custom_call|cholesky|
 #: complex ones are computed as products of their parts
 _F32 = frozenset({"f32", "complex<f32>"})
 
-Kind = Literal["f32", "tf32", "default", "algorithm"]
+Kind = Literal["f32", "tf32", "hardware", "algorithm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Precision:
     #: in TF32, by an algorithm
     tf32: int = 0
     #: as the hardware does by default
-    default: int = 0
+    hardware: int = 0
     #: by another algorithm, which the exporter chose
     algorithm: int = 0
     #: given the highest precision here
@@ -65,20 +65,10 @@ class Precision:
     ungovernable: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For people: the counts that are not 0."""
-        counts = {
-            "in f32": self.f32,
-            "in TF32": self.tf32,
-            "as the hardware likes": self.default,
-            "by an algorithm of the exporter's": self.algorithm,
-        }
-        changed = {"pinned": self.pinned, "rewritten": self.rewritten, "stripped": self.stripped}
-        text = ", ".join(f"{count} {how}" for how, count in counts.items() if count) or "no products of f32"
-        if done := ", ".join(f"{count} {how}" for how, count in changed.items() if count):
-            text += f" ({done})"
-        if self.ungovernable:
-            text += "; ungovernable: " + ", ".join(f"{n} {name}" for name, n in self.ungovernable.items())
-        return text
+        """For people: the counts that are not 0, by their names here."""
+        counts = {key: count for key, count in asdict(self).items() if key != "ungovernable"}
+        shown = ", ".join(f"{key} {n}" for key, n in (*counts.items(), *self.ungovernable.items()) if n)
+        return f"products of f32: {shown or 'none'}"
 
 
 def treat(blob: bytes, file: str, treatment: Treatment) -> tuple[bytes, Precision]:
@@ -103,7 +93,7 @@ def treat(blob: bytes, file: str, treatment: Treatment) -> tuple[bytes, Precisio
     except ValueError as e:
         raise BundleError(f"{file}: {e}") from None
     kinds, ungovernable, names = seen
-    if treatment == "pin" and (left := names["default"] + names["tf32"]):
+    if treatment == "pin" and (left := names["hardware"] + names["tf32"]):
         text = ", ".join(f"{count} {name}" for name, count in sorted(left.items()))
         raise BundleError(
             f"{file}: {text}: multiplies f32, and nothing in a module can have it do so in f32; export the model anew, "
@@ -148,7 +138,7 @@ def _count(module: Any) -> tuple[Counter[str], Counter[str], dict[Kind, Counter[
     """Products of f32 by kind; ungovernable operations by name; and the names of products by kind."""
     kinds: Counter[str] = Counter()
     ungovernable: Counter[str] = Counter()
-    names: dict[Kind, Counter[str]] = {kind: Counter() for kind in ("f32", "tf32", "default", "algorithm")}
+    names: dict[Kind, Counter[str]] = {kind: Counter() for kind in ("f32", "tf32", "hardware", "algorithm")}
 
     def visit(operation: Any) -> None:
         name = operation.name
@@ -176,7 +166,7 @@ def _kind(operation: Any) -> Kind | None:
     if types:
         return "f32" if set(types) <= {"f32", "f64"} else "algorithm"
     precisions = _precisions(operation)
-    return "f32" if len(precisions) == 2 and set(precisions) == {"HIGHEST"} else "default"
+    return "f32" if len(precisions) == 2 and set(precisions) == {"HIGHEST"} else "hardware"
 
 
 def _is_f32(value: Any) -> bool:
@@ -227,7 +217,7 @@ def _change(operation: Any, treatment: Treatment) -> list[str]:
             return ["stripped"]
         operation.attributes["algorithm"] = _f32_algorithm()
         return ["rewritten"]
-    if kind == "default" and treatment == "pin" and operation.name != "stablehlo.einsum":
+    if kind == "hardware" and treatment == "pin" and operation.name != "stablehlo.einsum":
         _pin(operation)
         return ["pinned"]
     return []

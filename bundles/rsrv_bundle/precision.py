@@ -1,105 +1,44 @@
-"""In what precision a module multiplies f32: changed where it should be another, and counted in what is compiled.
-
-On a GPU with TF32 the compiler may round the operands of such products to 10 bits of mantissa, unless the module says
-otherwise. It can say so for each operation: by an algorithm, or by a precision for each operand.
-"""
+"""Modules changed so that they multiply f32 in the precision that is wanted, and checked as they are compiled."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from typing import Any, Literal
 
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Signature, parsed, signature_of
+from rsrv_bundle.products import COMPOSITE, RAGGED, Precision, holder, kind_of, precision_of, visit_products
 
 #: keep: as exported; strip: TF32 algorithms removed, so that hardware without TF32 runs the module; pin: all in f32
 Treatment = Literal["keep", "strip", "pin"]
 
-#: what multiplies its first two operands, and says how precisely in an attribute, or, the einsum, not at all
-_PRODUCTS = frozenset(
-    {
-        "stablehlo.dot_general",
-        "stablehlo.dot",
-        "stablehlo.convolution",
-        "stablehlo.dynamic_conv",
-        "stablehlo.einsum",
-        "chlo.ragged_dot",
-    }
-)
-#: how jax exports a chlo.ragged_dot, which the compiler makes of it again
-_COMPOSITE = "stablehlo.composite"
-_RAGGED = "chlo.ragged_dot"
-#: what multiplies in a library, whose precision nothing in a module decides
-_UNGOVERNABLE = frozenset({"stablehlo.custom_call", "stablehlo.cholesky", "stablehlo.triangular_solve"})
-_SEEN = _PRODUCTS | _UNGOVERNABLE | {_COMPOSITE}
-#: an artifact has its operations' names in plain: without any of these in it there is nothing to look for
-_NAMES = re.compile(rb"dot|convolution|dynamic_conv|einsum|custom_call|cholesky|triangular_solve")
-#: complex ones are computed as products of their parts
-_F32 = frozenset({"f32", "complex<f32>"})
 
-Kind = Literal["f32", "tf32", "hardware", "algorithm"]
+def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tuple[bytes, Precision]:
+    """The module to be compiled, and what is in it; the same bytes, unparsed, if nothing has to change.
 
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How many operations of a module, as it is compiled, multiply f32 in which precision; and what was changed."""
-
-    #: in f32, whatever the hardware has
-    f32: int = 0
-    #: in TF32, by an algorithm
-    tf32: int = 0
-    #: as the hardware does by default
-    hardware: int = 0
-    #: by another algorithm, which the exporter chose
-    algorithm: int = 0
-    #: given the highest precision here
-    pinned: int = 0
-    #: given an f32 algorithm for a TF32 one
-    rewritten: int = 0
-    #: rid of a TF32 algorithm
-    stripped: int = 0
-    #: operations on f32 that compute in a library, by name and target: nothing here decides how
-    ungovernable: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        """For people: the counts that are not 0, by their names here."""
-        counts = {key: count for key, count in asdict(self).items() if key != "ungovernable"}
-        shown = ", ".join(f"{key} {n}" for key, n in (*counts.items(), *self.ungovernable.items()) if n)
-        return f"products of f32: {shown or 'none'}"
-
-
-def treat(blob: bytes, file: str, treatment: Treatment) -> tuple[bytes, Precision]:
-    """The module to be compiled, and what there is in it; the same bytes if nothing had to change.
-
-    `blob` is a module that `signature_of` has found good, and `file` the name of its file. Raises BundleError if
+    `blob` is a module in which `signature_of` has `seen` that, and `file` the name of its file. Raises BundleError if
     `pin` leaves a product of f32 that is not in f32.
     """
-    if _NAMES.search(blob) is None:
-        return blob, Precision()
+    if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
+        return blob, seen
+    changed: Counter[str] = Counter()
     try:
-        changed: Counter[str] = Counter()
         with parsed(blob) as module:
-            _walk(module, lambda operation: changed.update(_change(operation, treatment)))
-            if changed:
-                blob = _written(module)
-            else:
-                seen = _count(module)
-        if changed:
-            with parsed(blob) as module:
-                seen = _count(module)
+            visit_products(module, lambda operation: changed.update(_change(operation, treatment)))
+            blob = _written(module)
+        # Not what was to be written: what the compiler will read.
+        with parsed(blob) as module:
+            precision = precision_of(module)
+            left = _not_in_f32(module) if treatment == "pin" else ""
     except ValueError as e:
         raise BundleError(f"{file}: {e}") from None
-    kinds, ungovernable, names = seen
-    if treatment == "pin" and (left := names["hardware"] + names["tf32"]):
-        text = ", ".join(f"{count} {name}" for name, count in sorted(left.items()))
+    if left:
         raise BundleError(
-            f"{file}: {text}: multiplies f32, and nothing in a module can have it do so in f32; export the model anew, "
+            f"{file}: {left}: multiplies f32, and nothing in a module can have it do so in f32; export the model anew, "
             "so that it has stablehlo.dot_general there, or do without runtime.numerics: f32"
         )
-    return blob, Precision(**kinds, **changed, ungovernable=dict(sorted(ungovernable.items())))
+    return blob, replace(precision, **changed)
 
 
 def product(n: int) -> tuple[bytes, Signature]:
@@ -113,18 +52,6 @@ def product(n: int) -> tuple[bytes, Signature]:
     return blob, signature_of(blob, "product")
 
 
-def _walk(module: Any, visit: Any) -> None:
-    """Visit what may be of interest, in all functions and regions."""
-    from jaxlib.mlir import ir
-
-    def look(operation: Any) -> Any:
-        if operation.name in _SEEN:
-            visit(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look, ir.WalkOrder.PRE_ORDER)
-
-
 def _written(module: Any) -> bytes:
     from jaxlib.mlir.dialects import stablehlo
 
@@ -134,83 +61,21 @@ def _written(module: Any) -> bytes:
     return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
 
 
-def _count(module: Any) -> tuple[Counter[str], Counter[str], dict[Kind, Counter[str]]]:
-    """Products of f32 by kind; ungovernable operations by name; and the names of products by kind."""
-    kinds: Counter[str] = Counter()
-    ungovernable: Counter[str] = Counter()
-    names: dict[Kind, Counter[str]] = {kind: Counter() for kind in ("f32", "tf32", "hardware", "algorithm")}
+def _not_in_f32(module: Any) -> str:
+    """The products of f32 that may be computed in less, by name; empty if there are none."""
+    left: Counter[str] = Counter()
 
     def visit(operation: Any) -> None:
-        name = operation.name
-        if name in _UNGOVERNABLE:
-            if any(map(_is_f32, operation.operands)):
-                target = operation.attributes["call_target_name"].value if "custom" in name else ""
-                ungovernable[f"{name.partition('.')[2]} {target}".strip()] += 1
-        elif (kind := _kind(operation)) is not None:
-            kinds[kind] += 1
-            names[kind][name] += 1
+        if kind_of(operation) in ("hardware", "tf32"):
+            left[operation.name] += 1
 
-    _walk(module, visit)
-    return kinds, ungovernable, names
-
-
-def _kind(operation: Any) -> Kind | None:
-    """In what precision it multiplies f32, as the module says; None: it does not multiply f32, nor in TF32."""
-    if operation.name == _COMPOSITE and operation.attributes["name"].value != _RAGGED:
-        return None
-    types = _algorithm(operation)
-    if "tf32" in types:
-        return "tf32"
-    if not any(map(_is_f32, list(operation.operands)[:2])):
-        return None
-    if types:
-        return "f32" if set(types) <= {"f32", "f64"} else "algorithm"
-    precisions = _precisions(operation)
-    return "f32" if len(precisions) == 2 and set(precisions) == {"HIGHEST"} else "hardware"
-
-
-def _is_f32(value: Any) -> bool:
-    return str(getattr(value.type, "element_type", "")) in _F32
-
-
-def _algorithm(operation: Any) -> list[str]:
-    """The types of its operands and of their sum, if it says by which algorithm they are multiplied."""
-    from jaxlib.mlir.dialects import stablehlo
-
-    if operation.name != "stablehlo.dot_general" or "algorithm" not in operation.attributes:
-        return []
-    algorithm = stablehlo.DotAlgorithm(operation.attributes["algorithm"])
-    return [
-        str(kind)
-        for kind in (
-            algorithm.lhs_precision_type,
-            algorithm.rhs_precision_type,
-            algorithm.accumulation_type,
-        )
-    ]
-
-
-def _precisions(operation: Any) -> list[str]:
-    from jaxlib.mlir.dialects import chlo, stablehlo
-
-    attributes = _holder(operation)
-    if "precision_config" not in attributes:
-        return []
-    dialect: Any = {_RAGGED: chlo.PrecisionAttr, _COMPOSITE: lambda text: text}.get(
-        operation.name, stablehlo.PrecisionAttr
-    )
-    return [str(dialect(one).value) for one in attributes["precision_config"]]
-
-
-def _holder(operation: Any) -> Any:
-    """The attributes among which its precision is."""
-    attributes = operation.attributes
-    return attributes["composite_attributes"] if operation.name == _COMPOSITE else attributes
+    visit_products(module, visit)
+    return ", ".join(f"{count} {name}" for name, count in sorted(left.items()))
 
 
 def _change(operation: Any, treatment: Treatment) -> list[str]:
     """Do to an operation what is to be done; returns the changes, as `Precision` names them."""
-    kind = None if treatment == "keep" or operation.name in _UNGOVERNABLE else _kind(operation)
+    kind = kind_of(operation)
     if kind == "tf32":
         if treatment == "strip":
             del operation.attributes["algorithm"]
@@ -235,12 +100,12 @@ def _pin(operation: Any) -> None:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import chlo, stablehlo
 
-    if operation.name == _COMPOSITE:
+    if operation.name == COMPOSITE:
         highest: Any = ir.StringAttr.get("HIGHEST")
-        kept = {one.name: one.attr for one in _holder(operation)}
+        kept = {one.name: one.attr for one in holder(operation)}
         kept["precision_config"] = ir.ArrayAttr.get([highest, highest])
         operation.attributes["composite_attributes"] = ir.DictAttr.get(kept)
         return
-    dialect = chlo if operation.name == _RAGGED else stablehlo
+    dialect = chlo if operation.name == RAGGED else stablehlo
     highest = dialect.PrecisionAttr.get("HIGHEST")
     operation.attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])

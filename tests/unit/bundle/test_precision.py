@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from rsrv_bundle import BundleError
 from rsrv_bundle.modules import as_exported, parsed, signature_of
-from rsrv_bundle.precision import Precision, Treatment, product, treat
+from rsrv_bundle.precision import Treatment, product, treat
+from rsrv_bundle.products import Precision, precision_of
 
 F32 = "f32"
 ROUNDED = "lhs_precision_type = tf32, rhs_precision_type = tf32, accumulation_type = f32"
@@ -62,10 +63,17 @@ def text_of(blob: bytes) -> str:
         return str(module)
 
 
+def applied(blob: bytes, treatment: Treatment) -> tuple[bytes, Precision]:
+    """As the runtime does it with a module that it has looked into."""
+    with parsed(blob) as module:
+        seen = precision_of(module)
+    return treat(blob, "model.mlir", treatment, seen)
+
+
 def treated(text: str, treatment: Treatment) -> Precision:
     """What is in the module then. Treating it once more changes nothing."""
-    blob, precision = treat(artifact(text), "model.mlir", treatment)
-    again, seen = treat(blob, "model.mlir", treatment)
+    blob, precision = applied(artifact(text), treatment)
+    again, seen = applied(blob, treatment)
     assert again == blob
     kept = ("f32", "tf32", "hardware", "algorithm", "ungovernable")
     assert [getattr(seen, key) for key in kept] == [getattr(precision, key) for key in kept]
@@ -77,22 +85,20 @@ def test_what_the_exporter_left_open_stays_open(treatment: Treatment) -> None:
     """The very bytes come back, so that the cache finds what was compiled of them before."""
     blob = artifact(function(dot()))
 
-    assert treat(blob, "model.mlir", treatment) == (blob, Precision(hardware=1))
+    assert applied(blob, treatment) == (blob, Precision(hardware=1))
 
 
 def test_a_tf32_algorithm_stays_where_the_hardware_has_tf32() -> None:
     """It is what the exporter asked for."""
     blob = artifact(function(dot(more=algorithm(ROUNDED))))
 
-    assert treat(blob, "model.mlir", "keep") == (blob, Precision(tf32=1))
+    assert applied(blob, "keep") == (blob, Precision(tf32=1))
 
 
 @pytest.mark.parametrize("operations", [1, 3])
 def test_a_tf32_algorithm_is_stripped_for_other_hardware(operations: int) -> None:
     """It would be refused there, or computed otherwise; what is left is the hardware's own way."""
-    blob, precision = treat(
-        artifact(function(dot(more=algorithm(ROUNDED, operations)))), "model.mlir", "strip"
-    )
+    blob, precision = applied(artifact(function(dot(more=algorithm(ROUNDED, operations)))), "strip")
 
     assert precision == Precision(hardware=1, stripped=1)
     assert "algorithm" not in text_of(blob)
@@ -107,7 +113,7 @@ X = np.array([[1, 2], [3, 4]], np.float32)
 @pytest.mark.parametrize("operations", [1, 3])
 def test_a_tf32_algorithm_becomes_one_of_f32(operations: int) -> None:
     """Of three TF32 products, too: their sum is not f32."""
-    blob, precision = treat(artifact(function(dot(more=algorithm(ROUNDED, operations)))), "model.mlir", "pin")
+    blob, precision = applied(artifact(function(dot(more=algorithm(ROUNDED, operations)))), "pin")
 
     assert precision == Precision(f32=1, rewritten=1)
     assert f"{EXACT}, lhs_component_count = 1, rhs_component_count = 1, num_primitive_operations = 1" in (
@@ -189,7 +195,7 @@ def test_an_einsum_cannot_be_pinned_and_is_refused() -> None:
     body = '%z = "stablehlo.einsum"(%x, %y) {einsum_config = "ij,jk->ik"} : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>'
     assert treated(function(body), "strip") == Precision(hardware=1)
     with pytest.raises(BundleError, match=r"model\.mlir: 1 stablehlo\.einsum: .* export the model anew"):
-        treat(artifact(function(body)), "model.mlir", "pin")
+        applied(artifact(function(body)), "pin")
 
 
 def test_products_in_regions_and_functions_are_found() -> None:
@@ -234,7 +240,7 @@ def ragged() -> bytes:
 
 def test_a_ragged_product_is_pinned_where_the_compiler_looks() -> None:
     """jax exports a composite with a decomposition: the compiler takes the composite's own precision."""
-    blob, precision = treat(ragged(), "model.mlir", "pin")
+    blob, precision = applied(ragged(), "pin")
 
     # And the two products of its decomposition.
     assert precision == Precision(f32=3, pinned=3)
@@ -263,8 +269,9 @@ def hlo(blob: bytes) -> str:
 def test_the_compiler_is_given_what_was_pinned() -> None:
     """Nothing between the artifact and XLA forgets it."""
     before, signature = product(2)
-    after, precision = treat(before, "model.mlir", "pin")
+    after, precision = applied(before, "pin")
 
+    assert signature.precision == Precision(hardware=1)
     assert precision == Precision(f32=1, pinned=1)
     assert "operand_precision" not in hlo(before)
     assert "operand_precision={highest,highest}" in hlo(after)
@@ -291,18 +298,24 @@ def test_what_computes_in_a_library_is_named() -> None:
     )
 
 
-def test_a_module_without_products_is_not_even_parsed() -> None:
-    """What has none of their names in it has none of them."""
-    blob = artifact(function("%z = stablehlo.add %x, %y : tensor<2x2xf32>"))
-    cut = blob[:-10]
+NOTHING_TO_DO: list[tuple[Precision, Treatment]] = [
+    (Precision(tf32=1, hardware=1), "keep"),
+    (Precision(hardware=1, f32=1), "strip"),
+    (Precision(f32=1, algorithm=1, ungovernable={"cholesky": 1}), "pin"),
+    (Precision(), "pin"),
+]
 
-    assert treat(cut, "model.mlir", "pin") == (cut, Precision())
+
+def test_a_module_without_anything_to_change_is_not_even_parsed() -> None:
+    """Whoever looked into it has seen that: loading beside traffic costs nothing more."""
+    for seen, treatment in NOTHING_TO_DO:
+        assert treat(b"any", "model.mlir", treatment, seen) == (b"any", seen)
 
 
 def test_a_damaged_module_is_refused() -> None:
     """Its file is named."""
     with pytest.raises(BundleError, match=r"^model\.mlir: is not a valid StableHLO portable artifact"):
-        treat(product(2)[0][:-20], "model.mlir", "keep")
+        treat(product(2)[0][:-20], "model.mlir", "pin", Precision(hardware=1))
 
 
 KINDS = st.sampled_from([F32, "f64", "bf16"])

@@ -20,8 +20,9 @@ from rsrv.settings import Numerics, SettingsError, load_settings
 from rsrv.stub.lane import Lane, Rejected
 from rsrv.wire.status import read_status
 from rsrv_bundle.export import export_bundle
-from rsrv_bundle.modules import Signature
-from rsrv_bundle.precision import Precision, Treatment, product, treat
+from rsrv_bundle.modules import Signature, signature_of
+from rsrv_bundle.precision import Treatment, product, treat
+from rsrv_bundle.products import Precision
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import StartRuntime, build_here
 from tests.unit.runtime.test_hostile_peers import Client
@@ -103,7 +104,7 @@ class Multiplier(FakeDevice):
         self._seen = [] if seen is None else seen
 
     def compile(self, module: bytes, signature: Signature) -> Executable:
-        self._latest = "pinned" if treat(module, "model.mlir", "keep")[1].f32 else "default"
+        self._latest = "pinned" if signature_of(module, "model.mlir").precision.f32 else "default"
         return super().compile(module, signature)
 
     def _multiply(self, inputs: Sequence[Array], weights: Sequence[Array]) -> list[Array]:
@@ -266,9 +267,9 @@ def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
 
 def test_the_module_of_another_setting_is_another_executable(products: Path) -> None:
     """In one process or in the cache: what was compiled for one setting is never taken for the other."""
-    module, _ = product(4)
-    assert treat(module, "model.mlir", "strip")[0] == module
-    assert treat(module, "model.mlir", "pin")[0] != module
+    module, signature = product(4)
+    assert treat(module, "model.mlir", "strip", signature.precision)[0] == module
+    assert treat(module, "model.mlir", "pin", signature.precision)[0] != module
     device = JaxDevice("cpu")
     models = [
         build_here(products, device, load_settings(settings_text(one))) for one in ("auto", "f32", "f32")

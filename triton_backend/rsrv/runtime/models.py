@@ -21,7 +21,8 @@ from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module, signature_of
-from rsrv_bundle.precision import Precision, treat
+from rsrv_bundle.precision import treat
+from rsrv_bundle.products import Precision
 
 log = logging.getLogger("rsrv.models")
 
@@ -124,7 +125,7 @@ def build(
     how = treatment(settings.runtime.numerics, device.hardware)
     for done, key in enumerate(wanted, 1):
         found = read_module(bundle, key, signatures[key])
-        module, precisions[key] = treat(found, module_file(bundle, key).name, how)
+        module, precisions[key] = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
         executables[key] = device.compile(module, signatures[key])
         log.info(
             "%s: compiled %d/%d (variant %d, size %d): %s", name, done, len(wanted), *key, precisions[key]

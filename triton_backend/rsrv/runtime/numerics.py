@@ -77,7 +77,7 @@ def probe(device: Device, numerics: Numerics) -> Computes | None:
     found = multiply(device, module, signature)
     log.info("%s multiplies f32 in: %s; runtime.numerics: %s", hardware, found, numerics)
     if numerics == "f32":
-        pinned, _ = treat(module, "the probe", "pin")
+        pinned, _ = treat(module, "the probe", "pin", signature.precision)
         if (exact := multiply(device, pinned, signature)) != "f32":
             raise DeviceError(
                 f"runtime.numerics is f32, but {hardware} multiplies in {exact} where a module asks for f32: the fault "

@@ -38,7 +38,12 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
             f"{file}: {left}: multiplies f32, and nothing in a module can have it do so in f32; export the model anew, "
             "so that it has stablehlo.dot_general there, or do without runtime.numerics: f32"
         )
-    return blob, replace(precision, **changed)
+    return blob, replace(
+        precision,
+        pinned=changed["pinned"],
+        rewritten=changed["rewritten"],
+        stripped=changed["stripped"],
+    )
 
 
 def product(n: int) -> tuple[bytes, Signature]:
@@ -47,7 +52,11 @@ def product(n: int) -> tuple[bytes, Signature]:
     import jax.numpy as jnp
 
     square: Any = jax.ShapeDtypeStruct  # has no types
-    exported = jax.export.export(jax.jit(jnp.matmul))(*[square((n, n), jnp.float32)] * 2)
+    # Said outright: the process may have another default.
+    default = jax.lax.Precision.DEFAULT
+    exported = jax.export.export(jax.jit(lambda x, y: jnp.matmul(x, y, precision=default)))(
+        *[square((n, n), jnp.float32)] * 2
+    )
     blob = bytes(exported.mlir_module_serialized)
     return blob, signature_of(blob, "product")
 

@@ -64,7 +64,7 @@ class Precision:
 
 def precision_of(module: Any) -> Precision:
     """What is in a parsed module."""
-    kinds: Counter[Kind] = Counter()
+    kinds: Counter[str] = Counter()
     ungovernable: Counter[str] = Counter()
 
     def visit(operation: Any) -> None:

@@ -263,7 +263,14 @@ def hlo(blob: bytes) -> str:
     """What the compiler is given."""
     signature = signature_of(blob, "model.mlir")
     shapes = [np.zeros(shape, {"f32": np.float32, "i32": np.int32}[kind]) for kind, shape in signature.inputs]
-    return str(jax.jit(as_exported(blob, signature).call).lower(*shapes).compiler_ir("hlo").as_hlo_text())
+    lowered: Any = jax.jit(as_exported(blob, signature).call).lower(*shapes).compiler_ir("hlo")
+    return str(lowered.as_hlo_text())
+
+
+def test_the_probes_product_is_the_hardwares_whatever_the_process_prefers() -> None:
+    """With `runtime.numerics: f32` the process has another default, and the probe is about the hardware's."""
+    with jax.default_matmul_precision("highest"):
+        assert product(2)[1].precision == Precision(hardware=1)
 
 
 def test_the_compiler_is_given_what_was_pinned() -> None:

@@ -148,6 +148,15 @@ def test_f32_refuses_a_device_that_rounds_what_is_pinned(bits: int, how: str) ->
         probe(Multiplier(10, bits), "f32")
 
 
+def test_a_device_that_cannot_multiply_is_said_to_be_it() -> None:
+    """No model is, and the next one tries again."""
+    device = Multiplier(10, 23)
+    device.fail_next("launch", error=RuntimeError("no kernel image"))
+    with pytest.raises(DeviceError, match=r"before any model: RuntimeError: no kernel image"):
+        probe(device, "auto")
+    assert probe(device, "auto") == "tf32"
+
+
 @pytest.mark.parametrize(
     ("hardware", "why"),
     [

@@ -55,9 +55,14 @@ def _matrix() -> Array:
 
 
 def multiply(device: Device, module: bytes, signature: Signature) -> Computes:
-    """How the device multiplies, with a module of two f32 matrices of 512 x 512."""
-    executable = device.compile(module, signature)
-    (result,), _ = run(device, executable, [], [_matrix(), np.eye(_SIDE, dtype=np.float32)])
+    """How the device multiplies, with a module of two f32 matrices of 512 x 512. Raises DeviceError if it cannot."""
+    try:
+        executable = device.compile(module, signature)
+        (result,), _ = run(device, executable, [], [_matrix(), np.eye(_SIDE, dtype=np.float32)])
+    except Exception as error:
+        raise DeviceError(
+            f"the device cannot multiply two matrices, which is tried before any model: {type(error).__name__}: {error}"
+        ) from error
     return judge(result)
 
 

@@ -49,6 +49,7 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
 def product(n: int) -> tuple[bytes, Signature]:
     """A module that multiplies two square matrices of f32 as the hardware does by default."""
     import jax
+    import jax.export
     import jax.numpy as jnp
 
     square: Any = jax.ShapeDtypeStruct  # has no types

@@ -23,6 +23,7 @@ from rsrv.runtime.abstract_device import (
     Buffer,
     DeviceError,
     Executable,
+    Hardware,
     Launched,
     OutOfMemory,
     Piece,
@@ -117,6 +118,7 @@ class FakeDevice:
     def __init__(self, compute: Compute, *, asynchronous: bool = False) -> None:
         self.compute = compute
         self.asynchronous = asynchronous
+        self.hardware = Hardware("cpu")
         self._lock = threading.Lock()
         self._executing = threading.Lock()
         self._failures = _Failures()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from ruamel.yaml import YAML
 
@@ -89,6 +89,10 @@ CHANGEABLE = (
 )
 
 
+#: in what precision models multiply f32
+Numerics = Literal["auto", "f32", "tf32"]
+
+
 class RuntimeSection(Section):
     """The process that owns the device."""
 
@@ -98,6 +102,12 @@ class RuntimeSection(Section):
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
         description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
+    )
+    numerics: Numerics = Field(
+        "auto",
+        description="In what precision models multiply f32. auto: as their modules say, else as the hardware likes, "
+        "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on "
+        "hardware with TF32. docs/numerics.md has more.",
     )
     memory_fraction: float = Field(
         0.9,
@@ -154,6 +164,12 @@ class RuntimeSection(Section):
         "take, if that is longer, hangs: the runtime ends, and the next one does not load that model. null: executions "
         "may take as long as they like.",
     )
+
+    @model_validator(mode="after")
+    def _has_tf32(self) -> "RuntimeSection":
+        if self.numerics == "tf32" and self.platform == "cpu":
+            raise ValueError("numerics: tf32 cannot be had with platform: cpu, which has no TF32")
+        return self
 
 
 class StubSection(Section):

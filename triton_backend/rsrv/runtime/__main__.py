@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             memory_fraction=settings.runtime.memory_fraction,
             preallocate=settings.runtime.preallocate,
             weight_memory=settings.runtime.weight_memory,
+            numerics=settings.runtime.numerics,
         ),
         blackbox=box,
         inspector=Inspector(),

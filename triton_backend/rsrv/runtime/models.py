@@ -13,6 +13,7 @@ import numpy as np
 from rsrv.logs import fields
 from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
+from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.underway import Phase, Place
@@ -20,7 +21,9 @@ from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Look, Signature, check_signatures, read_module, signature_of
+from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module, signature_of
+from rsrv_bundle.precision import treat
+from rsrv_bundle.products import Precision
 
 log = logging.getLogger("rsrv.models")
 
@@ -42,6 +45,8 @@ class Model:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
+    #: of each of them, as compiled
+    precisions: Mapping[tuple[int, int], Precision]
     #: what clients send that tells the rows of a request: an input and its batch axis; None: none has one
     batch_input: tuple[str, int] | None
     #: device bytes that its largest execution takes beside the weights
@@ -115,26 +120,30 @@ def build(
 ) -> Model:
     """Compile every module, and know the weights by their content; nothing of them is on the device yet.
 
-    What `look` has seen of a module is what is compiled. What executions cost is not known before `warm_up`. Raises
+    What `look` has seen of a module is what is compiled, but for what `runtime.numerics` changes. What executions cost is not known before `warm_up`. Raises
     BundleError, HostMemoryError, DeviceError, and whatever `look` and the compiler raise.
     """
     started = time.perf_counter()
     signatures = check_signatures(bundle, look)
     of_model = settings.for_model(name)
-    executables = {}
+    executables, precisions = {}, {}
     wanted = usable(signatures, of_model.max_batch_size)
+    how = treatment(settings.runtime.numerics, device.hardware)
     own = {"model": name, "version": model_key(name, bundle)}
     for done, key in enumerate(wanted, 1):
         began = time.perf_counter()
-        executables[key] = device.compile(read_module(bundle, key, signatures[key]), signatures[key])
+        found = read_module(bundle, key, signatures[key])
+        module, precisions[key] = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
+        executables[key] = device.compile(module, signatures[key])
         seconds = time.perf_counter() - began
         log.info(
-            "%s: compiled %d/%d in %.2f s (variant %d, size %d)",
+            "%s: compiled %d/%d in %.2f s (variant %d, size %d): %s",
             name,
             done,
             len(wanted),
             seconds,
             *key,
+            precisions[key],
             extra=fields(
                 **own,
                 event="compiled",
@@ -143,6 +152,7 @@ def build(
                 seconds=round(seconds, 6),
                 done=done,
                 of=len(wanted),
+                products=str(precisions[key]),
             ),
         )
     compiled = time.perf_counter() - started
@@ -184,6 +194,7 @@ def build(
         interface,
         program,
         executables,
+        precisions,
         batch_input(bundle),
         scratch,
         of_model.residency,

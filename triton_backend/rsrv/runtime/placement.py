@@ -9,6 +9,7 @@ from rsrv.runtime.abstract_device import CacheCounts, Device
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.models import Model, about
+from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
@@ -44,14 +45,16 @@ class Placement:
         #: None until they are made
         self.device: Device | None = None
         self.tiers: Tiers | None = None
+        #: how the device multiplies by default, where there is a question
+        self.computes: Computes | None = None
         #: bytes of the device that executions may take beside weights
         self.scratch = 0
         #: models that are built or warmed up now
         self.builds = 0
 
-    def equip(self, device: Device, tiers: Tiers) -> None:
+    def equip(self, device: Device, tiers: Tiers, computes: Computes | None) -> None:
         """There is a device."""
-        self.device, self.tiers = device, tiers
+        self.device, self.tiers, self.computes = device, tiers, computes
         self.decide()
 
     @property

@@ -104,6 +104,19 @@ def test_an_answer_that_depends_on_other_requests_is_found(
     assert any(problem in line for line in found.value.problems)
 
 
+def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
+    """It calls into libraries that are not here; the message is the compiler's."""
+    lowered = jax.export.export(jax.jit(jnp.linalg.qr), platforms=["cuda"])(np.zeros((3, 3), np.float32))
+    square = {"name": "x", "dtype": "f32", "shape": "ac", "dims": {"a": 3, "c": 3}}
+    document = changed(
+        MANIFEST, executable_inputs=[square], executable_outputs=[{**square, "name": name} for name in "qr"]
+    )
+    modules = {"model.mlir": bytes(lowered.mlir_module_serialized)}
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=modules))
+    with pytest.raises(BundleError, match=r"model\.mlir: cannot be compiled for this machine: "):
+        lines_of(bundle, Wanted(lambda x: (x, x)))
+
+
 def test_a_wider_tolerance_lets_more_through(tmp_path: Path) -> None:
     """Of its element type."""
     bundle = forged(tmp_path, {1: lambda x: x, 4: lambda x: x * 1.001})

@@ -331,7 +331,7 @@ def random_inputs(
         shape = bundle.input_shape(index, variant, size)
         example = examples.get(spec.name)
         if example is not None and example.dtype.kind in "iu" and example.any():
-            arrays.append(rng.choice(np.unique(example), shape))
+            arrays.append(rng.choice(np.unique(example), shape).astype(dtypes.numpy_dtype(spec.dtype)))
         else:
             arrays.append(_random(rng, spec.dtype, shape))
     return arrays

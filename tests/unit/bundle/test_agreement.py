@@ -196,6 +196,30 @@ def test_a_source_may_be_what_the_exporter_takes(
     assert " from its source" in capsys.readouterr().out
 
 
+def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
+    """Of the samples, or else of what the source came with; zeros fill a batch up."""
+    table = np.arange(8, dtype=np.float32)[:, np.newaxis]
+    bundle = export_bundle(
+        lambda p, i: {"y": p[i]},
+        table,
+        {"i": np.array([3, 7], np.int32)},
+        batch_sizes=[1, 4],
+        out_dir=tmp_path / "table",
+    )
+    seen: set[int] = set()
+
+    def source(i: Array) -> Array:
+        seen.update(i.tolist())
+        return table[i]
+
+    with pytest.raises(SourceError, match="IndexError"):
+        lines_of(bundle, Wanted(source))
+    for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
+        seen.clear()
+        lines_of(bundle, Wanted(source, samples, examples))
+        assert seen <= ({0, 1, 5} if samples else {3, 7})
+
+
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
     """Beside what is in the manifest already, comments too; a bundle beyond its tolerance keeps its numbers."""
     manifest = exported / "manifest.yaml"

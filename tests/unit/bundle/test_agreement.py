@@ -242,6 +242,20 @@ def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> 
     assert read_bundle(copy).digest == after.digest
 
 
+@pytest.mark.parametrize("text", ["", "numerics:\n", "numerics: {rows: {model.b1: 1}, other: 2} # Kept.\n"])
+def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
+    """Whatever it had before; what was not measured now stays."""
+    bundle = forged(tmp_path, {1: lambda x: x, 2: lambda x: x})
+    with (bundle.path / "manifest.yaml").open("a") as file:
+        file.write(text)
+    before = read_bundle(bundle.path)
+    lines_of(before, Wanted(store=True))
+    after = read_bundle(bundle.path).manifest
+    zeros = {"model.b2": 0.0}
+    assert after.numerics == {**before.manifest.numerics, "buckets": zeros, "rows": zeros}
+    assert after.inputs == before.manifest.inputs
+
+
 def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
     """The message says what to do."""
     bundle = read_bundle(

@@ -69,7 +69,7 @@ IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]
 
 def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     """Indices stay 64 bits wide and within the example's, shared weights are stored once, those without use not."""
-    settings = jax.config.jax_enable_x64, torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    settings = jax.config.read("jax_enable_x64"), torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
     module = Encoder()
     bundle = export(tmp_path / "m", module, IDS, batch_sizes=[1, 3])
     assert [(spec.name, spec.dtype) for spec in bundle.manifest.inputs] == [("ids", "i64"), ("mask", "i64")]
@@ -86,7 +86,7 @@ def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     assert 0 < bundle.manifest.numerics["max_rel_error"] < 1e-5
     assert bundle.manifest.provenance["torch"] == torch.__version__
     assert bundle.manifest.provenance["torchax"]
-    after = jax.config.jax_enable_x64, torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    after = jax.config.read("jax_enable_x64"), torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
     assert after == settings
 
 
@@ -133,8 +133,8 @@ def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
     inputs = {name: torch.zeros(1, 2) for name in "cba"}
     bundle = export(tmp_path / "m", Difference(), inputs)
     assert [spec.name for spec in bundle.manifest.inputs] == ["c", "b", "a"]
-    answer = eager_torch(Difference().eval())(a=np.float32([[1]]), b=np.float32([[2]]), c=np.float32([[3]]))
-    assert answer.values == (np.float32([[6]]),)
+    numbers = {name: np.full((1, 1), value, np.float32) for name, value in (("c", 3), ("a", 1), ("b", 2))}
+    assert eager_torch(Difference().eval())(**numbers).values == (np.full((1, 1), 6, np.float32),)
     with pytest.raises(BundleError, match=r"y: the model takes \(a, b, c, d\); name the inputs as it does"):
         export(tmp_path / "n", Difference(), {**inputs, "y": torch.zeros(1, 2)})
     with pytest.raises(BundleError, match=r"a: the model takes .* has no default; give it"):

@@ -19,8 +19,9 @@ from rsrv_bundle import Bundle, BundleError, cli, read_bundle
 from rsrv_bundle.agreement import SourceError, Wanted, agree
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import signature_of
-from rsrv_bundle.numerics import in_batches
+from rsrv_bundle.numerics import TOLERANCE, in_batches
 from rsrv_bundle.samples import read_samples, rows_of
+from tests.pages import ROOT
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle, tensor
 
 Array = np.ndarray[Any, Any]
@@ -102,6 +103,15 @@ def test_an_answer_that_depends_on_other_requests_is_found(
     with pytest.raises(BundleError) as found:
         lines_of(forged(tmp_path, functions))
     assert any(problem in line for line in found.value.problems)
+
+
+def test_the_page_has_the_tolerances_of_the_code() -> None:
+    """One column for each element type that may differ at all."""
+    lines = (ROOT / "docs" / "bundle-tools.md").read_text().splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("| f64 |"))
+    names, values = ([cell.strip() for cell in lines[row].strip("|").split("|")] for row in (head, head + 2))
+    assert {name: float(value) for name, value in zip(names[:-1], values[:-1], strict=True)} == TOLERANCE
+    assert (names[-1], values[-1]) == ("integers, bool", "equal")
 
 
 def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 
+from rsrv_bundle.agreement import SourceError, Wanted, agree
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.inspection import Inspector, InspectorError
@@ -15,8 +16,11 @@ from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
 
-def check(directories: Sequence[str], *, signatures: bool) -> int:
-    """Prints a line per bundle, or per broken rule; returns the exit status, as `cli.main`."""
+def check(directories: Sequence[str], *, signatures: bool, numerics: Wanted | None = None) -> int:
+    """Prints a line per bundle, or per broken rule; returns the exit status, as `cli.main`.
+
+    numerics: what to compare by running the modules, if anything.
+    """
     if signatures and find_spec("jaxlib") is None:
         message = "jaxlib is not installed; install 'rsrv[runtime]', or pass --no-signatures"
         print(f"rsrv-bundle: {message}", file=sys.stderr)
@@ -25,12 +29,16 @@ def check(directories: Sequence[str], *, signatures: bool) -> int:
     with closing(Inspector()) as inspector:
         for directory in directories:
             try:
-                print(f"ok {directory}: {_check_one(directory, inspector if signatures else None)}")
+                bundle = read_bundle(directory)
+                print(f"ok {directory}: {_check_one(bundle, inspector if signatures else None)}")
+                if numerics is not None:
+                    for line in agree(bundle, numerics, inspector):
+                        print(f"ok {directory}: {line}")
             except BundleError as e:
                 broken += 1
                 for problem in e.problems:
                     print(f"{directory}: {problem}")
-            except InspectorError as e:
+            except (InspectorError, SourceError) as e:
                 # It may be good or not, and the next one will fare no better.
                 print(f"rsrv-bundle: {directory}: {e}", file=sys.stderr)
                 return 2
@@ -40,9 +48,8 @@ def check(directories: Sequence[str], *, signatures: bool) -> int:
     return 1 if broken else 0
 
 
-def _check_one(directory: str, look: Look | None) -> str:
+def _check_one(bundle: Bundle, look: Look | None) -> str:
     """A summary of a good bundle. Raises BundleError with the problems of all the checks that could be made."""
-    bundle = read_bundle(directory)
     problems: list[str] = []
     if bundle.hooks is not None:
         try:

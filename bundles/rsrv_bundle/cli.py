@@ -1,34 +1,301 @@
 """The command `rsrv-bundle`. Light until it knows what it is to do."""
 
+from __future__ import annotations
+
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rsrv.command import add_version
+from rsrv_bundle.kinds import KINDS
+
+if TYPE_CHECKING:
+    from rsrv_bundle.agreement import Wanted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0 all good, 1 a bundle is broken, 2 wrong usage, or no means to look."""
+    """Run the command line. Returns the exit code.
+
+    0: all good, and for `diff` the same. 1: a bundle is broken, or further off than its tolerance; for `diff` they differ.
+    2: wrong usage, or no means to look.
+    """
     try:
-        arguments = parser().parse_args(argv)
+        top = parser()
+        arguments = top.parse_args(argv)
+        return COMMANDS[arguments.command](arguments)
     except SystemExit as e:
         # argparse has said what is wrong, or has printed the help.
         return int(e.code or 0)
-    from rsrv_bundle import checking
+    except UsageError as e:
+        print(f"rsrv-bundle: {e}", file=sys.stderr)
+        return 2
 
-    return checking.check(arguments.directories, signatures=not arguments.no_signatures)
+
+class UsageError(Exception):
+    """The command cannot do what it was asked for; the message says why."""
 
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="rsrv-bundle", description="Work with bundles of compiled models.")
     add_version(top)
     commands = top.add_subparsers(dest="command", required=True)
+    _add_export(commands)
+    _add_check(commands)
+    _add_show(commands)
+    _add_diff(commands)
+    _add_upgrade(commands)
+    return top
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a bundle from a model",
+        epilog="TARGET is package.module:factory: a function without arguments that returns the model, or the model and"
+        " example inputs by name; or the model itself. Modules in the working directory count.",
+    )
+    what = export.add_mutually_exclusive_group(required=True)
+    for kind, takes in KINDS.items():
+        what.add_argument(f"--{kind}", metavar="TARGET", help=takes)
+    export.add_argument(
+        "-o",
+        "--out-dir",
+        metavar="OUT",
+        type=Path,
+        required=True,
+        help="the bundle's directory; its name is the model's",
+    )
+    export.add_argument(
+        "--batch-sizes",
+        metavar="N,N",
+        type=_whole_numbers,
+        default=(),
+        help="rows to compile for, e.g. 1,8,32; without it the model has no batch axis",
+    )
+    export.add_argument(
+        "--input",
+        metavar="NAME=TYPE[SIZES]",
+        action="append",
+        default=[],
+        help="in the model's order, e.g. image=f32[3,32,32]; the batch axis comes first, or where n stands; other letters"
+        " are the axes of --input-shape",
+    )
+    export.add_argument(
+        "--input-shape",
+        metavar="LETTER=SIZE,...",
+        action="append",
+        default=[],
+        help="a variant: the sizes of the axes that vary, e.g. h=224,w=224",
+    )
+    export.add_argument("--output-names", metavar="NAME,NAME", help="if the model returns a tuple, its parts")
+    export.add_argument("--hooks", metavar="FILE", type=Path, help="to store as model.py")
+    export.add_argument("--description", metavar="TEXT", default="", help="for the manifest")
+    export.add_argument(
+        "--platform", default="cpu", help="what to lower for: cpu (default), cuda, rocm or tpu"
+    )
+    export.add_argument(
+        "--tolerance",
+        metavar="TYPE=ERROR",
+        type=_tolerance,
+        action="append",
+        default=[],
+        help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-3",
+    )
+    export.add_argument(
+        "--working-tree-patch",
+        action="store_true",
+        help="store what git has not yet committed; it may hold secrets",
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"'{text}' must be whole numbers, e.g. 1,8,32")
+    return tuple(map(int, parts))
+
+
+def _add_check(commands: Any) -> None:
     check = commands.add_parser("check", help="check every rule of the format, one line per broken one")
     check.add_argument("directories", metavar="DIR", nargs="+", help="a bundle's directory")
     check.add_argument(
         "--no-signatures", action="store_true", help="do not look inside the modules, which needs jaxlib"
     )
-    return top
+    check.add_argument(
+        "--numerics", action="store_true", help="run the modules and compare their answers, which needs jax"
+    )
+    numerics = check.add_argument_group("with --numerics")
+    source = numerics.add_mutually_exclusive_group()
+    source.add_argument(
+        "--against",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help="compare with this function, too: it takes the executable inputs by name, as numpy arrays",
+    )
+    for kind, takes in KINDS.items():
+        source.add_argument(f"--{kind}", metavar="TARGET", help=f"compare with {takes}, as export takes it")
+    numerics.add_argument(
+        "--samples",
+        metavar="FILE.npz",
+        type=Path,
+        help="compare on these, too: one array per input, whose first axis counts samples",
+    )
+    numerics.add_argument(
+        "--tolerance",
+        metavar="DTYPE=ERROR",
+        type=_tolerance,
+        action="append",
+        default=[],
+        help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-5",
+    )
+    numerics.add_argument(
+        "--store", action="store_true", help="write the errors that were found into the manifest"
+    )
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser(
+        "show", help="say what is in a bundle: tensors, sizes, work, weights, provenance"
+    )
+    show.add_argument("directory", metavar="DIR", help="a bundle's directory")
+    show.add_argument("--json", action="store_true", help="for programs")
+    show.add_argument(
+        "--compile",
+        action="store_true",
+        help="have the modules compiled here, and show what the compiler says",
+    )
+
+
+def _add_diff(commands: Any) -> None:
+    diff = commands.add_parser(
+        "diff", help="say where two bundles differ and which tensors they share; exits as diff(1) does"
+    )
+    diff.add_argument("a", metavar="A", help="a bundle's directory")
+    diff.add_argument("b", metavar="B", help="another one's")
+
+
+def _add_upgrade(commands: Any) -> None:
+    upgrade = commands.add_parser(
+        "upgrade", help="write a bundle in format 3.0, for another version of StableHLO"
+    )
+    upgrade.add_argument("directory", metavar="DIR", help="a bundle's directory")
+    upgrade.add_argument(
+        "-o",
+        "--out-dir",
+        metavar="OUT",
+        required=True,
+        help="the new bundle's directory; its name is the model's",
+    )
+    upgrade.add_argument(
+        "--stablehlo-version", metavar="VERSION", help="e.g. 1.9.0; by default the one that jax exports"
+    )
+    upgrade.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+
+
+def _tolerance(text: str) -> tuple[str, float]:
+    dtype, _, error = text.partition("=")
+    if not dtype or not float(error) >= 0:
+        raise ValueError
+    return dtype, float(error)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    _need("jax", "rsrv[export]")
+    from rsrv_bundle import exporting
+
+    return exporting.export(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from rsrv_bundle import checking
+
+    wanted = None
+    if arguments.numerics:
+        if arguments.no_signatures:
+            raise UsageError("--numerics looks inside the modules; leave out --no-signatures")
+        wanted = _wanted(arguments)
+    elif arguments.samples or arguments.tolerance or arguments.store or _target(arguments) != ("", ""):
+        raise UsageError(
+            "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
+        )
+    return checking.check(arguments.directories, signatures=not arguments.no_signatures, numerics=wanted)
+
+
+def _wanted(arguments: argparse.Namespace) -> Wanted:
+    _need("jax", "rsrv[export]")
+    from rsrv_bundle.agreement import Wanted
+    from rsrv_bundle.dtypes import TOKENS
+    from rsrv_bundle.samples import read_samples
+
+    tolerance = dict(arguments.tolerance)
+    if unknown := sorted(set(tolerance) - set(TOKENS)):
+        raise UsageError(f"--tolerance: no element type '{unknown[0]}'; use one of {' '.join(TOKENS)}")
+    try:
+        samples = None if arguments.samples is None else read_samples(arguments.samples)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"--samples {arguments.samples}: {e}") from e
+    source, examples = _source(*_target(arguments))
+    return Wanted(source, samples, examples, tolerance, arguments.store)
+
+
+def _target(arguments: argparse.Namespace) -> tuple[str, str]:
+    """What to compare with: one of KINDS, or `against`, and where it is. Both are empty if there is nothing."""
+    given = [(kind, text) for kind in ("against", *KINDS) if (text := getattr(arguments, kind)) is not None]
+    return given[0] if given else ("", "")
+
+
+def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
+    """A function of the inputs, by name, and example inputs, if there are any."""
+    from rsrv_bundle.sources import LoadError, load, named
+
+    if not kind:
+        return None, {}
+    try:
+        if kind == "against":
+            return named(target), {}
+        source = load(kind, target)
+    except LoadError as e:
+        raise UsageError(str(e)) from e
+    return source.eager, source.examples
+
+
+def _need(package: str, extra: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise UsageError(f"{package} is not installed; install '{extra}'")
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    _need("jaxlib", "rsrv[runtime]")
+    if arguments.compile:
+        _need("jax", "rsrv[export]")
+    from rsrv_bundle import commands
+
+    return commands.show(arguments.directory, json=arguments.json, compiled=arguments.compile)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from rsrv_bundle import commands
+
+    return commands.diff(arguments.a, arguments.b)
+
+
+def _upgrade(arguments: argparse.Namespace) -> int:
+    _need("jax", "rsrv[export]")
+    from rsrv_bundle import commands
+
+    return commands.upgrade(
+        arguments.directory,
+        arguments.out_dir,
+        stablehlo=arguments.stablehlo_version,
+        overwrite=arguments.overwrite,
+    )
+
+
+COMMANDS = {"export": _export, "check": _check, "show": _show, "diff": _diff, "upgrade": _upgrade}
 
 
 if __name__ == "__main__":

@@ -99,6 +99,11 @@ def token_of_safetensors(tag: str) -> str:
     return _BY_SAFETENSORS[tag]
 
 
+def token_of_numpy(name: str) -> str:
+    """The token of a numpy element type by its name (`bfloat16`). Raises KeyError when the format has none for it."""
+    return _BY_NUMPY_NAME[name]
+
+
 def token_of_mlir(element_type: str) -> str:
     """The token of an MLIR element type as MLIR prints it (`f32`, `ui8`, `i1`). KeyError if there is none."""
     return _BY_MLIR[element_type]

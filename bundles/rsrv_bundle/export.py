@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import jax
 import jax.export
 import numpy as np
 
+from rsrv.progress import steps
 from rsrv_bundle import provenance, writer
+from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.interface import Inputs, Value, plan_inputs, plan_outputs, value_of
@@ -22,6 +25,16 @@ from rsrv_bundle.reader import HOOKS_FILE, read_bundle
 from rsrv_bundle.spec import Bundle, TensorSpec
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """What `fn` was made from, where it is not itself what its author wrote."""
+
+    #: Runs it, without compiling: gets numpy arrays by name, and returns what `fn` returns, as numpy arrays.
+    eager: Callable[..., Any]
+    #: Distributions whose versions the provenance tells, beside jax's own.
+    packages: Sequence[str] = ()
 
 
 def export_bundle(
@@ -44,6 +57,9 @@ def export_bundle(
     max_constant_bytes: int = 2**20,
     tolerance: Mapping[str, float] | None = None,
     overwrite: bool = False,
+    code: Any = None,
+    working_tree_patch: bool = False,
+    original: Original | None = None,
 ) -> Bundle:
     """Write `fn(params, **inputs)` as the bundle `out_dir`, check it by running it, and return it as read back.
 
@@ -68,14 +84,16 @@ def export_bundle(
     tolerance: element type token -> largest error allowed, relative to an output's largest magnitude; replaces
         entries of `numerics.TOLERANCE`.
     overwrite: replace a bundle that is there. Without it that is an error.
+    code: the function or class whose file's commit the provenance tells; by default `fn`.
+    working_tree_patch: store how the working tree around that file differs from the commit, in files that git tracks,
+        as working_tree.patch, unless that is more than 20 MiB. It goes wherever the bundle goes: look for secrets.
+    original: what the modules are compared with, in place of `jax.jit(fn)`.
 
     Every module is run on random inputs and compared with `fn`, and the errors are stored in the manifest under
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
     all checks pass. Raises BundleError for whatever cannot be exported or disagrees, FileExistsError.
     """
-    target = Path(os.path.abspath(out_dir))
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    target = free_target(out_dir, overwrite)
     names, leaves, tree = _flatten(params)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
@@ -108,16 +126,26 @@ def export_bundle(
         work = Path(scratch, target.name)
         work.mkdir()
         version = ""
-        for key in inputs.keys():  # noqa: SIM118 - not a mapping
-            module = _lower(function, structs(*key), platform, max_constant_bytes)
-            version = ".".join(map(str, artifact_version(module.blob)))
-            (work / _module_name(inputs, *key)).write_bytes(module.blob)
+        keys = list(inputs.keys())
+        with steps(f"lower {target.name}", len(keys)) as lowered:
+            for key in keys:
+                module = _lower(function, structs(*key), platform, max_constant_bytes)
+                version = ".".join(map(str, artifact_version(module.blob)))
+                name = _module_name(inputs, *key)
+                (work / name).write_bytes(module.blob)
+                lowered.step(name)
         if leaves:
             writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
         document = _document(inputs, outputs, description, client_inputs, client_outputs)
         document["provenance"] = provenance.collect(
-            fn, platform=platform, stablehlo=version, exported_at=exported_at
+            fn if code is None else code,
+            packages=original.packages if original else (),
+            platform=platform,
+            stablehlo=version,
+            exported_at=exported_at,
         )
+        if working_tree_patch and (patch := provenance.working_tree_patch(fn if code is None else code)):
+            (work / provenance.PATCH_FILE).write_bytes(patch)
         writer.write_manifest(work / "manifest.yaml", document)
         if hooks is not None:
             text = hooks if isinstance(hooks, str) else hooks.read_text(encoding="utf-8")
@@ -125,10 +153,39 @@ def export_bundle(
             check_hooks(work / HOOKS_FILE, "model")
         written = read_bundle(work, digest=False)
         if platform == jax.export.default_export_platform():
-            document["numerics"] = compare(written, function, leaves, {**TOLERANCE, **(tolerance or {})})
+            with steps(f"compare {target.name}", len(keys)) as compared:
+                document["numerics"] = compare(
+                    written,
+                    function.eager(original.eager) if original else function.jitted(leaves),
+                    {**TOLERANCE, **(tolerance or {})},
+                    {
+                        n: np.asarray(v)
+                        for n, v in example_inputs.items()
+                        if isinstance(v, np.ndarray | jax.Array)
+                    },
+                    compared.step,
+                )
             writer.write_manifest(work / "manifest.yaml", document)
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
+
+
+def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The absolute path of a bundle that is to be written. Raises FileExistsError if it is there and shall stay."""
+    target = Path(os.path.abspath(out_dir))
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    return target
+
+
+def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
+    """What `jax.jit(fn)` answers with these parameters, from numpy arrays by name to numpy arrays."""
+    compiled = jax.jit(fn)
+
+    def answer(**inputs: Any) -> Results:
+        return Results.of(compiled(params, **inputs)).convert(lambda _, value: np.asarray(value))
+
+    return answer
 
 
 class _Flat:
@@ -150,27 +207,32 @@ class _Flat:
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         count = len(self.inputs)
         params = jax.tree_util.tree_unflatten(self.tree, arguments[count:])
-        named = self._named(self.fn(params, **dict(zip(self.inputs, arguments[:count], strict=True))))
+        result = self.fn(params, **dict(zip(self.inputs, arguments[:count], strict=True)))
+        named = Results.of(result).named(self.given)
         self.output_names = tuple(named)
         return tuple(named.values())
 
-    def _named(self, result: Any) -> dict[str, Any]:
-        if isinstance(result, Mapping):
-            if self.given is not None and set(self.given) != set(result):
+    def jitted(self, leaves: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
+        """`fn` with these weights."""
+        compiled = jax.jit(self)
+        return lambda *inputs: compiled(*inputs, *leaves)
+
+    def eager(self, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """Another function of the same named inputs and results, with the same calling convention."""
+
+        def direct(*inputs: Any) -> tuple[Any, ...]:
+            try:
+                result = call(**dict(zip(self.inputs, inputs, strict=True)))
+            except BundleError:
+                raise
+            except Exception as e:
                 raise BundleError(
-                    f"outputs: fn returns {sorted(result)}, output_names says {sorted(self.given)}"
-                )
-            return {name: result[name] for name in self.given or result}
-        several = isinstance(result, tuple | list)
-        values = list(result) if several else [result]
-        names = self.given
-        if names is None:
-            if several:
-                raise BundleError("outputs: fn returns a tuple; name its parts with output_names")
-            names = ("output",)
-        if len(names) != len(values) or len(set(names)) != len(names):
-            raise BundleError(f"outputs: fn returns {len(values)} arrays, output_names are {list(names)}")
-        return dict(zip(names, values, strict=True))
+                    f"the model itself fails on random inputs ({type(e).__name__}: {e}); where only some integers"
+                    " are allowed, give an example input that holds such"
+                ) from e
+            return tuple(Results.of(result).named(self.output_names).values())
+
+        return direct
 
 
 def _dtype(token: str) -> Any:
@@ -216,7 +278,7 @@ def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_
         largest = ", ".join(kind for _, kind in module.constants[:3])
         raise BundleError(
             f"fn: captures {total} bytes of constants (largest: {largest}), the limit is {max_constant_bytes}; pass"
-            " these arrays as params, so that all batch sizes share one copy"
+            " these arrays as params (in a PyTorch module, as buffers), so that all batch sizes share one copy"
         )
     return module
 

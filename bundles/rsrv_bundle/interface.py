@@ -14,7 +14,7 @@ from rsrv_bundle.errors import BundleError
 from rsrv_bundle.spec import TensorSpec
 
 #: Letters for axes that the caller did not name: all but the batch's own, n and b.
-_LETTERS = "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
+LETTERS = "acdefghijklmopqrstuvwxyzACDEFGHIJKLMOPQRSTUVWXYZ"
 
 #: (element type token, shape)
 Value = tuple[str, tuple[int, ...]]
@@ -166,9 +166,9 @@ def _spec(name: str, dtype: str, shape: tuple[int, ...], letters: str, variable:
 
 
 def _auto_letters(name: str, rank: int, batch_axis: int | None) -> str:
-    if rank > len(_LETTERS):
-        raise BundleError(f"{name}: has {rank} axes; at most {len(_LETTERS)} can be named")
-    letters = list(_LETTERS[: rank if batch_axis is None else rank - 1])
+    if rank > len(LETTERS):
+        raise BundleError(f"{name}: has {rank} axes; at most {len(LETTERS)} can be named")
+    letters = list(LETTERS[: rank if batch_axis is None else rank - 1])
     if batch_axis is not None:
         if not 0 <= batch_axis < rank:
             raise BundleError(f"{name}: has {rank} axes, so axis {batch_axis} cannot be its batch axis")

@@ -168,15 +168,22 @@ class _Parser:
             return {}
         return value
 
-    def numerics(self) -> Mapping[str, float]:
-        values = self.mapping("numerics", lenient=False)
-        numbers: dict[str, float] = {}
-        for key, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                self.bad(f"numerics.{key}", "must be a number")
-            else:
-                numbers[key] = float(value)
-        return numbers
+    def numerics(self) -> Mapping[str, float | Mapping[str, float]]:
+        found: dict[str, float | Mapping[str, float]] = {}
+        for key, value in self.mapping("numerics", lenient=False).items():
+            where = f"numerics.{key}"
+            if isinstance(value, dict):
+                numbers = {inner: self.number(f"{where}.{inner}", one) for inner, one in value.items()}
+                found[key] = {inner: one for inner, one in numbers.items() if one is not None}
+            elif (number := self.number(where, value)) is not None:
+                found[key] = number
+        return found
+
+    def number(self, key: str, value: Any) -> float | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.bad(key, "must be a number")
+            return None
+        return float(value)
 
     def tensors(self, section: str) -> tuple[TensorSpec, ...] | None:
         value = self.document.get(section)

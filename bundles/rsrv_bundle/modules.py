@@ -329,9 +329,9 @@ def strip_locations(blob: bytes) -> Stripped:
 
         def strip(operation: Any) -> None:
             if operation.name == "stablehlo.constant":
-                value = operation.attributes["value"]
-                if not getattr(value, "is_splat", False):
-                    constants.append((_constant_bytes(value.type), str(value.type)))
+                kind = operation.results[0].type
+                if not _is_splat(operation):
+                    constants.append((_constant_bytes(kind), str(kind)))
             operation.location = unknown
             for region in operation.regions:
                 for block in region.blocks:
@@ -346,6 +346,16 @@ def strip_locations(blob: bytes) -> Stripped:
     return Stripped(stripped, tuple(sorted(constants, reverse=True)))
 
 
+def _is_splat(constant: Any) -> bool:
+    """Whether a stablehlo.constant is one value repeated."""
+    try:
+        value = constant.attributes["value"]
+    except TypeError:
+        # The bindings have no complex numbers. A splat is one value in MLIR's text, however large it is.
+        return "elided" not in constant.get_asm(large_elements_limit=1)
+    return getattr(value, "is_splat", False)
+
+
 def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type
     try:
         itemsize = dtypes.itemsize(dtypes.token_of_mlir(str(kind.element_type)))
@@ -353,3 +363,41 @@ def _constant_bytes(kind: Any) -> int:  # of a ranked tensor type
         itemsize = 8
     count: int = math.prod(kind.shape)
     return itemsize * count
+
+
+def known_version(text: str | None) -> str:
+    """A version of StableHLO that this jaxlib writes: `text`, or what jax.export writes if it is None.
+
+    Raises ValueError if it writes none such.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    if text is None:
+        # What a reader of four weeks ago knows.
+        four_weeks = stablehlo.StablehloCompatibilityRequirement.WEEK_4
+        return str(stablehlo.get_version_from_compatibility_requirement(four_weeks))
+    oldest, newest = stablehlo.get_minimum_version(), stablehlo.get_current_version()
+    if re.fullmatch(r"\d+\.\d+\.\d+", text, re.ASCII) is None:
+        raise ValueError(f"'{text}' is no version; write one as {newest}")
+    wanted, least, most = ([int(part) for part in one.split(".")] for one in (text, oldest, newest))
+    if not least <= wanted <= most:
+        raise ValueError(f"this jaxlib writes {oldest} to {newest}, not {text}")
+    return text
+
+
+def rewritten(blob: bytes, version: str) -> bytes:
+    """An artifact as `version` of StableHLO writes it; the same bytes if it is of that version already.
+
+    Raises ValueError if it is no artifact, or if it does what that version cannot say.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    found = ".".join(map(str, artifact_version(blob)))
+    if found == version:
+        return blob
+    with parsed(blob) as module:
+        try:
+            return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
+        except Exception as e:  # noqa: BLE001 - MLIR's own error derives from it
+            why = str(e).partition("\n")[0]
+            raise ValueError(f"is StableHLO {found} and cannot be written as {version}: {why}") from None

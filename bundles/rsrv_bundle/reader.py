@@ -71,7 +71,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
         )
     if not directory.is_dir():
         raise BundleError([*problems.lines, f"{name}: there is no such directory"])
-    files = _list_files(directory, problems)
+    files = list_files(directory, problems)
     if _JULIA_HOOKS_FILE in files:
         problems.add(
             _JULIA_HOOKS_FILE,
@@ -123,7 +123,7 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
     )
 
 
-def _list_files(directory: Path, problems: Problems) -> dict[str, Path]:
+def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
     """Relative POSIX name -> path of every regular file, without Python's caches.
 
     Links may not leave the bundle, and devices and pipes have no place in it: opening one can block for ever. Raises

@@ -69,8 +69,9 @@ class Manifest:
     meta_calls: tuple[str, ...]
     #: Free form.
     provenance: Mapping[str, Any]
-    #: What the exporter's check of the written bundle measured, e.g. max_abs_error. Format 3.0; may be empty.
-    numerics: Mapping[str, float]
+    #: What was measured on the written bundle: max_abs_error and the like, or such numbers by module. Format 3.0; may be
+    #: empty.
+    numerics: Mapping[str, float | Mapping[str, float]]
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
     #: Whether clients may address a model that meta models call; those that none calls they may anyway.

@@ -10,6 +10,7 @@ that reversed shape, so loading is a full transpose; a reshape would give wrong 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,16 @@ Bytes = npt.NDArray[np.uint8]
 MAX_HEADER_BYTES = 10_000_000
 _MAX_NAME = 4096
 _MAX_RANK = 64
+
+
+class TensorKey(NamedTuple):
+    """What a tensor is, wherever it comes from: equal keys, equal tensors. The server keeps each key once."""
+
+    #: as `content_digest` has it
+    digest: str
+    #: the element type's token
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +324,25 @@ def as_array(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, 
     array = raw.view(dtypes.numpy_dtype(dtype)).reshape(shape)
     array.flags.writeable = False
     return array
+
+
+def content_digest(raw: Bytes) -> str:
+    """SHA-256, hexadecimal, of a weight's bytes, row-major, as the modules take it."""
+    return hashlib.sha256(raw.data).hexdigest()
+
+
+def tensor_keys(bundle: Bundle) -> list[TensorKey]:
+    """What each weight is, in argument order; one of them is in memory at a time.
+
+    Raises BundleError if the file is gone or has changed since the bundle was read.
+    """
+    with closing(WeightsFile(bundle)) as file:
+        keys = []
+        for index, weight in enumerate(bundle.weights):
+            raw = np.empty(weight.nbytes, np.uint8)
+            file.read_into(index, raw)
+            keys.append(TensorKey(content_digest(raw), weight.dtype, weight.shape))
+    return keys
 
 
 def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:

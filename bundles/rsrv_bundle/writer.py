@@ -14,7 +14,7 @@ import numpy as np
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.spec import TensorSpec
+from rsrv_bundle.spec import Manifest, TensorSpec
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
@@ -28,6 +28,61 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
     text = io.StringIO()
     yaml.dump(dict(document), text)
     path.write_text(text.getvalue(), encoding="utf-8")
+
+
+def document_of(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest says, as one of format 3.0 writes it."""
+    document: dict[str, Any] = {"format_version": "3.0"}
+    if manifest.description:
+        document["description"] = manifest.description
+    if manifest.kind == "meta":
+        document["kind"] = "meta"
+    else:
+        document["executable_inputs"] = [tensor_entry(spec) for spec in manifest.inputs]
+        document["executable_outputs"] = [tensor_entry(spec) for spec in manifest.outputs]
+    for section, specs in (
+        ("client_inputs", manifest.client_inputs),
+        ("client_outputs", manifest.client_outputs),
+    ):
+        if specs is not None:
+            document[section] = [tensor_entry(spec) for spec in specs]
+    if manifest.compiled_batch_sizes:
+        document["batching"] = {"compiled_batch_sizes": list(manifest.compiled_batch_sizes)}
+    if manifest.input_shapes:
+        letters = [manifest.inputs[index].letters[axis] for index, axis in manifest.variable_axes]
+        document["input_shapes"] = [dict(zip(letters, sizes, strict=True)) for sizes in manifest.input_shapes]
+    if manifest.kind == "meta":
+        document["meta"] = {"calls": list(manifest.meta_calls)}
+        if manifest.meta_external:
+            document["meta"]["external"] = list(manifest.meta_external)
+    if manifest.public:
+        document["public"] = True
+    document["provenance"] = dict(manifest.provenance)
+    if manifest.numerics:
+        document["numerics"] = {
+            key: dict(value) if isinstance(value, Mapping) else value
+            for key, value in manifest.numerics.items()
+        }
+    return document
+
+
+def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
+    """Put measured numbers into a manifest of format 3.0; what else is in it, comments too, stays as it is.
+
+    The manifest is replaced at once, so that nobody reads half of it. Raises OSError.
+    """
+    from ruamel.yaml import YAML
+
+    yaml: Any = YAML(pure=True)
+    yaml.preserve_quotes = True
+    yaml.width = 110
+    document = yaml.load(path.read_text(encoding="utf-8"))
+    document["numerics"] = {**(document.get("numerics") or {}), **numerics}
+    text = io.StringIO()
+    yaml.dump(document, text)
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text.getvalue(), encoding="utf-8")
+    aside.replace(path)
 
 
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:

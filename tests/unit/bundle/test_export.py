@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rsrv_bundle import BundleError, load_weights, numerics
-from rsrv_bundle.export import export_bundle
+from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from rsrv_bundle.numerics import difference
 
@@ -47,7 +47,14 @@ def test_a_bundle_holds_what_the_function_does(tmp_path: Path) -> None:
     assert [(spec.name, spec.dims, spec.letters) for spec in bundle.manifest.wire_outputs] == [
         ("output", (-1, 2), "na")
     ]
-    assert bundle.manifest.numerics == {"max_abs_error": 0.0, "max_rel_error": 0.0}
+    exact, close = pytest.approx(0, abs=0), pytest.approx(0, abs=1e-6)
+    assert bundle.manifest.numerics == {
+        "max_abs_error": exact,
+        "max_rel_error": exact,
+        "source": {"model.b1": exact, "model.b4": exact},
+        "buckets": {"model.b4": close},
+        "rows": {"model.b4": close},
+    }
     assert bundle.manifest.provenance["platform"] == "cpu"
     assert bundle.manifest.provenance["jax"] == jax.__version__
     assert set(check_signatures(bundle)) == {(0, 1), (0, 4)}
@@ -218,7 +225,7 @@ def test_hooks_and_client_specs_are_written(tmp_path: Path) -> None:
             {"fn": lambda p, x: x.reshape(1, 3), "batch_sizes": [1]},
             "by tracing size 2, which fails (TypeError)",
         ),
-        ({"fn": lambda p, x: x - x.mean(0)}, "its first row changes by"),
+        ({"fn": lambda p, x: x - x.mean(0)}, "its first row changes when"),
         ({"hooks": "x = 1\n"}, "model.py: defines no hook; define preprocess or postprocess"),
         ({"hooks": "def f(:\n"}, "model.py: is not valid Python"),
         ({"client_outputs": [{"name": "y"}]}, "client_outputs: only hooks can change what clients see"),
@@ -239,6 +246,52 @@ def test_large_captured_constants_are_refused(tmp_path: Path) -> None:
     ):
         export(tmp_path / "m", lambda p, x: x @ table, {}, max_constant_bytes=10_000)
     export(tmp_path / "m", lambda p, x: x @ np.ones((3, 1000), np.float32), {}, max_constant_bytes=10_000)
+
+
+def test_complex_constants_are_counted_too(tmp_path: Path) -> None:
+    """Fourier transforms bring them."""
+    table = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.complex64)
+    with pytest.raises(
+        BundleError, match=r"captures 24000 bytes of constants \(largest: tensor<3x1000xcomplex<f32>>\)"
+    ):
+        export(tmp_path / "m", lambda p, x: (x @ table).real, {}, max_constant_bytes=10_000)
+    export(tmp_path / "m", lambda p, x: (x @ np.full((3, 1000), 1j)).imag, {}, max_constant_bytes=10_000)
+
+
+def test_integers_are_drawn_from_the_example(tmp_path: Path) -> None:
+    """Often they are indices, and only the model's author knows which there are. Zeros only tell a shape."""
+    seen: list[Any] = []
+
+    def eager(ids: Any, more: Any) -> Any:
+        seen.append((ids, more))
+        return ids + more
+
+    bundle = export_bundle(
+        lambda params, ids, more: ids + more,
+        {},
+        {"ids": np.array([[7, 300]], np.int32), "more": np.zeros((1, 2), np.int32)},
+        batch_sizes=[8],
+        out_dir=tmp_path / "m",
+        original=Original(eager),
+    )
+    [(ids, more)] = seen
+    assert set(np.unique(ids)) == {7, 300}
+    assert len(np.unique(more)) > 2
+    assert bundle.manifest.numerics["source"] == {"model.b8": 0.0}
+
+
+def test_a_bundle_that_is_not_what_its_author_runs_is_refused(tmp_path: Path) -> None:
+    """Say, because two inputs were swapped on the way."""
+    with pytest.raises(BundleError, match=r"model\.b2\.mlir: output 'output': differs from fn by"):
+        export_bundle(
+            lambda params, a, b: a - b,
+            {},
+            {"a": X["x"], "b": X["x"]},
+            batch_sizes=[2],
+            out_dir=tmp_path / "m",
+            original=Original(lambda a, b: b - a),
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ model by model, and may change: what no model keeps any more is given back, and 
 bundle's file when it is needed.
 """
 
-import hashlib
 import logging
 import weakref
 from collections import Counter
@@ -19,23 +18,13 @@ import numpy.typing as npt
 from rsrv.runtime.aligned import LARGE, Bytes
 from rsrv.runtime.host_memory import Block, HostMemoryError, Memory, fresh
 from rsrv_bundle import Bundle
-from rsrv_bundle.weights import WeightsFile, as_array, changed_since_loaded
+from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
 log = logging.getLogger("rsrv.host")
 
 Array = npt.NDArray[Any]
 #: (address, bytes) -> what undoes it
 PageLock = Callable[[int, int], Callable[[], None]]
-
-
-class TensorKey(NamedTuple):
-    """What a tensor is, wherever it comes from: equal keys, equal tensors."""
-
-    #: SHA-256, hexadecimal, of the bytes, row-major, as the modules take them
-    digest: str
-    #: the element type's token
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class HostTensor(NamedTuple):
@@ -140,7 +129,7 @@ class HostStore:
             assert self._logical == sum(weights.nbytes for weights in self._kept)
             assert self._physical == sum(held.block.bytes.nbytes for held in self._held.values())
             for digest, held in self._held.items():
-                assert _digest(held.block.bytes) == digest, "a tensor's bytes never change"
+                assert content_digest(held.block.bytes) == digest, "a tensor's bytes never change"
 
     def _find(self, digest: str) -> Bytes | None:
         with self._lock:
@@ -291,8 +280,4 @@ def _read(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:
     """A weight in memory of its own, and the digest of what is there now: what the file holds may change."""
     filled = fresh(nbytes)
     file.read_into(index, filled)
-    return filled, _digest(filled)
-
-
-def _digest(filled: Bytes) -> str:
-    return hashlib.sha256(filled.data).hexdigest()
+    return filled, content_digest(filled)

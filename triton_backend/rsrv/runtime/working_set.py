@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rsrv.runtime.abstract_device import Array, Buffer, Device
-from rsrv.runtime.host import HostWeights, TensorKey
+from rsrv.runtime.host import HostWeights
+from rsrv_bundle.weights import TensorKey
 
 
 @dataclass(slots=True)

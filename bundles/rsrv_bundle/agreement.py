@@ -1,0 +1,137 @@
+"""What `rsrv-bundle check --numerics` does with one bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rsrv.progress import steps
+from rsrv_bundle import writer
+from rsrv_bundle.calling import Results
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.modules import Look
+from rsrv_bundle.numerics import (
+    TOLERANCE,
+    Array,
+    Judge,
+    Rows,
+    Running,
+    check_buckets,
+    check_source,
+    label,
+    random_rows,
+)
+from rsrv_bundle.samples import rows_of
+from rsrv_bundle.spec import Bundle
+
+#: takes executable inputs by name, of any batch size that was compiled, and returns the outputs as `Results.of` takes them
+Source = Callable[..., Any]
+
+
+class SourceError(Exception):
+    """What the bundle is compared with failed, or answered something else: the bundle is not to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be compared, and how close it has to be."""
+
+    source: Source | None = None
+    #: as `samples.rows_of` takes them
+    samples: Mapping[str, Array] | None = None
+    #: executable input -> array or the like; where there is no sample, random integers are of its values
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    #: replaces entries of TOLERANCE
+    tolerance: Mapping[str, float] = field(default_factory=dict)
+    #: write what was found into the manifest
+    store: bool = False
+
+
+def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
+    """Run a bundle's modules on random inputs and on the samples. Returns a line per module.
+
+    Raises BundleError with a line for each module and output that is beyond its tolerance; then nothing is stored. Raises
+    SourceError, OSError.
+    """
+    if bundle.manifest.kind == "meta":
+        return ["has no modules of its own"]
+    if wanted.store and bundle.manifest.format_version == "2.0":
+        raise BundleError(
+            "manifest.yaml: format 2.0 has no place for numerics; use rsrv-bundle upgrade first"
+        )
+    run = Running(bundle, look)
+    judge = Judge(bundle, {**TOLERANCE, **wanted.tolerance}, "its source")
+    given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
+    # Integers are often indices; other inputs' examples say nothing.
+    integers = {
+        index: spec.name for index, spec in enumerate(bundle.manifest.inputs) if spec.dtype[0] in "iu"
+    }
+    examples = {
+        name: np.asarray(wanted.examples[name]) for name in integers.values() if name in wanted.examples
+    }
+    if given:
+        examples |= {
+            name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
+            for index, name in integers.items()
+        }
+    pools: list[Mapping[int, Rows]] = [random_rows(run, examples), given]
+    asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
+    comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)
+    with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:
+        for rows in pools:
+            check_buckets(run, rows, judge, progress.step)
+            if wanted.source is not None:
+                check_source(run, _by_name(bundle, wanted.source), rows, judge, progress.step)
+    judge.problems.raise_if_any()
+    if wanted.store:
+        writer.store_numerics(bundle.path / "manifest.yaml", judge.numerics())
+    return _lines(run, judge)
+
+
+#: kind of comparison -> what its largest error is one of, in the order in which it is told
+_WORDS = {
+    "buckets": "from the smallest batch size",
+    "rows": "among rows and places",
+    "source": "from its source",
+}
+
+
+def _lines(run: Running, judge: Judge) -> list[str]:
+    """One for each module that was compared with anything."""
+    lines = []
+    for name in (label(run.bundle, key) for key in run.keys()):  # noqa: SIM118 - not a mapping
+        errors = {kind: judge.errors.get(kind, {}).get(name) for kind in _WORDS}
+        found = [f"{error:.3g} {_WORDS[kind]}" for kind, error in errors.items() if error is not None]
+        if found:
+            lines.append(f"{name}: {', '.join(found)}")
+    return lines
+
+
+def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
+    """The source with the calling convention of a module."""
+    inputs = [spec.name for spec in bundle.manifest.inputs]
+    outputs = [spec.name for spec in bundle.manifest.outputs]
+
+    def call(arrays: Rows) -> list[Array]:
+        try:
+            found = source(**dict(zip(inputs, arrays, strict=True)))
+        except Exception as e:
+            raise SourceError(f"the source raised {type(e).__name__}: {e}") from e
+        try:
+            named = Results.of(found).named(outputs)
+        except BundleError as e:
+            raise SourceError(f"the source: {e}") from e
+        answers = [np.asarray(value) for value in named.values()]
+        for spec, array in zip(bundle.manifest.outputs, answers, strict=True):
+            fixed = [size in (-1, found) for size, found in zip(spec.dims, array.shape, strict=False)]
+            if array.ndim != len(spec.dims) or not all(fixed):
+                raise SourceError(
+                    f"the source returns '{spec.name}' as {list(array.shape)}, the bundle as {list(spec.dims)}, where"
+                    " -1 is any size"
+                )
+        return answers
+
+    return call

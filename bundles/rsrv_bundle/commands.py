@@ -1,0 +1,119 @@
+"""What `rsrv-bundle show`, `diff` and `upgrade` do, and print."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import closing
+
+from rsrv_bundle import showing
+from rsrv_bundle.describing import describe
+from rsrv_bundle.differing import Tensor, Weights, file_differences, manifest_differences, relate, weights_of
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.inspection import Inspector, InspectorError
+from rsrv_bundle.modules import known_version
+from rsrv_bundle.reader import read_bundle
+from rsrv_bundle.showing import amount, printable
+
+
+def show(directory: str, *, json: bool, compiled: bool) -> int:
+    """Prints a page about a bundle; returns the exit status, as `cli.main`."""
+
+    def work() -> int:
+        with closing(Inspector()) as look:
+            found = describe(read_bundle(directory), look, "compiled" if compiled else "stablehlo")
+        print(showing.as_json(found) if json else showing.page(found), end="")
+        return 0
+
+    return _told(work, broken=1)
+
+
+def diff(a: str, b: str) -> int:
+    """Prints where two bundles differ and what they share; returns 0 if they are the same, 1 if not, 2 for trouble."""
+
+    def work() -> int:
+        one, other = read_bundle(a), read_bundle(b)
+        print(f"A {a}: sha256 {one.digest[:12]}")
+        print(f"B {b}: sha256 {other.digest[:12]}")
+        lines = [*manifest_differences(one.manifest, other.manifest), *file_differences(one, other)]
+        for line in lines:
+            print(printable(line))
+        weights = weights_of(one), weights_of(other)
+        related = relate(*weights)
+        for line in weight_lines(related):
+            print(printable(line))
+        orders = [[tensor[:2] for tensor in side] for side in weights]
+        if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
+            print("weights: the arguments are in another order")
+        print(
+            f"weights: {amount(related.total)} together, {amount(related.common)} are in both; a server that has both"
+            f" keeps {amount(related.distinct)}"
+        )
+        if one.digest == other.digest:
+            print("the same")
+            return 0
+        if not lines and orders[0] == orders[1]:
+            print("they say the same, written otherwise")
+        return 1
+
+    return _told(work, broken=2)
+
+
+def weight_lines(related: Weights) -> list[str]:
+    """A line per tensor: `=` both have it, `~` it changed, `-` only A has it, `+` only B has it."""
+    lines = []
+    for tensor, names in related.shared:
+        other = "" if tensor[0] in names else f", in B {', '.join(names)}"
+        lines.append(f"= {_text(tensor)}{other}")
+    for tensor, other_tensor in related.changed:
+        what = "" if tensor[1][1:] == other_tensor[1][1:] else f", in B {_text(other_tensor)}"
+        lines.append(f"~ {_text(tensor)}{what}")
+    lines += [f"- {_text(tensor)}" for tensor in related.only_a]
+    lines += [f"+ {_text(tensor)}" for tensor in related.only_b]
+    return lines
+
+
+def _text(tensor: Tensor) -> str:
+    name, key, nbytes = tensor
+    return f"{name}: {key.dtype} {list(key.shape)}, {amount(nbytes)}"
+
+
+def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: bool) -> int:
+    """Writes a bundle anew and prints what became of it; returns the exit status, as `cli.main`."""
+
+    def work() -> int:
+        from rsrv_bundle.upgrading import upgrade as write
+
+        try:
+            version = known_version(stablehlo)
+        except ValueError as e:
+            print(f"rsrv-bundle: --stablehlo-version: {e}", file=sys.stderr)
+            return 2
+        with closing(Inspector()) as look:
+            old = read_bundle(directory, digest=False)
+            new = write(directory, out_dir, stablehlo=version, overwrite=overwrite, look=look)
+        what = f"{len(new.modules)} modules of StableHLO {version}, whose answers are the same bit by bit"
+        print(
+            f"{out_dir}: format {new.manifest.format_version}, was {old.manifest.format_version}; "
+            f"{what if new.modules else 'no modules'}; sha256 {new.digest[:12]}"
+        )
+        return 0
+
+    return _told(work, broken=1)
+
+
+def _told(work: Callable[[], int], *, broken: int) -> int:
+    """Do the work; what goes wrong is printed, and is the exit status: `broken` for what is wrong with a bundle."""
+    try:
+        return work()
+    except BundleError as e:
+        for problem in e.problems:
+            print(problem, file=sys.stderr)
+        return broken
+    except InspectorError as e:
+        print(f"rsrv-bundle: {e}", file=sys.stderr)
+    except FileExistsError as e:
+        print(f"rsrv-bundle: {e}", file=sys.stderr)
+    except OSError as e:
+        print(f"rsrv-bundle: {e.filename or ''}: {e.strerror}", file=sys.stderr)
+    return 2

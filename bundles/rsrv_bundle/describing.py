@@ -1,0 +1,138 @@
+"""What there is to say about a bundle, as data: for `rsrv-bundle show`, and with `--json` for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from rsrv_bundle import dtypes
+from rsrv_bundle import weights as weights_file
+from rsrv_bundle.errors import Problems
+from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.manifest import FILE
+from rsrv_bundle.modules import Look, Signature, artifact_version, check_signatures, module_file, read_module
+from rsrv_bundle.reader import HOOKS_FILE, list_files
+from rsrv_bundle.spec import Bundle, TensorSpec, WeightSpec
+
+#: "stablehlo": XLA's count over the module as it is stored; "compiled": over what this machine's compiler made of it, with
+#: the memory it takes; "none": nothing is counted.
+Costs = Literal["stablehlo", "compiled", "none"]
+#: how many of the largest weights are named
+_LARGEST = 5
+
+
+def describe(bundle: Bundle, look: Look, costs: Costs = "stablehlo") -> dict[str, Any]:
+    """What the page shows, of plain types. Each module is shown to `look`; without jax nothing is counted.
+
+    Raises BundleError if the modules disagree with the manifest, or cannot be compiled here.
+    """
+    manifest = bundle.manifest
+    found: dict[str, Any] = {
+        "name": bundle.name,
+        "format_version": manifest.format_version,
+        "kind": manifest.kind,
+        "description": manifest.description,
+        "public": manifest.public,
+        "sha256": bundle.digest,
+        "client_inputs": [_tensor(spec) for spec in manifest.wire_inputs],
+        "client_outputs": [_tensor(spec) for spec in manifest.wire_outputs],
+    }
+    if manifest.kind == "meta":
+        found["meta"] = {"calls": list(manifest.meta_calls), "external": list(manifest.meta_external)}
+    else:
+        found["executable_inputs"] = [_tensor(spec) for spec in manifest.inputs]
+        found["executable_outputs"] = [_tensor(spec) for spec in manifest.outputs]
+        found["variants"] = [_variant(bundle, sizes) for sizes in manifest.input_shapes]
+        if find_spec("jax") is None:
+            costs = "none"
+        found["costs"] = costs
+        signatures = check_signatures(bundle, look)
+        found["modules"] = [_module(bundle, key, signature, costs) for key, signature in signatures.items()]
+        found["weights"] = _weights(bundle.weights)
+    found["hooks"] = [] if bundle.hooks is None else list(check_hooks(bundle.hooks, manifest.kind))
+    found["files"] = _other_files(bundle)
+    found["numerics"] = dict(manifest.numerics)
+    found["provenance"] = dict(manifest.provenance)
+    return found
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "dtype": spec.dtype,
+        "shape": spec.letters,
+        "dims": list(spec.dims),
+        "batch_axis": spec.batch_axis,
+    }
+
+
+def _variant(bundle: Bundle, sizes: tuple[int, ...]) -> dict[str, int]:
+    inputs = bundle.manifest.inputs
+    letters = (inputs[index].letters[axis] for index, axis in bundle.manifest.variable_axes)
+    return dict(zip(letters, sizes, strict=True))
+
+
+def _module(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: Costs) -> dict[str, Any]:
+    file = module_file(bundle, key)
+    blob = read_module(bundle, key, signature)
+    taken = signature.inputs[: len(bundle.manifest.inputs)]
+    return {
+        "file": file.name,
+        "variant": key[0],
+        "batch_size": key[1] if bundle.manifest.batched else None,
+        "bytes": len(blob),
+        "stablehlo": ".".join(map(str, artifact_version(blob))),
+        "input_bytes": sum(map(_bytes, taken)),
+        "output_bytes": sum(map(_bytes, signature.outputs)),
+        **_cost(bundle, key, signature, costs),
+    }
+
+
+def _bytes(value: tuple[str, tuple[int, ...]]) -> int:
+    return math.prod(value[1]) * dtypes.itemsize(value[0])
+
+
+def _cost(bundle: Bundle, key: tuple[int, int], signature: Signature, costs: Costs) -> dict[str, Any]:
+    """Of one execution: floating-point operations, bytes read and written, and the memory for what is in between."""
+    if costs == "none":
+        return {}
+    from rsrv_bundle.numerics import compiled, lowered
+
+    if costs == "stablehlo":
+        return _counted(lowered(bundle, key, signature).cost_analysis())
+    executable = compiled(bundle, key, signature)
+    memory = executable.memory_analysis()
+    scratch = {} if memory is None else {"scratch_bytes": int(memory.temp_size_in_bytes)}
+    return {**_counted(executable.cost_analysis()), **scratch}
+
+
+def _counted(analysis: Mapping[str, float] | None) -> dict[str, int]:
+    names = {"flops": "flops", "bytes accessed": "bytes_accessed"}
+    return {ours: int(analysis[name]) for name, ours in names.items() if analysis and name in analysis}
+
+
+def _weights(weights: tuple[WeightSpec, ...]) -> dict[str, Any]:
+    by_dtype: dict[str, dict[str, int]] = {}
+    for weight in weights:
+        one = by_dtype.setdefault(weight.dtype, {"count": 0, "bytes": 0})
+        one["count"] += 1
+        one["bytes"] += weight.nbytes
+    largest = sorted(weights, key=lambda weight: -weight.nbytes)[:_LARGEST]
+    return {
+        "count": len(weights),
+        "bytes": sum(weight.nbytes for weight in weights),
+        "dtypes": by_dtype,
+        "largest": [
+            {"name": one.name, "dtype": one.dtype, "dims": list(one.shape), "bytes": one.nbytes}
+            for one in largest
+        ],
+    }
+
+
+def _other_files(bundle: Bundle) -> dict[str, int]:
+    """Name -> bytes of what neither the format nor the hooks' file is."""
+    known = {FILE, HOOKS_FILE, weights_file.FILE, *(file.name for file in bundle.modules.values())}
+    files = list_files(bundle.path, Problems())
+    return {name: path.stat().st_size for name, path in sorted(files.items()) if name not in known}

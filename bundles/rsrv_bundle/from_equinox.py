@@ -1,0 +1,69 @@
+"""Exporting Equinox modules. Needs equinox, beside what rsrv_bundle.export needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rsrv_bundle.calling import Results, caller
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.export import Original, export_bundle
+from rsrv_bundle.spec import Bundle
+
+
+def export_equinox(
+    model: eqx.Module, example_inputs: Mapping[str, Any], *, rows: bool = True, **options: Any
+) -> Bundle:
+    """Write an Equinox module as a bundle, checked against the module's own answers, uncompiled.
+
+    model: in inference mode (`eqx.nn.inference_mode`). Its arrays are the weights, called by their paths.
+    rows: the model takes one row, as Equinox's layers do, so a batch is `jax.vmap(model)` of inputs whose first axis
+        is the batch; False: it takes whole batches. Without batch sizes it gets the inputs as they are.
+    example_inputs, options: as `rsrv_bundle.export.export_bundle` takes them; with their batch axis.
+
+    Raises BundleError as `export_bundle`.
+    """
+    weights, rest = eqx.partition(model, eqx.is_array)
+    by_row = rows and bool(options.get("batch_sizes"))
+    if by_row and _batch_is_elsewhere(
+        options.get("batch_axis", 0), options.get("axes") or {}, example_inputs
+    ):
+        raise BundleError("rows: with rows=True the batch is the first axis of every input")
+
+    def fn(params: Any, **inputs: Any) -> Any:
+        return _call(eqx.combine(params, rest), inputs, by_row)
+
+    original = Original(eager_equinox(model, rows=by_row), ("equinox",))
+    return export_bundle(fn, weights, example_inputs, original=original, **{"code": type(model), **options})
+
+
+def eager_equinox(model: eqx.Module, *, rows: bool = True) -> Callable[..., Results]:
+    """The model's own answers, from numpy arrays by name to numpy arrays. rows: as for `export_equinox`."""
+
+    def eager(**inputs: Any) -> Results:
+        arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
+        return Results.of(_call(model, arrays, rows)).convert(lambda _, value: np.asarray(value))
+
+    return eager
+
+
+def _batch_is_elsewhere(batch_axis: Any, axes: Mapping[str, str], inputs: Iterable[str]) -> bool:
+    positions = batch_axis if isinstance(batch_axis, Mapping) else dict.fromkeys(inputs, batch_axis)
+    return any(
+        axes[name][:1] not in ("n", "b") if name in axes else positions.get(name, 0) != 0 for name in inputs
+    )
+
+
+def _call(model: Any, inputs: Mapping[str, Any], by_row: bool) -> Any:
+    call = caller(model, tuple(inputs))
+    try:
+        return jax.vmap(call)(dict(inputs)) if by_row else call(inputs)
+    except RuntimeError as e:
+        if "requires a key" not in str(e):
+            raise
+        raise BundleError(f"model: draws random numbers ({e}); use eqx.nn.inference_mode(model)") from e

@@ -1,0 +1,129 @@
+"""Given samples as rows for a bundle's modules: read from a file, and through the bundle's own hook."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.spec import Bundle, TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+
+def read_samples(file: Path) -> dict[str, Array]:
+    """The arrays of an .npz file, by name. Raises OSError, ValueError if it is none, or holds Python objects."""
+    with file.open("rb") as opened:
+        if not zipfile.is_zipfile(opened):
+            raise ValueError("is no .npz file; write it with numpy.savez(file, NAME=array)")
+    with np.load(file, allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
+
+def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Array]]:
+    """Samples as executable inputs: variant -> one array per input, whose first axis counts rows.
+
+    samples: input name -> array; its first axis counts samples, the others are the tensor's without its batch axis.
+    What clients send goes through the bundle's `preprocess`, one sample a request; that runs the bundle's code. The
+    executable inputs are taken as they are. Raises BundleError if the names, types or shapes are neither's, or if the
+    hook fails.
+    """
+    preprocess = None
+    specs = bundle.manifest.inputs
+    if bundle.hooks is not None and set(samples) == {spec.name for spec in bundle.manifest.wire_inputs}:
+        preprocess = _hook(bundle.hooks)
+        specs = bundle.manifest.wire_inputs
+    given = _typed(specs, samples)
+    counts = {len(array) for array in given}
+    if len(counts) > 1:
+        raise BundleError(
+            f"samples: their first axes differ: {sorted(counts)}; it counts the samples in each"
+        )
+    pools: dict[int, list[list[Array]]] = {}
+    for index in range(counts.pop() if counts else 0):
+        request = {
+            spec.name: array[index]
+            if spec.batch_axis is None
+            else np.expand_dims(array[index], spec.batch_axis)
+            for spec, array in zip(specs, given, strict=True)
+        }
+        variant, rows = _executable(bundle, request if preprocess is None else preprocess(request))
+        pool = pools.setdefault(variant, [[] for _ in rows])
+        for one, array in zip(pool, rows, strict=True):
+            one.append(array)
+    return {variant: [np.concatenate(one) for one in pool] for variant, pool in pools.items()}
+
+
+def _typed(specs: tuple[TensorSpec, ...], samples: Mapping[str, Array]) -> list[Array]:
+    """The samples in the order of the specs, of which they have the names and the types."""
+    names = [spec.name for spec in specs]
+    if set(names) != set(samples):
+        raise BundleError(f"samples: are {', '.join(sorted(samples))}; the model takes {', '.join(names)}")
+    problems = Problems()
+    typed = []
+    for spec in specs:
+        array, wanted = samples[spec.name], dtypes.numpy_dtype(spec.dtype)
+        # What numpy has no name for it stores as bytes.
+        if array.dtype.kind == "V" and array.dtype.itemsize == wanted.itemsize:
+            array = array.view(wanted)
+        if array.dtype != wanted:
+            problems.add("samples", spec.name, f"is {array.dtype}, the model takes {spec.dtype}")
+        if array.ndim == 0:
+            problems.add("samples", spec.name, "has no axes; the first one counts the samples")
+        typed.append(array)
+    problems.raise_if_any()
+    return typed
+
+
+def _hook(file: Path) -> Any:
+    # The server's own: what loads there loads here.
+    from rsrv.stub.hooks import load_hooks
+
+    try:
+        preprocess = load_hooks(file).preprocess
+    except Exception as e:
+        raise BundleError(f"{file.name}: {type(e).__name__}: {e}") from e
+    if preprocess is None:
+        return None
+
+    def call(request: dict[str, Array]) -> Mapping[str, Array]:
+        try:
+            return preprocess(request)
+        except Exception as e:
+            raise BundleError(f"{file.name}: preprocess raised {type(e).__name__}: {e}") from e
+
+    return call
+
+
+def _executable(bundle: Bundle, request: Mapping[str, Array]) -> tuple[int, list[Array]]:
+    """The variant of a request and its rows."""
+    specs = bundle.manifest.inputs
+    missing = [spec.name for spec in specs if spec.name not in request]
+    if missing:
+        raise BundleError(f"{bundle.name}: preprocess returns no {', '.join(missing)}")
+    arrays = [np.asarray(request[spec.name]) for spec in specs]
+    variant = bundle.variant_of([array.shape for array in arrays])
+    rows = {
+        array.shape[spec.batch_axis]
+        for spec, array in zip(specs, arrays, strict=True)
+        if spec.batch_axis is not None and spec.batch_axis < array.ndim
+    }
+    for index, (spec, array) in enumerate(zip(specs, arrays, strict=True)):
+        wanted = dtypes.numpy_dtype(spec.dtype)
+        fits = variant is not None and array.shape == bundle.input_shape(index, variant, next(iter(rows), 1))
+        if not fits or array.dtype != wanted or len(rows) > 1:
+            found = f"{array.dtype} {list(array.shape)}"
+            raise BundleError(
+                f"{bundle.name}: input '{spec.name}': a sample is {found}; the model takes {spec.dtype} {spec.letters}"
+                f" {list(spec.dims)}, or its variants"
+            )
+    assert variant is not None or not specs
+    return variant or 0, [
+        array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
+        for spec, array in zip(specs, arrays, strict=True)
+    ]

@@ -1,0 +1,152 @@
+"""What `rsrv-bundle show` prints: a page about a bundle, as plain text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+#: where the figures of a module's work come from
+_COUNTED = {
+    "stablehlo": "FLOPs and bytes moved: XLA's count for one execution, over the module as it is stored, before"
+    " optimisation.\nA loop whose end is not known counts once.",
+    "compiled": "FLOPs, bytes moved and scratch memory: the compiler's own account of one execution, for this machine's"
+    " device.\nA loop whose end is not known counts once.",
+    "none": "FLOPs and bytes moved are not counted; with jax they are.",
+}
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page of what `describing.describe` found. Text from the bundle cannot steer a terminal."""
+    return "\n".join(_lines(found)).rstrip() + "\n"
+
+
+def as_json(found: Mapping[str, Any]) -> str:
+    return json.dumps(found, indent=2, default=str) + "\n"
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    public = ", public" if found["public"] else ""
+    yield f"{found['name']}: {found['kind']}, format {found['format_version']}{public}"
+    if found["description"]:
+        yield printable(found["description"])
+    yield f"sha256 {found['sha256']}"
+    yield from _section("Clients send", _tensors(found["client_inputs"]))
+    yield from _section("Clients get", _tensors(found["client_outputs"]))
+    if "meta" in found:
+        yield from _section("Calls", [(name,) for name in found["meta"]["calls"]])
+        yield from _section("Calls outside of rsrv", [(name,) for name in found["meta"]["external"]])
+    else:
+        if found["executable_inputs"] != found["client_inputs"]:
+            yield from _section("Modules take", _tensors(found["executable_inputs"]))
+        if found["executable_outputs"] != found["client_outputs"]:
+            yield from _section("Modules return", _tensors(found["executable_outputs"]))
+        yield from _section("Variants", _variants(found["variants"]))
+        yield from _section("Modules", _modules(found["modules"]), head=True)
+        yield from (f"  {line}" for line in _COUNTED[found["costs"]].splitlines())
+        yield from _weights(found["weights"])
+    yield from _section("Hooks", [(name,) for name in found["hooks"]])
+    yield from _section("Other files", [(name, amount(size)) for name, size in found["files"].items()])
+    yield from _section("Numerics", list(_flat(found["numerics"])))
+    yield from _section("Provenance", list(_flat(found["provenance"])))
+
+
+def _section(title: str, rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
+    """Nothing if there are no rows; their columns are aligned, numbers to the right."""
+    if not rows:
+        return
+    yield ""
+    yield title
+    yield from (f"  {line}" for line in table(rows, head=head))
+
+
+def table(rows: Sequence[Sequence[str]], *, head: bool = False) -> Iterator[str]:
+    """Lines of aligned columns; those of numbers only are aligned to the right. `head`: the first row is one."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    body = rows[1:] if head else rows
+    numbers = [all(row[i][:1].isdigit() or row[i] in ("", "-") for row in body) for i in range(len(widths))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right and head else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numbers, strict=True)
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _tensors(specs: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    return [(spec["name"], spec["dtype"], shape(spec)) for spec in specs]
+
+
+def shape(spec: Mapping[str, Any]) -> str:
+    """`[n, h=28, w=any]`: the batch axis by its letter, the others with their size."""
+    axes = [
+        letter if axis == spec["batch_axis"] else f"{letter}={'any' if size == -1 else size}"
+        for axis, (letter, size) in enumerate(zip(spec["shape"], spec["dims"], strict=True))
+    ]
+    return f"[{', '.join(axes)}]"
+
+
+def _variants(variants: Iterable[Mapping[str, int]]) -> list[tuple[str, ...]]:
+    return [
+        (f"v{number}", ", ".join(f"{letter}={size}" for letter, size in sizes.items()))
+        for number, sizes in enumerate(variants)
+    ]
+
+
+def _modules(modules: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A column for what at least one module has."""
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "batch_size": ("rows", str),
+        "bytes": ("size", amount),
+        "stablehlo": ("StableHLO", str),
+        "input_bytes": ("inputs", amount),
+        "output_bytes": ("outputs", amount),
+        "flops": ("FLOPs", lambda count: amount(count, "", 1000)),
+        "bytes_accessed": ("moved", amount),
+        "scratch_bytes": ("scratch", amount),
+    }
+    shown = [key for key in columns if any(module.get(key) is not None for module in modules)]
+    rows = [("file", *(columns[key][0] for key in shown))]
+    for module in modules:
+        cells = ("-" if module.get(key) is None else columns[key][1](module[key]) for key in shown)
+        rows.append((module["file"], *cells))
+    return rows
+
+
+def _weights(weights: Mapping[str, Any]) -> Iterator[str]:
+    by_dtype = ", ".join(
+        f"{one['count']} {dtype} ({amount(one['bytes'])})" for dtype, one in weights["dtypes"].items()
+    )
+    yield ""
+    yield f"Weights: {weights['count']}, {amount(weights['bytes'])}" + (f": {by_dtype}" if by_dtype else "")
+    largest = weights["largest"]
+    if largest and weights["count"] > len(largest):
+        yield f"  the {len(largest)} largest:"
+    rows = [(one["name"], one["dtype"], str(one["dims"]), amount(one["bytes"])) for one in largest]
+    yield from (f"  {line}" for line in table(rows)) if rows else ()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def amount(count: int, unit: str = "B", step: int = 1024) -> str:
+    """`1.5 KiB`, or with steps of 1000 and no unit `1.5 k`: three digits and what they count."""
+    size, prefix = float(count), ""
+    for prefix in ("", *("KMGTP" if step == 1024 else "kMGTP")):
+        if size < step or prefix == "P":
+            break
+        size /= step
+    binary = "i" if prefix and step == 1024 else ""
+    number = str(count) if not prefix else f"{size:.3g}" if size < 999.5 else f"{size:.0f}"
+    return f"{number} {prefix}{binary}{unit}".rstrip()
+
+
+def printable(text: str) -> str:
+    """On one line, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

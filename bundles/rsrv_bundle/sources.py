@@ -1,0 +1,137 @@
+"""Models by where they are in Python programs, for the command line: `package.module:factory`.
+
+Imports what it is asked for, and no framework before.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from rsrv_bundle.kinds import KINDS
+
+#: what is missing -> what has it
+_EXTRAS = {
+    "jax": "rsrv[export]",
+    "flax": "rsrv[export-flax]",
+    "equinox": "rsrv[export-equinox]",
+    "torch": "rsrv[export-torch]",
+    "torchax": "rsrv[export-torch]",
+}
+
+
+class LoadError(Exception):
+    """There is no model to be had; the message says why. `__cause__`, if there is one, is what the program raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model as its author wrote it."""
+
+    #: Gets numpy arrays by input name; returns what the model returns, as numpy arrays, or `calling.Results` of them.
+    eager: Callable[..., Any]
+    #: `export(example_inputs, batch_sizes=..., out_dir=..., ...)`, as `rsrv_bundle.export.export_bundle` takes them.
+    export: Callable[..., Any]
+    #: What the factory gave; empty if it gave none.
+    examples: Mapping[str, Any]
+
+
+def load(kind: str, target: str) -> Source:
+    """The model that `target`, `package.module:name`, names: a model, or a function without arguments that makes it.
+
+    kind: one of KINDS. With `jax` the model is a pair of function and parameters. It may come as a tuple, with the
+    example inputs, by name, as the last part. Modules in the working directory count, as with `python -m`.
+    Raises LoadError.
+    """
+    found = named(target)
+    try:
+        made = found if _is_model(kind, found) else found()
+    except ModuleNotFoundError as e:
+        raise _missing(target, e) from None
+    except Exception as e:
+        raise LoadError(f"{target}: raised {type(e).__name__}: {e}") from e
+    parts = made if isinstance(made, tuple) else (made,)
+    model, rest = (parts[:2], parts[2:]) if kind == "jax" else (parts[0], parts[1:])
+    if not _is_model(kind, model) or len(rest) > 1 or not all(isinstance(part, Mapping) for part in rest):
+        raise LoadError(f"{target}: must give {KINDS[kind]}, and may give example inputs by name behind it")
+    try:
+        eager, export = _FRONTS[kind](model)
+    except ModuleNotFoundError as e:
+        raise _missing(target, e) from None
+    return Source(eager, partial(export, code=found), dict(rest[0]) if rest else {})
+
+
+def named(target: str) -> Any:
+    """What `package.module:name` names; modules in the working directory count. Raises LoadError."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise LoadError(f"'{target}': write package.module:factory")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as e:
+        raise _missing(target, e) from None
+    except AttributeError as e:
+        raise LoadError(f"{target}: {e}") from None
+    except Exception as e:
+        raise LoadError(f"{target}: cannot be imported: {type(e).__name__}: {e}") from e
+
+
+def _missing(target: str, error: ModuleNotFoundError) -> LoadError:
+    package = (error.name or "").partition(".")[0]
+    cure = f"; install '{_EXTRAS[package]}'" if package in _EXTRAS else ""
+    return LoadError(f"{target}: {error}{cure}")
+
+
+def _is_model(kind: str, value: Any) -> bool:
+    """Whether it is one already; a class is not, it makes one."""
+    if kind == "jax":
+        return isinstance(value, tuple) and len(value) >= 2 and callable(value[0])
+    home, name = {
+        "nnx": ("flax.nnx", "Module"),
+        "equinox": ("equinox", "Module"),
+        "torch": ("torch.nn", "Module"),
+    }[kind]
+    return isinstance(value, getattr(import_module(home), name))
+
+
+#: The model's own answers, and its exporter.
+_Front = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _jax(model: Any) -> _Front:
+    from rsrv_bundle.export import eager_jax, export_bundle
+
+    return eager_jax(*model), partial(export_bundle, *model)
+
+
+def _nnx(model: Any) -> _Front:
+    from rsrv_bundle.from_nnx import eager_nnx, export_nnx
+
+    return eager_nnx(model), partial(export_nnx, model)
+
+
+def _equinox(model: Any) -> _Front:
+    from rsrv_bundle.from_equinox import eager_equinox, export_equinox
+
+    return eager_equinox(model), partial(export_equinox, model)
+
+
+def _torch(model: Any) -> _Front:
+    from rsrv_bundle.from_torch import eager_torch, export_torch
+
+    return eager_torch(model), partial(export_torch, model)
+
+
+_FRONTS: Mapping[str, Callable[[Any], _Front]] = {
+    "jax": _jax,
+    "nnx": _nnx,
+    "equinox": _equinox,
+    "torch": _torch,
+}

@@ -1,0 +1,44 @@
+"""Between numpy's arrays and PyTorch's tensors, element types that numpy lacks included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.errors import BundleError
+
+Array = np.ndarray[Any, Any]
+
+#: Where torch's name for an element type is another than numpy's.
+_NAMES = {"bool_": "bool"}
+
+
+def dtype_of(dtype: Any) -> torch.dtype:
+    """PyTorch's name for an element type that the format has."""
+    name = np.dtype(dtype).name
+    found = getattr(torch, _NAMES.get(name, name))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def to_torch(array: Array) -> torch.Tensor:
+    """A copy of `array`."""
+    # As bytes: neither knows all of the other's element types.
+    flat = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
+    return flat.view(dtype_of(array.dtype)).reshape(array.shape)
+
+
+def to_numpy(name: str, value: Any) -> Array:
+    """A copy of a tensor. Raises BundleError, calling it `name`, for what is none or has a type that the format lacks."""
+    if not isinstance(value, torch.Tensor):
+        raise BundleError(f"{name}: is a {type(value).__name__}; it must be a tensor")
+    kind = str(value.dtype).removeprefix("torch.")
+    try:
+        dtype = dtypes.numpy_dtype(dtypes.token_of_numpy(kind))
+    except KeyError:
+        raise BundleError(f"{name}: has the element type {kind}, which the format has no name for") from None
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().copy().view(dtype).reshape(tuple(value.shape))

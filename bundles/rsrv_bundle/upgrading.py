@@ -1,0 +1,99 @@
+"""Rewriting a bundle in the present format, and its modules for another version of StableHLO: `rsrv-bundle upgrade`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax  # noqa: F401 - before jaxlib's parts are, whose log it keeps quiet
+
+from rsrv_bundle import writer
+from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.manifest import FILE
+from rsrv_bundle.modules import Look, artifact_version, module_file, rewritten, signature_of
+from rsrv_bundle.numerics import Running, random_inputs
+from rsrv_bundle.reader import read_bundle
+from rsrv_bundle.spec import Bundle
+from rsrv_bundle.weights import FILE as WEIGHTS_FILE
+from rsrv_bundle.weights import load_weights
+
+
+def upgrade(
+    directory: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    stablehlo: str,
+    overwrite: bool = False,
+    look: Look = signature_of,
+) -> Bundle:
+    """Write the bundle in `directory` as `out_dir`, in format 3.0 and for `stablehlo`, and return it as read back.
+
+    stablehlo: version of the portable artifacts, e.g. "1.9.0".
+    overwrite: replace a bundle that is there. Without it that is an error.
+    look: each module, old and new, is shown to it before it is compiled.
+
+    Every module is run on random inputs before and after, and the answers have to be equal, bit by bit. Tensors that
+    `argument_order` does not list, and keys of the manifest that format 3.0 does not know, are left behind. Nothing
+    appears at `out_dir` unless all is well. Raises BundleError, FileExistsError.
+    """
+    target = Path(os.path.abspath(out_dir))
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; pass --overwrite to replace it")
+    old = read_bundle(directory)
+    before = Running(old, look) if old.modules else None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # As an export does it: hidden, and on the same file system.
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
+        work = Path(scratch, target.name)
+        shutil.copytree(old.path, work, ignore=shutil.ignore_patterns("__pycache__"))
+        _rewrite(old, work, stablehlo)
+        new = read_bundle(work, digest=False)
+        if before is not None:
+            _check_equal(before, Running(new, look))
+        writer.put_in_place(work, target, Path(scratch, "replaced"))
+    return read_bundle(target)
+
+
+def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
+    """Replace what is written otherwise now, in a copy of the bundle."""
+    versions = set()
+    for file in set(old.modules.values()):
+        blob = file.read_bytes()
+        try:
+            versions.add(".".join(map(str, artifact_version(blob))))
+            (work / file.name).write_bytes(rewritten(blob, stablehlo))
+        except ValueError as e:
+            raise BundleError(f"{file.name}: {e}") from e
+    if old.manifest.format_version == "2.0" and old.weights_file is not None:
+        if old.weights:
+            names = [weight.name for weight in old.weights]
+            writer.write_weights(work / WEIGHTS_FILE, list(zip(names, load_weights(old), strict=True)))
+        else:
+            (work / WEIGHTS_FILE).unlink()
+    document = writer.document_of(old.manifest)
+    upgraded: dict[str, Any] = {"format": old.manifest.format_version, "rsrv": metadata.version("rsrv")}
+    if old.modules:
+        upgraded["stablehlo"] = " ".join(sorted(versions))
+        document["provenance"]["stablehlo"] = stablehlo
+    document["provenance"]["upgraded_from"] = upgraded
+    writer.write_manifest(work / FILE, document)
+
+
+def _check_equal(before: Running, after: Running) -> None:
+    problems = Problems()
+    for key in before.keys():  # noqa: SIM118 - not a mapping
+        inputs = random_inputs(before.bundle, *key)
+        for spec, one, other in zip(
+            before.bundle.manifest.outputs, before(key, inputs), after(key, inputs), strict=True
+        ):
+            if (one.dtype, one.shape, one.tobytes()) != (other.dtype, other.shape, other.tobytes()):
+                problems.add(
+                    module_file(before.bundle, key).name,
+                    f"output '{spec.name}'",
+                    "is not the same, bit by bit, after the upgrade; nothing was written",
+                )
+    problems.raise_if_any()

@@ -1,0 +1,411 @@
+"""`rsrv-bundle check --numerics`: bundles whose answers are the same however they are asked, and others."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rsrv_bundle import Bundle, BundleError, cli, read_bundle
+from rsrv_bundle.agreement import SourceError, Wanted, agree
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.modules import signature_of
+from rsrv_bundle.numerics import TOLERANCE, in_batches
+from rsrv_bundle.samples import read_samples, rows_of
+from tests.pages import ROOT
+from tests.unit.bundle.forge import GOOD, META, changed, make_bundle, tensor
+
+Array = np.ndarray[Any, Any]
+KERNEL = np.arange(6, dtype=np.float32).reshape(3, 2)
+MANIFEST = changed(
+    GOOD, executable_inputs=[tensor(c=3)], executable_outputs=[tensor("y", c=3)], batching=None
+)
+
+
+def dense(x: Array) -> dict[str, Array]:
+    """x: [n, 3] -> y: [n, 2]: what `exported` computes."""
+    return {"y": x @ KERNEL}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, for 1, 2 and 4 rows."""
+    out_dir = tmp_path_factory.mktemp("bundles") / "dense"
+    export_bundle(
+        lambda p, x: {"y": x @ p},
+        KERNEL,
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1, 2, 4],
+        out_dir=out_dir,
+    )
+    return out_dir
+
+
+def forged(parent: Path, functions: Mapping[int, Callable[[Any], Any]]) -> Bundle:
+    """A bundle whose module for each size is another function of x: f32 [n, 3] -> f32 [n, 3]."""
+    struct: Any = jax.ShapeDtypeStruct
+
+    def module(size: int) -> bytes:
+        lowered = jax.export.export(jax.jit(functions[size]), platforms=["cpu"])(
+            struct((size, 3), jnp.float32)
+        )
+        return bytes(lowered.mlir_module_serialized)
+
+    return read_bundle(
+        make_bundle(parent, MANIFEST, modules={f"model.b{size}.mlir": module(size) for size in functions})
+    )
+
+
+def lines_of(bundle: Bundle, wanted: Wanted | None = None) -> list[str]:
+    return agree(bundle, wanted or Wanted(), signature_of)
+
+
+def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
+    exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What its batch sizes differ by; the smallest one has nothing to be compared with."""
+    assert cli.main(["check", "--numerics", str(exported)]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"ok {exported}: format 3.0")
+    number = r"\d[\d.e-]*"
+    for size, line in zip((2, 4), lines, strict=True):
+        pattern = f"model.b{size}: {number} from the smallest batch size, {number} among rows and places"
+        assert re.fullmatch(rf"ok {re.escape(str(exported))}: {pattern}", line)
+
+
+@pytest.mark.parametrize(
+    ("functions", "problem"),
+    [
+        (
+            {1: lambda x: x, 4: lambda x: x * 1.001},
+            "output 'y': differs from that of batch size 1 by 0.001 of its largest magnitude; the tolerance for f32 is",
+        ),
+        ({1: lambda x: x, 4: lambda x: x - x.mean(0)}, "its first row changes when the other rows do, by"),
+        (
+            {4: lambda x: x * jnp.array([[1], [1], [1], [3]], jnp.float32)},
+            "a row changes with its place in the batch, by",
+        ),
+    ],
+)
+def test_an_answer_that_depends_on_other_requests_is_found(
+    tmp_path: Path, functions: Mapping[int, Callable[[Any], Any]], problem: str
+) -> None:
+    """On the size of the batch, on its other rows, or on the row's place."""
+    with pytest.raises(BundleError) as found:
+        lines_of(forged(tmp_path, functions))
+    assert any(problem in line for line in found.value.problems)
+
+
+def test_the_page_has_the_tolerances_of_the_code() -> None:
+    """One column for each element type that may differ at all."""
+    lines = (ROOT / "docs" / "bundle-tools.md").read_text().splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("| f64 |"))
+    names, values = ([cell.strip() for cell in lines[row].strip("|").split("|")] for row in (head, head + 2))
+    assert {name: float(value) for name, value in zip(names[:-1], values[:-1], strict=True)} == TOLERANCE
+    assert (names[-1], values[-1]) == ("integers, bool", "equal")
+
+
+def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
+    """It calls into libraries that are not here; the message is the compiler's."""
+    lowered = jax.export.export(jax.jit(jnp.linalg.qr), platforms=["cuda"])(np.zeros((3, 3), np.float32))
+    square = {"name": "x", "dtype": "f32", "shape": "ac", "dims": {"a": 3, "c": 3}}
+    document = changed(
+        MANIFEST, executable_inputs=[square], executable_outputs=[{**square, "name": name} for name in "qr"]
+    )
+    modules = {"model.mlir": bytes(lowered.mlir_module_serialized)}
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=modules))
+    with pytest.raises(BundleError, match=r"model\.mlir: cannot be compiled for this machine: "):
+        lines_of(bundle, Wanted(lambda x: (x, x)))
+
+
+def test_a_wider_tolerance_lets_more_through(tmp_path: Path) -> None:
+    """Of its element type."""
+    bundle = forged(tmp_path, {1: lambda x: x, 4: lambda x: x * 1.001})
+    (line,) = lines_of(bundle, Wanted(tolerance={"f32": 0.01}))
+    assert line == "model.b4: 0.001 from the smallest batch size, 0 among rows and places"
+
+
+def test_a_source_is_asked_by_name(exported: Path) -> None:
+    """Its rows are those of the largest module; a mapping, a tuple and an array are good answers."""
+    bundle = read_bundle(exported)
+    asked: list[tuple[int, ...]] = []
+
+    def source(x: Array) -> tuple[Array]:
+        asked.append(x.shape)
+        return (x @ KERNEL,)
+
+    for one in (dense, source, lambda x: x @ KERNEL):
+        lines = lines_of(bundle, Wanted(one))
+        assert [line.partition(":")[0] for line in lines] == ["model.b1", "model.b2", "model.b4"]
+        assert all("from its source" in line for line in lines)
+    assert asked == [(4, 3)]
+
+
+def test_a_bundle_that_is_not_its_source_is_told(exported: Path) -> None:
+    """Every module of it."""
+    with pytest.raises(BundleError) as found:
+        lines_of(read_bundle(exported), Wanted(lambda x: 1.1 * (x @ KERNEL)))
+    assert [line.partition(":")[0] for line in found.value.problems] == [
+        f"model.b{n}.mlir" for n in (1, 2, 4)
+    ]
+    assert "differs from its source by 0.0909" in found.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (lambda x: x, "returns 'y' as [4, 3], the bundle as [-1, 2]"),
+        (lambda x: {"z": x}, "the source: outputs: fn returns ['z'], output_names says ['y']"),
+        (lambda x: (), "the source: outputs: fn returns 0 arrays, output_names are ['y']"),
+        (lambda z: z, "raised TypeError: "),
+    ],
+)
+def test_a_source_that_fails_is_not_held_against_the_bundle(
+    exported: Path, source: Callable[..., Any], problem: str
+) -> None:
+    """The message says what it did."""
+    with pytest.raises(SourceError, match=re.escape(problem)):
+        lines_of(read_bundle(exported), Wanted(source))
+
+
+def test_the_source_of_the_command_line_is_a_function_in_the_working_directory(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What fails there is wrong usage, with the reason."""
+    (tmp_path / "source_of_dense.py").write_text("def doubled(x):\n    return x[:, :2] * 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+    def check(against: str) -> int:
+        return cli.main(["check", "--numerics", "--against", against, str(exported)])
+
+    assert check("source_of_dense:doubled") == 1
+    assert "differs from its source" in capsys.readouterr().out
+    assert check("source_of_dense:halved") == 2
+    assert "has no attribute 'halved'" in capsys.readouterr().err
+
+
+def test_a_source_may_be_what_the_exporter_takes(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here a function of parameters and inputs; the other kinds are loaded in the same way."""
+    text = "import numpy as np\ndef model():\n    k = np.arange(6, dtype='f4').reshape(3, 2)\n"
+    (tmp_path / "jax_of_dense.py").write_text(f"{text}    return lambda p, x: {{'y': x @ p}}, k\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert cli.main(["check", "--numerics", "--jax", "jax_of_dense:model", str(exported)]) == 0
+    assert " from its source" in capsys.readouterr().out
+
+
+def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
+    """Of the samples, or else of what the source came with; zeros fill a batch up."""
+    table = np.arange(8, dtype=np.float32)[:, np.newaxis]
+    bundle = export_bundle(
+        lambda p, i: {"y": p[i]},
+        table,
+        {"i": np.array([3, 7], np.int32)},
+        batch_sizes=[1, 4],
+        out_dir=tmp_path / "table",
+    )
+    seen: set[int] = set()
+
+    def source(i: Array) -> Array:
+        seen.update(i.tolist())
+        return table[i]
+
+    with pytest.raises(SourceError, match="IndexError"):
+        lines_of(bundle, Wanted(source))
+    for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
+        seen.clear()
+        lines_of(bundle, Wanted(source, samples, examples))
+        assert seen <= ({0, 1, 5} if samples else {3, 7})
+
+
+def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
+    """Beside what is in the manifest already, comments too; a bundle beyond its tolerance keeps its numbers."""
+    manifest = exported / "manifest.yaml"
+    copy = tmp_path / "dense"
+    copy.mkdir()
+    for file in exported.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "manifest.yaml").write_text("# By hand.\n" + manifest.read_text() + "  # To the end.\n")
+    before = read_bundle(copy)
+    lines_of(before, Wanted(lambda x: 1.001 * (x @ KERNEL), tolerance={"f32": 0.01}, store=True))
+    after = read_bundle(copy)
+    assert after.manifest.numerics["source"] == pytest.approx(
+        dict.fromkeys(("model.b1", "model.b2", "model.b4"), 1e-3), rel=0.01
+    )
+    assert after.manifest.numerics["max_rel_error"] == pytest.approx(1e-3, rel=0.01)
+    assert after.manifest.provenance == before.manifest.provenance
+    assert (copy / "manifest.yaml").read_text().startswith("# By hand.\n")
+    with pytest.raises(BundleError):
+        lines_of(after, Wanted(lambda x: 2 * (x @ KERNEL), store=True))
+    assert read_bundle(copy).digest == after.digest
+
+
+@pytest.mark.parametrize("text", ["", "numerics:\n", "numerics: {rows: {model.b1: 1}, other: 2} # Kept.\n"])
+def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
+    """Whatever it had before; what was not measured now stays."""
+    bundle = forged(tmp_path, {1: lambda x: x, 2: lambda x: x})
+    with (bundle.path / "manifest.yaml").open("a") as file:
+        file.write(text)
+    before = read_bundle(bundle.path)
+    lines_of(before, Wanted(store=True))
+    after = read_bundle(bundle.path).manifest
+    zeros = {"model.b2": 0.0}
+    assert after.numerics == {**before.manifest.numerics, "buckets": zeros, "rows": zeros}
+    assert after.inputs == before.manifest.inputs
+
+
+def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
+    """The message says what to do."""
+    bundle = read_bundle(
+        make_bundle(tmp_path, changed(GOOD, format_version="2.0"), weights=b"\2\0\0\0\0\0\0\0{}")
+    )
+    with pytest.raises(BundleError, match="rsrv-bundle upgrade"):
+        lines_of(bundle, Wanted(store=True))
+
+
+def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
+    """The models that it calls have."""
+    meta = make_bundle(tmp_path, META, modules=(), hooks="def run(inputs, call): ...\n")
+    assert lines_of(read_bundle(meta)) == ["has no modules of its own"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--store"], "belong to --numerics"),
+        (["--numerics", "--no-signatures"], "leave out --no-signatures"),
+        (["--numerics", "--tolerance", "f33=1"], "no element type 'f33'"),
+        (["--numerics", "--tolerance", "f32"], "invalid _tolerance value"),
+        (["--numerics", "--tolerance", "f32=-1"], "invalid _tolerance value"),
+        (["--numerics", "--samples", "none.npz"], "--samples none.npz: "),
+        (["--numerics", "--samples", __file__], "is no .npz file"),
+        (["--numerics", "--against", "nobody:nothing"], "No module named 'nobody'"),
+        (["--numerics", "--torch", "nothing"], "write package.module:factory"),
+        (["--torch", "nobody:nothing"], "belong to --numerics"),
+        (["--numerics", "--jax", "a:b", "--torch", "a:b"], "not allowed with"),
+    ],
+)
+def test_wrong_flags_exit_2(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And say what is wrong."""
+    assert cli.main(["check", *flags, "bundle"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+# Samples.
+
+
+def test_samples_are_asked_as_well(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any number of them, whatever was compiled."""
+    np.savez(tmp_path / "samples.npz", x=np.full((5, 3), 1e38, np.float32))
+    flags = ["--numerics", "--samples", str(tmp_path / "samples.npz")]
+    assert cli.main(["check", *flags, str(exported)]) == 0
+    pools = rows_of(read_bundle(exported), read_samples(tmp_path / "samples.npz"))
+    assert {variant: [rows.shape for rows in pool] for variant, pool in pools.items()} == {0: [(5, 3)]}
+
+
+HOOKS = """
+import numpy as np
+
+def preprocess(inputs):
+    \"\"\"Text of any length to its length and first character, twice.\"\"\"
+    text = inputs["text"]
+    assert text.shape[0] == 1
+    return {"x": np.array([[text.size, text[0, 0], 0]] * 2, np.float32)}
+"""
+
+
+def test_samples_of_clients_go_through_the_hook(tmp_path: Path) -> None:
+    """One request each; of the executable inputs' names they do not."""
+    document = changed(MANIFEST, client_inputs=[tensor("text", "u8", c=-1)])
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"], hooks=HOOKS))
+    (rows,) = rows_of(bundle, {"text": np.array([[65, 66], [67, 68], [69, 70]], np.uint8)})[0]
+    assert rows.tolist() == [[2, 65, 0], [2, 65, 0], [2, 67, 0], [2, 67, 0], [2, 69, 0], [2, 69, 0]]
+    (rows,) = rows_of(bundle, {"x": np.zeros((2, 3), np.float32)})[0]
+    assert rows.shape == (2, 3)
+    with pytest.raises(BundleError, match=r"model\.py: preprocess raised IndexError"):
+        rows_of(bundle, {"text": np.zeros((1, 0), np.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("samples", "problem"),
+    [
+        ({"z": np.zeros(3)}, "samples: are z; the model takes x"),
+        ({"x": np.zeros((2, 3))}, "samples: x: is float64, the model takes f32"),
+        ({"x": np.float32(1)}, "samples: x: has no axes"),
+        (
+            {"x": np.zeros((2, 4), np.float32)},
+            "input 'x': a sample is float32 [1, 4]; the model takes f32 nc [-1, 3]",
+        ),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused(tmp_path: Path, samples: dict[str, Array], problem: str) -> None:
+    """Naming what was expected."""
+    bundle = read_bundle(make_bundle(tmp_path, MANIFEST, modules=["model.b1.mlir"]))
+    with pytest.raises(BundleError, match=re.escape(problem)):
+        rows_of(bundle, {name: np.asarray(array) for name, array in samples.items()})
+
+
+def test_samples_may_have_types_that_numpy_has_no_name_for(tmp_path: Path) -> None:
+    """A file has them as bytes."""
+    document = changed(MANIFEST, executable_inputs=[tensor("x", "bf16", "cn", c=2)])
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"]))
+    given = np.array([[1, 2], [3, 4], [5, 6]], ml_dtypes.bfloat16)
+    np.savez(tmp_path / "samples.npz", x=given)
+    (rows,) = rows_of(bundle, read_samples(tmp_path / "samples.npz"))[0]
+    assert rows.dtype == given.dtype
+    assert rows.tolist() == given.tolist()
+
+
+def test_each_sample_goes_to_its_variant(tmp_path: Path) -> None:
+    """What the hook makes of it decides."""
+    document = changed(
+        MANIFEST,
+        executable_inputs=[tensor(c=-1)],
+        client_inputs=[tensor("text", "f32", c=2)],
+        input_shapes=[{"c": 2}, {"c": 3}],
+    )
+    hooks = "def preprocess(i):\n    t = i['text']\n    return {'x': t if t[0, 0] else t[:, [0, 1, 1]]}\n"
+    modules = ["model.v0.b1.mlir", "model.v1.b1.mlir"]
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=modules, hooks=hooks))
+    pools = rows_of(bundle, {"text": np.array([[1, 2], [0, 3], [4, 5]], np.float32)})
+    assert {variant: rows[0].tolist() for variant, rows in pools.items()} == {
+        0: [[1, 2], [4, 5]],
+        1: [[0, 3, 3]],
+    }
+
+
+def test_rows_find_their_way_through_batches_of_any_size(tmp_path: Path) -> None:
+    """Wherever the batch axis is; the last batch is filled up with zeros."""
+    document = changed(
+        MANIFEST,
+        executable_inputs=[tensor("x", "f32", "cn", c=3)],
+        executable_outputs=[tensor("y", "f32", "n")],
+    )
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=["model.b1.mlir"]))
+    rows = [np.arange(15, dtype=np.float32).reshape(5, 3)]
+    for size in (1, 2, 5, 8):
+        asked: list[Array] = []
+
+        def ask(inputs: list[Array], asked: list[Array] = asked) -> list[Array]:
+            asked.append(inputs[0])
+            return [inputs[0].sum(0)]
+
+        (found,) = in_batches(bundle, size, rows, ask)
+        assert found.tolist() == rows[0].sum(1).tolist()
+        assert {array.shape for array in asked} == {(3, size)}
+        assert len(asked) == -(-5 // size)
+    assert asked[0][:, 5:].tolist() == [[0, 0, 0]] * 3

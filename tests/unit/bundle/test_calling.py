@@ -1,0 +1,110 @@
+"""Inputs by name, and names for results."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from rsrv_bundle import BundleError
+from rsrv_bundle.calling import Results, caller
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Found:
+    score: Any
+    box: Any = None
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (1, {"output": 1}),
+        ({"b": 1, "a": 2}, {"b": 1, "a": 2}),
+        (OrderedDict(a=(1, None, [2])), {"a_0": 1, "a_2_0": 2}),
+        (Pair(1, {"x": 2}), {"left": 1, "right_x": 2}),
+        (Found(1), {"score": 1}),
+        ({0: Found(1, 2)}, {"0_score": 1, "0_box": 2}),
+    ],
+)
+def test_containers_that_have_names_name_their_parts(result: Any, named: dict[str, Any]) -> None:
+    """One array is `output`; what is None is not there."""
+    assert list(Results.of(result).named(None).items()) == list(named.items())
+
+
+def test_given_names_order_a_mapping_and_name_a_tuple() -> None:
+    """And they name a lone array."""
+    assert list(Results.of({"a": 1, "b": 2}).named(["b", "a"]).items()) == [("b", 2), ("a", 1)]
+    assert Results.of((1, None, 2)).named(["x", "y"]) == {"x": 1, "y": 2}
+    assert Results.of(3).named(["z"]) == {"z": 3}
+    assert Results.of((1, 2)).convert(lambda label, value: (label, value)).values == (
+        ("outputs: 0", 1),
+        ("outputs: 1", 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "given", "message"),
+    [
+        ((1,), None, "outputs: fn returns a tuple; name its parts with output_names"),
+        ((1, 2), ["a"], "outputs: fn returns 2 arrays, output_names are ['a']"),
+        ({"a": 1}, ["b"], "outputs: fn returns ['a'], output_names says ['b']"),
+        ({"a": (1,), "a_0": 2}, None, "outputs: a_0: two have this name; rename one"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(result: Any, given: list[str] | None, message: str) -> None:
+    """With both sides of the matter."""
+    with pytest.raises(BundleError, match=re.escape(message)):
+        Results.of(result).named(given)
+
+
+def plain(a: Any, b: Any = 0, *, c: Any = 0) -> Any:
+    return a, b, c
+
+
+def positional(a: Any, b: Any, /) -> Any:
+    return a, b
+
+
+def anything(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@pytest.mark.parametrize(
+    ("call", "inputs", "result"),
+    [
+        (plain, {"c": 3, "a": 1}, (1, 0, 3)),
+        (positional, {"y": 1, "x": 2}, (1, 2)),
+        (lambda *args: args, {"y": 1, "x": 2}, (1, 2)),
+        (anything, {"x": 1}, ((1,), {})),
+        # By name wherever that may work: nobody can swap them.
+        (anything, {"x": 1, "y": 2}, ((), {"x": 1, "y": 2})),
+    ],
+)
+def test_inputs_go_by_name_where_they_can(
+    call: Callable[..., Any], inputs: dict[str, Any], result: Any
+) -> None:
+    """Else in their order."""
+    assert caller(call, tuple(inputs))(inputs) == result
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "x"], "x: the model takes (a, b, c); name the inputs as it does"),
+        (["b"], "a: the model takes (a, b, c), and this one has no default; give it"),
+    ],
+)
+def test_inputs_that_a_model_does_not_take_are_refused(names: list[str], message: str) -> None:
+    """Before it is called."""
+    with pytest.raises(BundleError, match=re.escape(message)):
+        caller(plain, names)

@@ -1,0 +1,217 @@
+"""`rsrv-bundle export`, and where it gets models and inputs from."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rsrv_bundle import cli, read_bundle
+from rsrv_bundle.input_texts import parse_inputs
+from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, working_tree_patch
+from rsrv_bundle.sources import LoadError, load
+
+MODELS = """
+import numpy as np
+
+KERNEL = np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+def scaled(params, x):
+    return x @ params
+
+
+pair = (scaled, KERNEL)
+
+
+def with_examples():
+    return scaled, KERNEL, {"x": KERNEL.T}
+
+
+def torch_net():
+    import torch
+
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
+
+
+def in_training():
+    import torch
+
+    return torch.nn.Dropout()
+
+
+def nnx_net():
+    from flax import nnx
+
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0)), {"inputs": KERNEL.T}
+
+
+def equinox_net():
+    import equinox
+    import jax
+
+    return equinox.nn.Linear(3, 2, key=jax.random.key(0)), {"x": KERNEL.T}
+
+
+def untraceable():
+    return lambda params, x: x if x.sum() > 0 else -x, KERNEL
+
+
+def raises():
+    raise ValueError("no weights here")
+
+
+def needs_more():
+    import flax_of_tomorrow
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the working directory."""
+    name = re.sub(r"\W", "_", tmp_path.name)
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["--jax", ":pair", "--input", "x=f32[3]"],
+            "2 modules, 1 weights, 24 bytes, at most 0 from the model",
+        ),
+        (["--jax", ":with_examples"], "2 modules, 1 weights, 24 bytes, at most 0 from the model"),
+        (["--nnx", ":nnx_net"], "2 modules, 2 weights, 32 bytes"),
+        (["--equinox", ":equinox_net"], "2 modules, 2 weights, 32 bytes"),
+        (
+            [
+                *("--torch", ":torch_net", "--input", "input=f32[5,h,w]", "--output-names", "mean"),
+                *("--input-shape", "h=4,w=4", "--input-shape", "h=2,w=6", "--description", "Means."),
+            ],
+            "4 modules, 0 weights, 0 bytes",
+        ),
+    ],
+)
+def test_a_model_of_each_kind_is_exported(
+    models: str, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name of a function that makes it, or of the model; inputs from the line or from the function."""
+    arguments[1] = models + arguments[1]
+    assert cli.main(["export", *arguments, "-o", "out/m", "--batch-sizes", "1,2"]) == 0
+    assert capsys.readouterr().out.startswith(f"ok out/m: {line}")
+    assert read_bundle("out/m").manifest.compiled_batch_sizes == (1, 2)
+
+
+INPUT = ["--input", "x=f32[3]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--torch", ":in_training", *INPUT], 1, ":in_training: module: is in training mode"),
+        (["--jax", ":pair", "--input", "y=f32[3]"], 1, ":untraced"),
+        (["--jax", ":untraceable", *INPUT], 1, "TracerBoolConversionError"),
+        (["--jax", ":raises", *INPUT], 2, ":raises: raised ValueError: no weights here"),
+        (["--jax", ":nothing", *INPUT], 2, "has no attribute 'nothing'"),
+        (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
+        (["--jax", ":torch_net", *INPUT], 2, ":torch_net: must give a JAX function of parameters and inputs"),
+        (["--jax", "", *INPUT], 2, "write package.module:factory"),
+        (["--jax", ":pair"], 2, "gives no example inputs; say what the inputs are"),
+        (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
+        (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
+        (["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"], 2, "'1,0' must be whole numbers"),
+        (["--jax", ":pair", *INPUT, "-o", "."], 2, ". exists; pass --overwrite to replace it"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_1_and_with_the_line_2(
+    models: str, arguments: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing is written."""
+    arguments[1] = models + arguments[1]
+    assert cli.main(["export", "-o", "out/m", "--batch-sizes", "1,2", *arguments]) == status
+    assert message.replace(":untraced", "unexpected keyword argument 'y'") in capsys.readouterr().err
+    assert not Path("out/m").exists()
+
+
+def test_a_source_answers_as_its_author_runs_it(models: str) -> None:
+    """On numpy arrays, by name."""
+    source = load("jax", f"{models}:with_examples")
+    np.testing.assert_array_equal(source.examples["x"], [[0, 2, 4], [1, 3, 5]])
+    [answer] = source.eager(x=np.ones((1, 3), np.float32)).values
+    np.testing.assert_array_equal(answer, [[6, 9]])
+    with pytest.raises(LoadError, match="must give a PyTorch module"):
+        load("torch", f"{models}:with_examples")
+
+
+def test_inputs_as_text_name_their_axes() -> None:
+    """Numbers get letters that nobody wrote; the batch is in front, or where its letter stands."""
+    found = parse_inputs(
+        ["image=f32[3,h,a]", "mask=bool[h,n]", "scale=f16[]"], ["h=4,a=6", "h=8,a=6"], batched=True
+    )
+    assert {name: (value.shape, value.dtype.name) for name, value in found.examples.items()} == {
+        "image": ((1, 3, 4, 6), "float32"),
+        "mask": ((4, 1), "bool"),
+        "scale": ((1,), "float16"),
+    }
+    assert found.axes == {"image": "ncha", "mask": "hn", "scale": "n"}
+    assert found.input_shapes == [{"h": 4, "a": 6}, {"h": 8, "a": 6}]
+    assert parse_inputs(["x=i64[2]"], [], batched=False).axes == {"x": "a"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shapes", "message"),
+    [
+        (["x"], [], "--input x: write NAME=TYPE[SIZE,SIZE]"),
+        (["x=f99[1]"], [], "--input x=f99[1]: no element type 'f99'; use one of f16"),
+        (["x=f32[0]"], [], "--input x=f32[0]: '0' is neither a size nor an axis' letter"),
+        (["x=f32[hw]"], [], "'hw' is neither a size nor an axis' letter"),
+        (["x=f32[h]"], [], "--input: axis 'h' has no size; give it one in --input-shape"),
+        (["x=f32[1]", "x=f32[2]"], [], "--input: two have the same name"),
+        (["x=f32[h]"], ["h=0"], "--input-shape h=0: write LETTER=SIZE,LETTER=SIZE"),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_refused(inputs: list[str], shapes: list[str], message: str) -> None:
+    """With the text that is wrong, and how it is written."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_inputs(inputs, shapes, batched=True)
+
+
+def git(folder: Path, *arguments: str) -> None:
+    settings = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *settings, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_what_is_not_yet_committed_is_stored_on_request(
+    models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the commit that it belongs to; not without being asked, since it may hold secrets."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "notes").write_text("one\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    (tmp_path / "notes").write_text("two\n")
+    with (tmp_path / f"{models}.py").open("a") as file:
+        file.write("# changed\n")
+    line = ["export", "--jax", f"{models}:with_examples", "--batch-sizes", "1", "-o"]
+    assert cli.main([*line, "out/without"]) == 0
+    assert cli.main([*line, "out/with", "--working-tree-patch"]) == 0
+    assert not Path("out/without", PATCH_FILE).exists()
+    patch = Path("out/with", PATCH_FILE).read_text()
+    assert "+# changed" in patch
+    assert "-one\n+two" in patch
+    provenance = read_bundle("out/with").manifest.provenance
+    assert provenance["git_dirty"] is True
+    assert len(provenance["git_commit"]) == 40
+    # What is not known or too much is left out.
+    factory = sys.modules[models].with_examples
+    monkeypatch.setattr("rsrv_bundle.provenance.MAX_PATCH_BYTES", len(patch) - 1)
+    assert working_tree_patch(factory) is None
+    assert working_tree_patch(len) is None
+    assert len(patch) < MAX_PATCH_BYTES

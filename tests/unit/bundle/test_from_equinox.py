@@ -1,0 +1,84 @@
+"""Exporting Equinox modules, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rsrv_bundle import BundleError, load_weights
+from rsrv_bundle.from_equinox import eager_equinox, export_equinox
+
+X = {"x": np.zeros((1, 3), np.float32)}
+
+
+class Served(eqx.Module):
+    """A module whose layers keep a state, with that state."""
+
+    layer: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    state: eqx.nn.State
+
+    def __call__(self, x: jax.Array) -> dict[str, jax.Array]:
+        y, _ = self.norm(self.layer(x), self.state)
+        return {"y": y}
+
+
+def with_norm() -> Served:
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="rows", mode="ema")
+    layer = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    some = jax.random.normal(jax.random.key(1), (8, 2))
+    _, state = jax.vmap(norm, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(some, state)
+    return Served(layer, norm, state)
+
+
+def test_layers_take_rows_and_the_bundle_takes_batches(tmp_path: Path) -> None:
+    """Arrays are weights, by their paths; those of a state, too."""
+    model = eqx.nn.inference_mode(with_norm())
+    bundle = export_equinox(model, X, batch_sizes=[1, 3], out_dir=tmp_path / "m")
+    names = [weight.name for weight in bundle.weights]
+    assert names[:4] == ["layer/weight", "layer/bias", "norm/weight", "norm/bias"]
+    assert [name.partition("/")[0] for name in names[4:]] == ["state"] * (len(names) - 4)
+    np.testing.assert_array_equal(load_weights(bundle)[0], model.layer.weight)
+    assert bundle.manifest.outputs[0].dims == (-1, 2)
+    largest = bundle.manifest.numerics["max_rel_error"]
+    assert isinstance(largest, float)
+    assert largest < 1e-5
+    assert bundle.manifest.provenance["equinox"] == eqx.__version__
+
+
+class Whole(eqx.Module):
+    """Takes whole batches."""
+
+    kernel: jax.Array
+
+    def __call__(self, a: jax.Array, b: jax.Array) -> Any:
+        return a - b @ self.kernel
+
+
+def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
+    """So does one without a batch axis, whose rows are not asked for."""
+    model = Whole(jnp.eye(3) * 2)
+    inputs = {"b": X["x"], "a": X["x"]}
+    bundle = export_equinox(model, inputs, rows=False, batch_sizes=[2], out_dir=tmp_path / "m")
+    assert [spec.name for spec in bundle.manifest.inputs] == ["b", "a"]
+    fixed = export_equinox(model, inputs, batch_sizes=[], batch_axis=None, out_dir=tmp_path / "n")
+    assert fixed.manifest.outputs[0].dims == (1, 3)
+    one = np.ones((1, 3), np.float32)
+    for rows in (True, False):
+        np.testing.assert_array_equal(eager_equinox(model, rows=rows)(a=one, b=one).values[0], -one)
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    """Dropout that draws, and a batch that is not in front where rows are taken one by one."""
+    options: dict[str, Any] = {"batch_sizes": [1], "out_dir": tmp_path / "m"}
+    with pytest.raises(BundleError, match=r"draws random numbers .* use eqx.nn.inference_mode\(model\)"):
+        export_equinox(eqx.nn.Dropout(0.5), X, **options)
+    for elsewhere in ({"batch_axis": 1}, {"batch_axis": {"x": 1}}, {"axes": {"x": "an"}}):
+        with pytest.raises(BundleError, match="the batch is the first axis of every input"):
+            export_equinox(eqx.nn.Identity(), X, **options, **elsewhere)

@@ -1,0 +1,257 @@
+"""Exporting PyTorch modules, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rsrv_bundle import BundleError, load_weights
+from rsrv_bundle.dtypes import TOKENS, numpy_dtype
+from rsrv_bundle.from_torch import eager_torch, export_torch
+from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
+
+X = {"x": torch.zeros(1, 3)}
+
+
+def export(out_dir: Path, module: nn.Module, inputs: Any = None, **options: Any) -> Any:
+    """export_torch with defaults for all that a test does not care about."""
+    return export_torch(
+        module.eval(), X if inputs is None else inputs, out_dir=out_dir, **{"batch_sizes": [2], **options}
+    )
+
+
+class Function(nn.Module):
+    """A module without weights."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+class Encoder(nn.Module):
+    """Much of what a text model has: indices, a mask, attention, tied and unused weights, all kinds of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(9, 9)
+        self.register_buffer("place", torch.arange(8.0), persistent=False)
+        # Neither parameter nor buffer.
+        self.scale = torch.linspace(0, 1, 8)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        x = self.embed(ids) + self.get_buffer("place")
+        x = self.layer(x, src_key_padding_mask=mask == 0) * self.scale
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2) + torch.tensor([0.5])
+        return {"words": self.head(x), "pair": (x.mean(1), None), "best": x.argmax(2)}
+
+
+IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]])}
+
+
+def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
+    """Indices stay 64 bits wide and within the example's, shared weights are stored once, those without use not."""
+    settings = (
+        jax.config.read("jax_enable_x64"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_grad_enabled(),
+    )
+    module = Encoder()
+    bundle = export(tmp_path / "m", module, IDS, batch_sizes=[1, 3])
+    assert [(spec.name, spec.dtype) for spec in bundle.manifest.inputs] == [("ids", "i64"), ("mask", "i64")]
+    assert [(spec.name, spec.dtype, spec.dims) for spec in bundle.manifest.outputs] == [
+        ("words", "f32", (-1, 4, 50)),
+        ("pair_0", "f32", (-1, 8)),
+        ("best", "i64", (-1, 4)),
+    ]
+    names = [weight.name for weight in bundle.weights]
+    assert {"embed.weight", "norm.running_mean", "place", "scale"} < set(names)
+    assert not {"head.weight", "unused.weight", "norm.num_batches_tracked"} & set(names)
+    stored = dict(zip(names, load_weights(bundle), strict=True))
+    np.testing.assert_array_equal(stored["embed.weight"], module.embed.weight.detach().numpy())
+    assert 0 < bundle.manifest.numerics["max_rel_error"] < 1e-5
+    assert bundle.manifest.provenance["torch"] == torch.__version__
+    assert bundle.manifest.provenance["torchax"]
+    after = (
+        jax.config.read("jax_enable_x64"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_grad_enabled(),
+    )
+    assert after == settings
+
+
+def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
+    """A convolution with batch normalisation and pooling, traced at each size by itself."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2, ceil_mode=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    bundle = export(
+        tmp_path / "m",
+        module,
+        {"input": np.zeros((1, 3, 9, 9), np.float32)},
+        axes={"input": "nchw"},
+        input_shapes=[{"h": 9, "w": 9}, {"h": 12, "w": 9}],
+    )
+    assert sorted(path.name for path in bundle.modules.values()) == ["model.v0.b2.mlir", "model.v1.b2.mlir"]
+    assert len(bundle.weights) == 5
+    assert bundle.manifest.outputs[0].dims == (-1, 4)
+
+
+@pytest.mark.parametrize(("dtype", "token"), [(torch.bfloat16, "bf16"), (torch.float64, "f64")])
+def test_other_precisions_stay(tmp_path: Path, dtype: torch.dtype, token: str) -> None:
+    """Numbers that Python writes down do not widen them."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.GELU(approximate="tanh"), nn.LayerNorm(4)).to(dtype)
+    bundle = export(tmp_path / "m", module, {"input": torch.zeros(1, 3, dtype=dtype)})
+    assert {spec.dtype for spec in (*bundle.manifest.inputs, *bundle.manifest.outputs)} == {token}
+    assert {weight.dtype for weight in bundle.weights} == {token}
+
+
+def test_inputs_of_one_shape_are_not_swapped(tmp_path: Path) -> None:
+    """Also when they are given in another order than forward has them, and one is for a keyword."""
+
+    class Difference(nn.Module):
+        def forward(
+            self, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tensor, d: Any = None
+        ) -> torch.Tensor:
+            return a - 2 * b + 3 * c
+
+    inputs = {name: torch.zeros(1, 2) for name in "cba"}
+    bundle = export(tmp_path / "m", Difference(), inputs)
+    assert [spec.name for spec in bundle.manifest.inputs] == ["c", "b", "a"]
+    numbers = {name: np.full((1, 1), value, np.float32) for name, value in (("c", 3), ("a", 1), ("b", 2))}
+    assert eager_torch(Difference().eval())(**numbers).values == (np.full((1, 1), 6, np.float32),)
+    with pytest.raises(BundleError, match=r"y: the model takes \(a, b, c, d\); name the inputs as it does"):
+        export(tmp_path / "n", Difference(), {**inputs, "y": torch.zeros(1, 2)})
+    with pytest.raises(BundleError, match=r"a: the model takes .* has no default; give it"):
+        export(tmp_path / "n", Difference(), {name: inputs[name] for name in "cb"})
+
+
+def test_results_may_be_dataclasses_and_tuples(tmp_path: Path) -> None:
+    """A dataclass names its parts, a tuple needs names."""
+
+    @dataclasses.dataclass
+    class Found:
+        value: torch.Tensor
+        nothing: None = None
+
+    bundle = export(tmp_path / "a", Function(lambda x: Found(x * 2)), batch_sizes=[], batch_axis=None)
+    assert [(spec.name, spec.dims) for spec in bundle.manifest.outputs] == [("value", (1, 3))]
+    bundle = export(tmp_path / "b", Function(lambda x: (x + 1, x.int())), output_names=["up", "whole"])
+    assert [(spec.name, spec.dtype) for spec in bundle.manifest.outputs] == [("up", "f32"), ("whole", "i32")]
+
+
+def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
+    """Also if it is only a part, and by the eager call, too."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()
+    module[1].train()
+    with pytest.raises(BundleError, match=r"module: is in training mode \(1\); call module.eval\(\) first"):
+        export_torch(module, X, batch_sizes=[1], out_dir=tmp_path / "m")
+    with pytest.raises(BundleError, match="is in training mode"):
+        eager_torch(module)(input=np.zeros((1, 3), np.float32))
+
+
+class Counter(nn.Module):
+    """Changes when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.get_buffer("count").add_(1)
+
+
+LARGE = torch.rand(600, 600)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Counter(), "module: count: forward changes it"),
+        (Function(lambda x: x.add_(1)), "module: x: forward changes it"),
+        (
+            Function(nn.functional.dropout),
+            r"module: test_from_torch.py:\d+: aten.rand.default draws random numbers",
+        ),
+        (
+            Function(lambda x: x[x > 0]),
+            "aten.index.Tensor makes what is computed depend on a tensor's values",
+        ),
+        (Function(lambda x: x * x.max().item()), "_local_scalar_dense.default makes what is computed depend"),
+        (
+            Function(lambda x: x if bool(x.sum() > 0) else -x),
+            r"module: test_from_torch.py:\d+: torch.export cannot trace it with x \[2, 3\]",
+        ),
+        (
+            nn.Sequential(Function(lambda x: nn.functional.adaptive_max_pool1d(x, 2))),
+            r"test_from_torch.py:\d+ in 0: torchax has no aten.adaptive_max_pool2d.default for jax",
+        ),
+        (Function(lambda x: x + LARGE.clone()[0, :3]), "captures 1440000 bytes of constants"),
+        (Function(lambda x: {"a": x, "b": 3}), "outputs: b: is a int; return tensors"),
+        (Function(torch.fft.fft), "outputs: output: has the element type complex64"),
+        (Function(lambda x: (x, x)), "outputs: fn returns a tuple; name its parts with output_names"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, module: nn.Module, message: str) -> None:
+    """In words that name the line, the operation, or the tensor; and nothing is left behind."""
+    name = "input" if isinstance(module, nn.Sequential) else "x"
+    with pytest.raises(BundleError, match=message):
+        export(tmp_path / "m", module, {name: torch.zeros(1, 3)}, batch_sizes=[2, 3])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_that_the_model_does_not_take_is_explained(tmp_path: Path) -> None:
+    """An example of zeros tells no indices, so others are tried; and an input must be an array."""
+    with pytest.raises(BundleError, match=r"the model itself fails on random inputs \(IndexError"):
+        export(tmp_path / "m", nn.Embedding(3, 2), {"input": torch.zeros(1, 4, dtype=torch.int64)})
+    with pytest.raises(BundleError, match="x: is a list; give a tensor, an array"):
+        export(tmp_path / "m", Function(torch.relu), {"x": [1.0]})
+
+
+@given(st.sampled_from(TOKENS), st.lists(st.integers(0, 3), max_size=3), st.binary(min_size=8, max_size=8))
+def test_arrays_become_tensors_and_come_back(token: str, shape: list[int], bits: bytes) -> None:
+    """All element types, any bits, any shape; neither shares its memory with the other."""
+    dtype = numpy_dtype(token)
+    count = int(np.prod(shape, dtype=int))
+    source = np.frombuffer(bits * max(1, count), np.uint8)[: count * dtype.itemsize]
+    array = (source & 1 if token == "bool" else source).view(dtype).reshape(shape)
+    tensor = to_torch(array)
+    assert tensor.dtype == dtype_of(dtype)
+    back = to_numpy("x", tensor)
+    assert back.dtype == dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+    tensor.zero_()
+    assert back.tobytes() == array.tobytes()
+
+
+def test_a_float_of_8_bits_is_a_weight_only(tmp_path: Path) -> None:
+    """Clients cannot take it."""
+    assert to_numpy("x", torch.ones(2).to(torch.float8_e4m3fn)).dtype == ml_dtypes.float8_e4m3fn
+    with pytest.raises(
+        BundleError, match="x: has the element type complex64, which the format has no name for"
+    ):
+        to_numpy("x", torch.zeros(1, dtype=torch.complex64))

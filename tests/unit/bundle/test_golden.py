@@ -1,0 +1,122 @@
+"""Bundles of every format version, made once and kept, give the answers that they gave then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import golden_bundles
+from rsrv_bundle import Bundle, dtypes, read_bundle
+from rsrv_bundle.inspection import Inspector
+from rsrv_bundle.modules import artifact_version, check_signatures, known_version
+from rsrv_bundle.numerics import TOLERANCE, difference, label
+from rsrv_bundle.spec import TensorSpec
+from rsrv_bundle.upgrading import upgrade
+
+Array = np.ndarray[Any, Any]
+
+SETS = sorted(file.parent for file in golden_bundles.GOLDEN.glob(f"*/{golden_bundles.DIGESTS}"))
+BUNDLES = sorted(file.with_suffix("") for one in SETS for file in one.glob("*/*.npz"))
+NAMES = [path.relative_to(golden_bundles.GOLDEN).as_posix() for path in BUNDLES]
+#: what an upgrade changes most of
+OLDER = [path for path in BUNDLES if path.parent.name == "format_2_0" or "stablehlo" in path.name]
+golden = pytest.mark.parametrize("path", BUNDLES, ids=NAMES)
+
+
+class Answers:
+    """What a bundle answered when it was made."""
+
+    def __init__(self, path: Path, bundle: Bundle) -> None:
+        with np.load(path.with_suffix(".npz")) as found:
+            self.arrays = {name: found[name] for name in found.files}
+        self.bundle = bundle
+
+    def specs(self, place: str, direction: str) -> tuple[TensorSpec, ...]:
+        manifest = self.bundle.manifest
+        if place == "client":
+            return manifest.wire_inputs if direction == "in" else manifest.wire_outputs
+        return manifest.inputs if direction == "in" else manifest.outputs
+
+    def of(self, place: str, direction: str) -> dict[str, Array]:
+        """By tensor."""
+        found = {}
+        for spec in self.specs(place, direction):
+            array = self.arrays[f"{place}/{direction}/{spec.name}"]
+            found[spec.name] = (
+                array.view(dtypes.numpy_dtype(spec.dtype)) if array.dtype.kind == "V" else array
+            )
+        return found
+
+    def check(self, place: str, got: dict[str, Array]) -> None:
+        want = self.of(place, "out")
+        assert set(got) == set(want)
+        for spec in self.specs(place, "out"):
+            one, other = got[spec.name], want[spec.name]
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert difference(one, other)[1] <= TOLERANCE.get(spec.dtype, 0.0), f"{place}: {spec.name}"
+
+
+def check_answers(bundle: Bundle, answers: Answers) -> None:
+    """Through every module, and through the hooks."""
+    if bundle.modules:
+        found = golden_bundles.ask_modules(bundle, lambda place, _: list(answers.of(place, "in").values()))
+        for place in {name.partition("/")[0] for name in found}:
+            out = f"{place}/out/"
+            answers.check(place, {k.removeprefix(out): v for k, v in found.items() if k.startswith(out)})
+    if bundle.hooks is not None:
+        answers.check("client", dict(golden_bundles.ask_client(bundle, answers.of("client", "in"))))
+
+
+def test_all_that_the_format_has_is_in_a_set() -> None:
+    """Both versions, and what their bundles differ in."""
+    assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3.0"}
+    for version in ("2_0", "3_0"):
+        bundles = [read_bundle(path) for path in BUNDLES if path.parent.name == f"format_{version}"]
+        assert any(bundle.variants > 1 for bundle in bundles)
+        assert any(bundle.manifest.client_inputs and bundle.modules for bundle in bundles)
+        assert any(bundle.manifest.kind == "meta" for bundle in bundles)
+        assert any(bundle.modules and not bundle.weights for bundle in bundles)
+        assert any(weight.dtype == "bf16" for bundle in bundles for weight in bundle.weights)
+        assert any(bundle.modules and not bundle.manifest.batched for bundle in bundles)
+
+
+def test_no_file_of_a_set_has_changed() -> None:
+    """tests/golden/README.md says why none may; neither may what a digest is, by which a server knows a bundle."""
+    for one in SETS:
+        noted = json.loads((one / golden_bundles.DIGESTS).read_text())
+        assert noted == {
+            f"{path.parent.name}/{path.name}": read_bundle(path).digest for path in sorted(one.glob("*/*/"))
+        }
+
+
+@golden
+def test_an_old_bundle_answers_as_it_did(path: Path) -> None:
+    """Reader, weights, modules and hooks together."""
+    bundle = read_bundle(path)
+    check_answers(bundle, Answers(path, bundle))
+
+
+@pytest.mark.parametrize("path", OLDER, ids=[path.name for path in OLDER])
+def test_an_old_bundle_can_be_upgraded(path: Path, tmp_path: Path) -> None:
+    """To the present format and version of StableHLO; whether it answers as before is what `upgrade` looks at."""
+    new = upgrade(path, tmp_path / path.name, stablehlo=known_version(None))
+    assert new.manifest.format_version == "3.0"
+    assert new.manifest.inputs == read_bundle(path).manifest.inputs
+    wanted = tuple(int(part) for part in known_version(None).split("."))
+    assert {artifact_version(file.read_bytes()) for file in new.modules.values()} <= {wanted}
+
+
+def test_old_modules_pass_the_process_that_looks_first() -> None:
+    """It is what the server asks."""
+    look = Inspector()
+    try:
+        for path in BUNDLES:
+            bundle = read_bundle(path)
+            signatures = check_signatures(bundle, look)
+            assert len({label(bundle, key) for key in signatures}) == len(bundle.modules)
+    finally:
+        look.close()

@@ -1,0 +1,161 @@
+"""`rsrv-bundle show`: the page about a bundle, and the same for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv_bundle import cli, describing, read_bundle
+from rsrv_bundle.describing import describe
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.modules import signature_of
+from rsrv_bundle.showing import amount, page, shape, table
+from tests.unit.bundle.forge import META, changed, make_bundle, one_weight
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A product of 100 by 10, with a hook and what it reads."""
+    out_dir = tmp_path_factory.mktemp("bundles") / "dense"
+    export_bundle(
+        lambda p, x: {"y": x @ p["kernel"] + p["bias"]},
+        {"kernel": np.ones((100, 10), np.float32), "bias": np.ones(10, np.float32)},
+        {"x": np.zeros((1, 100), np.float32)},
+        batch_sizes=[1, 4],
+        out_dir=out_dir,
+        description="One \x1b[31mlayer.",
+        hooks="def postprocess(outputs): return outputs\n",
+        client_outputs=[{"name": "best", "dtype": "i64", "shape": "nk", "dims": {"k": 1}}],
+        exported_at="2026-02-03",
+    )
+    (out_dir / "labels.txt").write_text("a b c\n")
+    return out_dir
+
+
+def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order in which a reader asks; what the bundle says cannot steer the terminal."""
+    assert cli.main(["show", str(exported)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0] == "dense: model, format 3.0"
+    assert lines[1] == "One ?[31mlayer."
+    sections = [line for line in lines if line and not line.startswith(" ")][3:]
+    assert sections == [
+        "Clients send",
+        "Clients get",
+        "Modules return",
+        "Modules",
+        "Weights: 2, 3.95 KiB: 2 f32 (3.95 KiB)",
+        "Hooks",
+        "Other files",
+        "Numerics",
+        "Provenance",
+    ]
+    for line in (
+        "  x  f32  [n, a=100]",
+        "  best  i64  [n, k=1]",
+        "  y  f32  [n, a=10]",
+        "  kernel  f32  [100, 10]  3.91 KiB",
+        "  postprocess",
+        "  labels.txt  6 B",
+        "  exported_at  2026-02-03",
+    ):
+        assert line in lines
+    assert any(line.startswith("  model.b4.mlir     4 ") for line in lines)
+
+
+def test_programs_get_the_same_as_json(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes and operations as numbers: a product takes two operations an element, a sum one."""
+    assert cli.main(["show", "--json", str(exported)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs"] == "stablehlo"
+    assert [(one["file"], one["batch_size"], one["flops"]) for one in found["modules"]] == [
+        ("model.b1.mlir", 1, 2 * 100 * 10 + 10),
+        ("model.b4.mlir", 4, 4 * (2 * 100 * 10 + 10)),
+    ]
+    assert [(one["input_bytes"], one["output_bytes"]) for one in found["modules"]] == [(400, 40), (1600, 160)]
+    assert found["modules"][1]["bytes_accessed"] >= 1600 + 160 + 4040
+    assert found["weights"]["largest"][0] == {
+        "name": "kernel",
+        "dtype": "f32",
+        "dims": [100, 10],
+        "bytes": 4000,
+    }
+    assert found["client_inputs"] == [
+        {"name": "x", "dtype": "f32", "shape": "na", "dims": [-1, 100], "batch_axis": 0}
+    ]
+    assert found["sha256"] == read_bundle(exported).digest
+
+
+def test_the_compiler_says_what_memory_an_execution_takes(exported: Path) -> None:
+    """Its figures are this machine's."""
+    found = describe(read_bundle(exported), signature_of, "compiled")
+    assert all(module["scratch_bytes"] >= 0 for module in found["modules"])
+    assert "scratch" in page(found)
+    assert "this machine's" in page(found)
+
+
+def test_without_jax_the_rest_is_shown(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the page says what is missing."""
+    monkeypatch.setattr(describing, "find_spec", lambda _: None)
+    text = page(describe(read_bundle(exported), signature_of))
+    assert "FLOPs and bytes moved are not counted; with jax they are." in text
+    assert "model.b4.mlir" in text
+
+
+def test_a_meta_model_shows_whom_it_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no modules, and no weights."""
+    calls = {"calls": ["first"], "external": ["resnet"]}
+    meta = make_bundle(tmp_path, changed(META, meta=calls), modules=(), hooks="def run(inputs, call): ...\n")
+    assert cli.main(["show", str(meta)]) == 0
+    out = capsys.readouterr().out
+    assert "Calls\n  first\n\nCalls outside of rsrv\n  resnet\n\nHooks\n  run\n" in out
+    assert "Modules" not in out
+
+
+def test_a_broken_bundle_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its problems are."""
+    assert cli.main(["show", str(make_bundle(tmp_path, weights=one_weight()))]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (
+        "model.b1.mlir: is not a valid" in captured.err or "model.b1.mlir: is not a StableHLO" in captured.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "text"),
+    [
+        (0, (), "0 B"),
+        (1023, (), "1023 B"),
+        (1024, (), "1 KiB"),
+        (1536, (), "1.5 KiB"),
+        (2**30 - 1, (), "1024 MiB"),
+        (3 * 2**40, (), "3 TiB"),
+        (2**70, (), "1048576 PiB"),
+        (999, ("", 1000), "999"),
+        (2_010, ("", 1000), "2.01 k"),
+        (47_400_000_000, ("", 1000), "47.4 G"),
+    ],
+)
+def test_amounts_have_three_digits(count: int, options: tuple[Any, ...], text: str) -> None:
+    """And a prefix."""
+    assert amount(count, *options) == text
+
+
+def test_shapes_name_their_axes() -> None:
+    """The batch axis has no size of its own."""
+    assert shape({"shape": "hnw", "dims": [3, -1, -1], "batch_axis": 1}) == "[h=3, n, w=any]"
+    assert shape({"shape": "", "dims": [], "batch_axis": None}) == "[]"
+
+
+def test_columns_are_aligned() -> None:
+    """Numbers below a head to the right."""
+    rows = [("name", "size"), ("a", "10 B"), ("bcd", "9 B")]
+    assert list(table(rows, head=True)) == ["name  size", "a     10 B", "bcd    9 B"]
+    assert list(table(rows[1:])) == ["a    10 B", "bcd  9 B"]

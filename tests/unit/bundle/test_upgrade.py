@@ -1,0 +1,134 @@
+"""`rsrv-bundle upgrade`: another format, another version of StableHLO, the same answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples import v2_affine
+from rsrv_bundle import BundleError, cli, load_weights, read_bundle, upgrading
+from rsrv_bundle.modules import artifact_version, known_version, rewritten
+from rsrv_bundle.upgrading import upgrade
+from tests.unit.bundle.forge import META, changed, make_bundle
+from tests.unit.bundle.test_modules import X4, Y4, W, returning
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Format 2.0, written by hand."""
+    path = tmp_path_factory.mktemp("bundles") / "v2_affine"
+    v2_affine.make(path)
+    return path
+
+
+def test_an_old_bundle_becomes_a_new_one(
+    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Axes and weights in the order in which the modules take them; other files are copied."""
+    out = tmp_path / "new" / "affine"
+    (old / "notes.txt").write_text("kept")
+    assert cli.main(["upgrade", str(old), "-o", str(out)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    new = read_bundle(out)
+    version = known_version(None)
+    assert line == (
+        f"{out}: format 3.0, was 2.0; 2 modules of StableHLO {version}, whose answers are the same bit by bit; sha256"
+        f" {new.digest[:12]}"
+    )
+    before = read_bundle(old)
+    assert new.manifest.inputs == before.manifest.inputs
+    assert new.manifest.outputs == before.manifest.outputs
+    assert "shape: nhw" in (out / "manifest.yaml").read_text()
+    assert [weight.name for weight in new.weights] == ["kernel", "bias"]
+    for one, other in zip(load_weights(new), load_weights(before), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (out / "notes.txt").read_text() == "kept"
+    assert new.manifest.provenance["written_by"] == "hand"
+    assert new.manifest.provenance["upgraded_from"]["format"] == "2.0"
+    assert [path.name for path in out.parent.iterdir()] == ["affine"]
+
+
+def test_modules_are_written_for_the_version_that_is_asked_for(old: Path, tmp_path: Path) -> None:
+    """There and back again they are what they were."""
+    upgrade(old, tmp_path / "a", stablehlo="1.0.0")
+    back = upgrade(tmp_path / "a", tmp_path / "b", stablehlo=known_version(None))
+    versions = {artifact_version(file.read_bytes()) for file in read_bundle(tmp_path / "a").modules.values()}
+    assert versions == {(1, 0, 0)}
+    assert {key: file.read_bytes() for key, file in back.modules.items()} == {
+        key: rewritten(file.read_bytes(), known_version(None))
+        for key, file in read_bundle(old).modules.items()
+    }
+
+
+def test_other_answers_are_not_written(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because a weight comes out one bit larger."""
+
+    def changed_weights(bundle: Any) -> list[Any]:
+        return [np.nextafter(array, np.float32(np.inf)) for array in load_weights(bundle)]
+
+    monkeypatch.setattr(upgrading, "load_weights", changed_weights)
+    with pytest.raises(BundleError, match=r"model\.b1\.mlir: output 'y': is not the same, bit by bit"):
+        upgrade(old, tmp_path / "new", stablehlo=known_version(None))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless it may be replaced; the old one itself may be, too."""
+    upgrade(old, tmp_path / "m", stablehlo="1.0.0")
+    digest = read_bundle(tmp_path / "m").digest
+    assert cli.main(["upgrade", str(old), "-o", str(tmp_path / "m")]) == 2
+    assert "pass --overwrite" in capsys.readouterr().err
+    assert read_bundle(tmp_path / "m").digest == digest
+    assert cli.main(["upgrade", str(tmp_path / "m"), "-o", str(tmp_path / "m"), "--overwrite"]) == 0
+    assert read_bundle(tmp_path / "m").digest != digest
+
+
+def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
+    """With all that format 3.0 knows."""
+    calls = {"calls": ["first"], "external": ["resnet"]}
+    document = changed(META, format_version="2.0", meta=calls, description="Two.", made_up=1)
+    old = make_bundle(tmp_path, document, modules=(), hooks="def run(inputs, call): ...\n")
+    new = upgrade(old, tmp_path / "new", stablehlo="1.0.0").manifest
+    before = read_bundle(old).manifest
+    for key in (
+        "kind",
+        "description",
+        "client_inputs",
+        "client_outputs",
+        "meta_calls",
+        "meta_external",
+        "inputs",
+    ):
+        assert getattr(new, key) == getattr(before, key)
+
+
+@pytest.mark.parametrize(
+    ("version", "problem"),
+    [("2.0", "'2.0' is no version"), ("0.0.1", "this jaxlib writes"), ("99.0.0", "this jaxlib writes")],
+)
+def test_a_version_that_cannot_be_written_is_wrong_usage(
+    version: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message has those that can be."""
+    flags = ["--stablehlo-version", version, "-o", str(tmp_path / "new")]
+    assert cli.main(["upgrade", str(tmp_path), *flags]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_broken_bundle_is_not_upgraded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its problems are told."""
+    assert cli.main(["upgrade", str(make_bundle(tmp_path)), "-o", str(tmp_path / "new")]) == 1
+    assert "model.b1.mlir: is not a StableHLO portable artifact" in capsys.readouterr().err
+
+
+def test_what_a_version_cannot_say_is_refused() -> None:
+    """jaxlib says that it cannot, and how the module is called is for the caller."""
+    blob = returning(Y4, takes=(X4, W))
+    assert rewritten(blob, ".".join(map(str, artifact_version(blob)))) == blob
+    with pytest.raises(ValueError, match=r"is StableHLO \S+ and cannot be written as 0\.0\.1: "):
+        rewritten(blob, "0.0.1")
+    with pytest.raises(ValueError, match="is not a StableHLO portable artifact"):
+        rewritten(b"junk", "1.0.0")

@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
@@ -24,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.torch_arrays import to_numpy
+from rsrv_bundle.torch_arrays import Array, to_numpy
 
 
 @contextmanager
@@ -51,6 +50,8 @@ with _quiet():
 _PREFIX = "module."
 #: A tensor by what it is: memory, and how it is looked at. Those equal in all share their weight.
 Identity = tuple[Any, ...]
+#: What an argument of a graph gets: a weight, by its name; an array that is none; an input, by its position; None: unused.
+Argument = str | Array | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +59,26 @@ class Program:
     """The module at one set of input shapes."""
 
     graph: Any
-    #: For each argument of the graph: a weight's name, an array that is none, an input's position, or None: unused.
-    arguments: tuple[str | jax.Array | int | None, ...]
+    arguments: tuple[Argument, ...]
     #: The structure of the results; its values are not used.
     results: Results
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
-        values = [
-            weights[each] if isinstance(each, str) else inputs[each] if isinstance(each, int) else each
-            for each in self.arguments
-        ]
+        values = [_value(each, weights, inputs) for each in self.arguments]
         found = iter(_Interpreter(self.graph).run(*values, enable_io_processing=False))
         return self.results.convert(lambda *_: next(found))
+
+
+def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
+    match argument:
+        case str():
+            return weights[argument]
+        case int():
+            return inputs[argument]
+        case None:
+            return None
+        case _:
+            return jnp.asarray(argument)
 
 
 class Programs:
@@ -106,9 +115,8 @@ class Programs:
     def _trace(self, shapes: tuple[tuple[int, ...], ...]) -> Program:
         noted: list[Results] = []
         served = _Served(self._module, tuple(self._inputs), noted.append)
-        device = next((tensor.device for tensor in self._module.state_dict().values()), torch.device("cpu"))
         zeros = tuple(
-            torch.zeros(shape, dtype=dtype, device=device)
+            torch.zeros(shape, dtype=dtype)
             for shape, dtype in zip(shapes, self._inputs.values(), strict=True)
         )
         with _quiet():
@@ -122,7 +130,7 @@ class Programs:
         _check(exported, tuple(self._inputs))
         return Program(exported.graph_module, tuple(self._arguments(exported)), noted[0])
 
-    def _arguments(self, exported: Any) -> Iterator[str | jax.Array | int | None]:
+    def _arguments(self, exported: Any) -> Iterator[Argument]:
         position = 0
         nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
@@ -137,14 +145,14 @@ class Programs:
             else:
                 raise BundleError(f"module: {spec.target}: is no tensor; only tensors can be weights")
 
-    def _weight(self, spec: Any, tensor: torch.Tensor) -> str | jax.Array:
+    def _weight(self, spec: Any, tensor: torch.Tensor) -> Argument:
         name = spec.target.removeprefix(_PREFIX)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             try:
                 tensor = operator.attrgetter(name)(self._module)
             except AttributeError:
                 # Written down in forward.
-                return jnp.asarray(to_numpy(name, tensor))
+                return to_numpy(name, tensor)
         known = self._names.setdefault(_identity(name, tensor), name)
         self._tensors.setdefault(known, tensor)
         return known
@@ -175,7 +183,7 @@ class _Served(torch.nn.Module):
         super().__init__()
         self.module = module
         self.names = names
-        self.call = caller(module.forward, names)
+        self.call = caller(module, names, like=module.forward)
         self.note = note
         self.training = False
 

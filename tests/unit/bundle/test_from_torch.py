@@ -61,15 +61,20 @@ class Encoder(nn.Module):
         x = self.embed(ids) + self.get_buffer("place")
         x = self.layer(x, src_key_padding_mask=mask == 0) * self.scale
         x = self.norm(x.transpose(1, 2)).transpose(1, 2) + torch.tensor([0.5])
-        return {"words": self.head(x), "pair": (x.mean(1), None), "best": x.argmax(2)}
+        large = torch.tensor([2**40, 1]).sum()
+        return {"words": self.head(x), "pair": (x.mean(1), None), "best": x.argmax(2) + large}
 
 
 IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]])}
 
 
 def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
-    """Indices stay 64 bits wide and within the example's, shared weights are stored once, those without use not."""
-    settings = jax.config.read("jax_enable_x64"), torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    """Integers stay 64 bits wide, and indices within the example's, shared weights are stored once, those without use not."""
+    settings = (
+        jax.config.read("jax_enable_x64"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_grad_enabled(),
+    )
     module = Encoder()
     bundle = export(tmp_path / "m", module, IDS, batch_sizes=[1, 3])
     assert [(spec.name, spec.dtype) for spec in bundle.manifest.inputs] == [("ids", "i64"), ("mask", "i64")]
@@ -86,7 +91,11 @@ def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
     assert 0 < bundle.manifest.numerics["max_rel_error"] < 1e-5
     assert bundle.manifest.provenance["torch"] == torch.__version__
     assert bundle.manifest.provenance["torchax"]
-    after = jax.config.read("jax_enable_x64"), torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+    after = (
+        jax.config.read("jax_enable_x64"),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.is_grad_enabled(),
+    )
     assert after == settings
 
 
@@ -163,6 +172,12 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
         export_torch(module, X, batch_sizes=[1], out_dir=tmp_path / "m")
     with pytest.raises(BundleError, match="is in training mode"):
         eager_torch(module)(input=np.zeros((1, 3), np.float32))
+
+
+def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Only here, a device without memory stands for a GPU."""
+    with pytest.raises(BundleError, match=r"module: is on meta; export module.cpu\(\), for any platform"):
+        export(tmp_path / "m", nn.Linear(3, 2, device="meta"), {"input": X["x"]})
 
 
 class Counter(nn.Module):

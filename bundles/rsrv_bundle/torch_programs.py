@@ -18,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
@@ -46,6 +47,8 @@ with _quiet():
     from torchax.export import JaxInterpreter
     from torchax.ops import jaten, ops_registry  # noqa: F401 - jaten fills the registry
 
+#: Whose lines say nothing to somebody with a model.
+_TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 #: Before the names of all that belongs to the module, which is traced inside another.
 _PREFIX = "module."
 #: A tensor by what it is: memory, and how it is looked at. Those equal in all share their weight.
@@ -65,8 +68,10 @@ class Program:
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
         values = [_value(each, weights, inputs) for each in self.arguments]
-        found = iter(_Interpreter(self.graph).run(*values, enable_io_processing=False))
-        return self.results.convert(lambda *_: next(found))
+        # Tokens come first.
+        found = _Interpreter(self.graph).run(*values, enable_io_processing=False)[-len(self.results.values) :]
+        arrays = iter(found)
+        return self.results.convert(lambda *_: next(arrays))
 
 
 def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
@@ -137,7 +142,7 @@ class Programs:
             if spec.kind is InputKind.USER_INPUT:
                 yield position
                 position += 1
-            elif not node.users:
+            elif not node.users or spec.kind is InputKind.TOKEN:
                 yield None
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 state = exported.constants if spec.target in exported.constants else exported.state_dict
@@ -205,6 +210,10 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         # It would put its own text behind that of an error.
         self.extra_traceback = False
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # What a served model gives where PyTorch raises is not a number.
+        return (None, None) if target is with_effects else super().call_function(target, args, kwargs)
+
     def run_node(self, node: Any) -> Any:
         try:
             value = super().run_node(node)
@@ -223,11 +232,11 @@ def _check(exported: Any, inputs: Sequence[str]) -> None:
     problems = []
     names = dict(zip(exported.graph_signature.user_inputs, inputs, strict=True))
     for spec in exported.graph_signature.output_specs:
-        if spec.kind is not OutputKind.USER_OUTPUT:
+        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.TOKEN):
             target = names.get(spec.target) or str(spec.target).removeprefix(_PREFIX)
             problems.append(f"module: {target}: forward changes it, and requests may not touch each other")
     for node in exported.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or _is_assertion(node):
             continue
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
@@ -258,6 +267,11 @@ def _is_ruled_by_values(node: Any) -> bool:
     return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
 
 
+def _is_assertion(node: Any) -> bool:
+    """Whether it asks if a matrix could be inverted or the like, which PyTorch keeps in order by tokens."""
+    return node.target is with_effects and node.args[1] is torch.ops.aten._linalg_check_errors.default
+
+
 def _known(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         # Python's own arithmetic is fine; what else there is takes functions, and jax has its own of these.
@@ -270,7 +284,7 @@ def _known(target: Any) -> bool:
 def _where(node: Any) -> str:
     """The line of the user's program that a node came from, and the part of the module."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [(file, line) for file, line in frames if not _is_ours(file)]
+    frames = [(file, line) for file, line in frames if _is_users(file)]
     parts = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     part = re.sub(r"^(L\['self'\]\.)?module\.?", "", parts[-1]) if parts else ""
     words = [f"{Path(frames[-1][0]).name}:{frames[-1][1]}"] if frames else []
@@ -278,8 +292,9 @@ def _where(node: Any) -> str:
     return " ".join(words) or "forward"
 
 
-def _is_ours(file: str) -> bool:
-    return Path(file).resolve() == Path(__file__).resolve()
+def _is_users(file: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_file() and not {_TORCH, _HERE}.intersection(path.parents)
 
 
 def _said(error: Exception) -> str:
@@ -289,14 +304,7 @@ def _said(error: Exception) -> str:
 
 
 def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    root = Path(torch.__file__).parent
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not _is_ours(frame.filename)
-        and root not in Path(frame.filename).parents
-        and Path(frame.filename).is_file()
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
     return (

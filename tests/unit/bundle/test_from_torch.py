@@ -121,6 +121,18 @@ def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
     assert bundle.manifest.outputs[0].dims == (-1, 4)
 
 
+def test_fourier_transforms_and_inverses_are_exported(tmp_path: Path) -> None:
+    """Complex numbers stay inside; PyTorch's question whether there is an inverse is left out."""
+    matrix = torch.eye(3) * 2
+
+    def forward(x: torch.Tensor) -> Any:
+        transformed = torch.fft.irfft(torch.fft.rfft(x) * (1 + 2j), n=3)
+        return {"x": transformed @ torch.linalg.inv(matrix), "y": x @ torch.linalg.cholesky(matrix)}
+
+    bundle = export(tmp_path / "m", Function(forward))
+    assert [spec.dims for spec in bundle.manifest.outputs] == [(-1, 3), (-1, 3)]
+
+
 @pytest.mark.parametrize(("dtype", "token"), [(torch.bfloat16, "bf16"), (torch.float64, "f64")])
 def test_other_precisions_stay(tmp_path: Path, dtype: torch.dtype, token: str) -> None:
     """Numbers that Python writes down do not widen them."""

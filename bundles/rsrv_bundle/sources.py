@@ -37,7 +37,7 @@ class Source:
     #: Gets numpy arrays by input name; returns what the model returns, as numpy arrays, or `calling.Results` of them.
     eager: Callable[..., Any]
     #: `export(example_inputs, batch_sizes=..., out_dir=..., ...)`, as `rsrv_bundle.export.export_bundle` takes them.
-    export: Callable[..., Any]
+    export: partial[Any]
     #: What the factory gave; empty if it gave none.
     examples: Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from tests.unit.control.peers import looped, served, until
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {family.name for family in FAMILIES}
-ALONE = Server(restarts=2, models=["a"], failed=["b"], version="1.2.3")
+ALONE = Server(restarts=2, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
 
 
 def measured(bounds: tuple[float, ...], *values: float) -> list[float]:

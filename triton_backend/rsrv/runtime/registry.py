@@ -394,6 +394,7 @@ class Registry:
             "stub": self.catalog.policy.settings.stub.model_dump(mode="json"),
             "metrics": {"triton": self.catalog.policy.settings.metrics.triton},
             "meta": {**self.catalog.policy.settings.meta.model_dump(mode="json"), "concurrency": concurrency},
+            "traces": {"enabled": self.catalog.policy.settings.traced},
         }
         connection.send_document(
             Kind.REGISTERED,

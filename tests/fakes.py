@@ -349,6 +349,8 @@ class FakeRequest:
         self._timeout = timeout_us
         self._parameters = parameters
         self._id = id
+        #: whether somebody has asked for its trace
+        self.looked = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()
 
@@ -365,6 +367,7 @@ class FakeRequest:
         return self._id
 
     def trace(self) -> "FakeRequest":
+        self.looked = True
         return self
 
     def get_context(self) -> str | None:

@@ -80,9 +80,9 @@ def read_spans(told: Mapping[str, Any]) -> tuple[list[Span], int]:
     """What a SPANS frame has. Raises ProtocolError."""
     try:
         spans, dropped = [_read(value) for value in told["spans"]], int(told["dropped"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ProtocolError(f"SPANS that cannot be read: {type(error).__name__}: {error}") from None
-    if dropped < 0:
+    if not 0 <= dropped < 1 << 63:
         raise ProtocolError(f"SPANS of which {dropped} were dropped")
     return spans, dropped
 
@@ -101,10 +101,12 @@ def _read(value: Sequence[Any]) -> Span:
         raise ValueError("ids or times that are none")
     texts = (span.name, span.error, *span.attributes.keys())
     values = span.attributes.values()
-    if not all(isinstance(text, str) for text in texts) or not all(
-        isinstance(one, str | int | float) for one in values
-    ):
+    if not all(isinstance(text, str) for text in texts) or not all(map(_is_value, values)):
         raise ValueError("texts or attributes that are none")
     if any(len(text) > MAX_TEXT for text in (*texts, *values) if isinstance(text, str)):
         raise ValueError(f"texts of more than {MAX_TEXT} characters")
     return span
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, str | float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)

@@ -18,16 +18,17 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.reporting import Reporting
 from rsrv.wire.status import command
-from rsrv.wire.traces import Mark, Span
+from rsrv.wire.traces import Attributes, Mark, Span
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import FakeTriton, meta_engine, model_engine, write_meta
 from tests.unit.runtime.metas import ask as ask_meta
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
-MODEL = {"rsrv.model": "a", "rsrv.version": "1"}
-BATCH = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows": 3, "rsrv.batch.requests": 2}
+MODEL: Attributes = {"rsrv.model": "a", "rsrv.version": "1"}
+BATCH: Attributes = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows": 3, "rsrv.batch.requests": 2}
 
 
 class Played:
@@ -59,10 +60,12 @@ class Played:
         return spans
 
 
-def span(id: int, name: str, start: float, end: float, error: str = "", **attributes: Any) -> Span:
+def span(
+    id: int, name: str, start: float, end: float, error: str = "", attributes: Attributes | None = None
+) -> Span:
     """`start` and `end` in seconds."""
     ids = f"{id:032x}", f"{id:016x}", ""
-    return Span(*ids, name, int(start * 1e9), int(end * 1e9), error, MODEL | attributes)
+    return Span(*ids, name, int(start * 1e9), int(end * 1e9), error, {**MODEL, **(attributes or {})})
 
 
 def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
@@ -79,8 +82,8 @@ def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
 
     assert played.spans == [
         span(1, "queue", 10, 12),
-        span(1, "load", 10, 11, **{"rsrv.load.seconds": 2.0}),
-        span(1, "execute", 12.5, 13, **BATCH),
+        span(1, "load", 10, 11, attributes={"rsrv.load.seconds": 2.0}),
+        span(1, "execute", 12.5, 13, attributes=BATCH),
     ]
     assert not played.traces.live
 
@@ -93,9 +96,7 @@ def test_requests_of_one_execution_share_its_number() -> None:
     played.begins(ev.Execute(7, "a@1", 0, 4, 3, (1, 2)), 11.0)
     played.happens(ev.ExecutionFinished(7, 0.5, "secret"), 12.0)
 
-    assert played.spans[2:] == [
-        span(id, "execute", 11.5, 12, "the execution failed", **BATCH) for id in (1, 2)
-    ]
+    assert played.spans[2:] == [span(id, "execute", 11.5, 12, "the execution failed", BATCH) for id in (1, 2)]
 
 
 @pytest.mark.parametrize("loading", [False, True])
@@ -171,14 +172,17 @@ def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
     return found
 
 
-def test_a_traced_request_shows_what_stub_and_runtime_did(start_engine: StartEngine) -> None:
+def test_a_traced_request_shows_what_stub_and_runtime_did(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
     """All of it is parts of one span, which is a part of the client's; a neighbour that is not traced shows nowhere."""
+    runtime.device.seconds = 0.0  # else executions would seem to begin before they are asked for
     engine = start_engine(Hooks(lambda arrays: arrays, lambda arrays: arrays))
 
     ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)}))
 
     spans = told(engine, "infer doubling")
-    infer, queue, execute = spans["infer doubling"], spans["queue"], spans["execute"]
+    infer, queue = spans["infer doubling"], spans["queue"]
     assert (infer.trace, infer.parent) == (TRACE, PARENT)
     assert infer.attributes["rsrv.rows"] == 2
     parts = [spans[name] for name in ("preprocess", "queue", "execute", "postprocess")]
@@ -186,7 +190,6 @@ def test_a_traced_request_shows_what_stub_and_runtime_did(start_engine: StartEng
     starts = [infer.start_ns, *(part.start_ns for part in parts)]
     ends = [*(part.end_ns for part in parts), infer.end_ns]
     assert (starts, ends) == (sorted(starts), sorted(ends))
-    assert execute.attributes["rsrv.batch.requests"] == 2
     assert queue.attributes["rsrv.model"] == infer.attributes["rsrv.model"] == "doubling"
     assert queue.attributes["rsrv.version"] == infer.attributes["rsrv.version"]
 
@@ -227,6 +230,25 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
     assert spans["execute"].attributes["rsrv.model"] == "a"
     assert infer.start_ns <= whole.start_ns <= good.start_ns
     assert spans["execute"].end_ns <= good.end_ns <= whole.end_ns <= infer.end_ns
+
+
+def test_calls_through_triton_are_parts_as_well(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """The called model's stub learns from a parameter whose part its request is."""
+    runtime = start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}\nmeta: {transport: bls}"))
+    triton = FakeTriton(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call):\n    return call('a', inputs)", ["a"])
+    with meta_engine(runtime, meta, {"a": doublings["a"]}, triton=triton) as engine:
+        (answer,) = ask_meta(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+        assert answer.error is None
+        spans = told(engine, "infer meta") | told(triton.engines["a"], "infer a")
+    triton.close()
+
+    assert spans["call a"].parent == spans["run"].id
+    assert spans["infer a"].parent == spans["call a"].id
+    assert spans["execute"].parent == spans["infer a"].id
+    assert {one.trace for one in spans.values()} == {TRACE}
 
 
 def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime, doubling: Path) -> None:

@@ -219,6 +219,8 @@ class Loop:
                 if self._traced:
                     connection.mark(unpack_marks(frame, count))
             case Kind.SPANS:
+                if connection.group is None:
+                    raise ProtocolError("SPANS before REGISTERED")
                 self._traces.told(*read_spans(unpack_json(frame)))
             case Kind.WATCH:
                 self._watching.watch(connection)

@@ -47,7 +47,8 @@ class Traced:
 
 @pytest.fixture(scope="module", params=["triton", "headers"])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    """The contexts are those of Triton's own spans, or clients' headers that Triton forwards.
+    """The contexts are those of Triton's own spans, and calls go to the runtime; or they are clients' headers that Triton
+    forwards, and calls go through Triton.
 
     The weights of one model fit on the device, so each of them is loaded when another was called before.
     """
@@ -55,7 +56,11 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     write_scale(folder / "bundles" / "double", 2, public=True)
     write_scale(folder / "bundles" / "hooked", 5, hooks=HOOKS, public=True)
     write_meta(folder / "bundles" / "chain", CHAIN, ["double", "hooked"])
-    (folder / "settings.yaml").write_text("runtime: {weight_budget_bytes: 4}\n")
+    through_triton = request.param == "triton"
+    transport = "direct" if through_triton else "bls"
+    (folder / "settings.yaml").write_text(
+        f"runtime: {{weight_budget_bytes: 4}}\nmeta: {{transport: {transport}}}\n"
+    )
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     with collecting() as collector:
@@ -63,12 +68,12 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         settings += [f"opentelemetry,url={collector.url}", "opentelemetry,bsp_schedule_delay=100"]
         flags = (
             [f"--trace-config={setting}" for setting in settings]
-            if request.param == "triton"
+            if through_triton
             else [f"--{kind}-header-forward-pattern=(?i)traceparent" for kind in PROTOCOLS]
         )
         env = {"RSRV_TRACES__ENDPOINT": collector.url}
         with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as server:
-            yield Traced(server, collector, through_triton=request.param == "triton")
+            yield Traced(server, collector, through_triton=through_triton)
 
 
 def test_a_request_shows_its_stages(traced: Traced) -> None:
@@ -96,7 +101,7 @@ def test_a_request_shows_its_stages(traced: Traced) -> None:
 
 
 def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
-    """Each with its hooks, its waiting and its execution."""
+    """Each with its hooks, its waiting and its execution; through Triton, these are parts of a request of its own."""
     trace = secrets.token_hex(16)
     with caller(traced.server) as call:
         call("chain", {"x": ROW}, headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"})
@@ -104,9 +109,16 @@ def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
     infer, run, double, hooked = traced.spans(trace, "infer chain", "run", "call double", "call hooked")
     assert (run.parent, double.parent, hooked.parent) == (infer.id, run.id, run.id)
     assert infer.start <= run.start <= double.start <= double.end <= run.end <= infer.end
-    of_calls = [s for s in traced.collector.spans if s.trace == trace and s.parent in (double.id, hooked.id)]
-    assert {one.name for one in of_calls if one.parent == double.id} >= {"queue", "execute"}
-    assert {one.name for one in of_calls if one.parent == hooked.id} >= {*STAGES} - {"load"}
+    if not traced.through_triton:
+        inner = traced.spans(trace, "infer double", "infer hooked")
+        assert [one.parent for one in inner] == [double.id, hooked.id]
+        double, hooked = inner
+    names: dict[str, set[str]] = {}
+    for one in traced.collector.spans:
+        if one.trace == trace:
+            names.setdefault(one.parent, set()).add(one.name)
+    assert names[double.id] >= {"queue", "execute"}
+    assert names[hooked.id] >= {*STAGES} - {"load"}
 
 
 def test_a_request_that_is_refused_says_why(traced: Traced) -> None:

@@ -225,6 +225,8 @@ def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta
     infer, whole, good, bad = (spans[name] for name in ("infer meta", "run", "call a", "call b"))
     assert (infer.parent, whole.parent, good.parent, bad.parent) == (PARENT, infer.id, whole.id, whole.id)
     assert "expected shape" in bad.error
+    waits = [one for one in command(os.getpid(), {"command": "traces"})["spans"] if one[3] == "queue"]
+    assert {one[1] for one in waits} == {whole.id, good.id}  # to be let in, and for the device
     assert (good.error, whole.error, infer.error) == ("", "", "")
     assert spans["execute"].parent == good.id
     assert spans["execute"].attributes["rsrv.model"] == "a"

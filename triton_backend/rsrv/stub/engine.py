@@ -343,9 +343,9 @@ class Engine:
     def _ended(self, job: Job, status: Status, text: str = "") -> None:
         self.meters.answered(status, job.since)
         if job.trace is not None:
-            rows = 0 if job.plan is None else job.plan.rows
+            rows = {} if job.plan is None else {"rsrv.rows": job.plan.rows}
             who = job.request.request_id()
-            end_request(job.trace, self._link.key, job.since, status, text, who, {"rsrv.rows": rows})
+            end_request(job.trace, self._link.key, job.since, status, text, who, rows)
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.plan is not None

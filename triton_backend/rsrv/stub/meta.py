@@ -385,7 +385,11 @@ class MetaEngine:
         except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
             failure = _failure_of(raised, who, self._guard)
             error = failure.text
-            raise failure from None
+            try:
+                raise failure from None
+            finally:
+                # Its traceback leads here: the arrays would live until somebody looks for such rings.
+                del failure
         finally:
             stages.over = True
             self.meters.hook(self._session.model, "run", time.perf_counter() - started)

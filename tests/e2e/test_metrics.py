@@ -114,6 +114,8 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
+        # Nobody wants traces.
+        "rsrv_trace_spans_total",
     }
 
 

@@ -323,6 +323,17 @@ class LogsSection(Section):
     )
 
 
+class TracesSection(Section):
+    """Traces of requests, as OpenTelemetry has them."""
+
+    endpoint: str | None = Field(
+        None,
+        description="URL that takes spans by OTLP over HTTP, as http://localhost:4318/v1/traces. A request is traced if "
+        "its client's trace context says so. It needs the extra `traces` and a control process (control.enabled). null: "
+        "nothing is traced. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME are heeded.",
+    )
+
+
 #: where the weights of a model are for sure
 Residency = Literal["unpinned", "system", "device"]
 
@@ -377,6 +388,7 @@ class Settings(BaseSettings):
     control: ControlSection = ControlSection()
     metrics: MetricsSection = MetricsSection()
     logs: LogsSection = LogsSection()
+    traces: TracesSection = TracesSection()
     gateway: GatewaySection = GatewaySection()
     node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
@@ -391,6 +403,11 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return env_settings, init_settings
+
+    @property
+    def traced(self) -> bool:
+        """Whether there is anybody who wants traces, and would get them."""
+        return self.traces.endpoint is not None and self.control.enabled
 
     def for_model(self, name: str) -> ModelSection:
         return self.models.get(name, ModelSection())

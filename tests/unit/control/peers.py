@@ -350,7 +350,7 @@ async def served(
             repository,
             os.getpid(),
             lifecycle,
-            Metrics(link, lambda: lifecycle.failures.keys()),
+            Metrics(link, lambda: lifecycle.failures.keys(), {}),
             live := Live(link, dict, every=0.1),
             clock=lambda: 0.0,
         )

@@ -158,6 +158,13 @@ FAMILIES: tuple[Family, ...] = (
         (),
         "Runtimes that came after the first one that this control process knew. All counts above begin anew with each.",
     ),
+    Family(
+        "rsrv_trace_spans_total",
+        "counter",
+        ("outcome",),
+        "Spans of traces, if there are to be any (traces.endpoint): exported; failed (the collector did not take them); "
+        "dropped (there were more than are kept until they are exported).",
+    ),
     Family("rsrv_build_info", "gauge", ("version",), "Always 1."),
 )
 

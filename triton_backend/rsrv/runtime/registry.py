@@ -401,6 +401,7 @@ class Registry:
             "metrics": {"triton": self.catalog.policy.settings.metrics.triton},
             "logs": self.catalog.policy.settings.logs.model_dump(mode="json"),
             "meta": {**self.catalog.policy.settings.meta.model_dump(mode="json"), "concurrency": concurrency},
+            "traces": {"enabled": self.catalog.policy.settings.traced},
         }
         connection.send_document(
             Kind.REGISTERED,

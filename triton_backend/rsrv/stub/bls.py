@@ -20,7 +20,7 @@ from typing import Any
 from rsrv.logs import fields
 from rsrv.stub.replies import Failure, untag
 from rsrv.stub.tensors import Array, Tensors
-from rsrv.stub.terms import RUN
+from rsrv.stub.terms import RUN, TRACEPARENT
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -120,6 +120,7 @@ class _Call:
     run: int
     #: the id of the request that it is made for
     who: str
+    traceparent: str
     #: when it has taken longer than any call should
     hung_ns: int
     #: resolved when the answer is there or the time is over, whichever comes first
@@ -173,17 +174,19 @@ class Bls:
         deadline_ns: int = 0,
         run: int = 0,
         who: str = "",
+        traceparent: str = "",
     ) -> Future[Arrays]:
         """The answer of `model`: the `outputs` in their order, or all that it gives if none are named.
 
         `dtypes` names those of inputs that numpy has no type for (bf16, as its bits). Shapes go and come as Triton
         has them: a scalar per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` the token
-        of the caller's run, 0 for none; `who` the id of its request. The future ends when the call's time is over at the latest, with Failure if
+        of the caller's run, 0 for none; `who` the id of its request, and `traceparent` its trace context, "" for
+        none. The future ends when the call's time is over at the latest, with Failure if
         there is no answer. Cancelling it helps only while the call waits for its turn.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
-        call = _Call(model, inputs, dtypes or {}, outputs, deadline_ns, run, who, hung_ns)
+        call = _Call(model, inputs, dtypes or {}, outputs, deadline_ns, run, who, traceparent, hung_ns)
         with self._lock:
             refused = self._refuse(call, now)
             if refused is None:
@@ -329,8 +332,13 @@ class Bls:
 
     def _request(self, call: _Call) -> Any:
         options: dict[str, Any] = {}
+        parameters = {}
         if call.run:
-            options["parameters"] = {RUN: str(call.run)}  # as text: integers there are signed
+            parameters[RUN] = str(call.run)  # as text: integers there are signed
+        if call.traceparent:
+            parameters[TRACEPARENT] = call.traceparent
+        if parameters:
+            options["parameters"] = parameters
         if call.deadline_ns:
             options["timeout"] = max(1, (call.deadline_ns - time.monotonic_ns()) // 1000)
         return self._pb.InferenceRequest(

@@ -16,6 +16,7 @@ from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
 from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
+from rsrv.stub.tracing import Trace
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY, Interface
 
@@ -70,15 +71,12 @@ class Endpoint:
         self.preprocess_seconds = 0.0
         self.postprocess_seconds = 0.0
 
-    def prepare(self, arrays: Mapping[str, Value], who: str) -> tuple[list[Any], Plan]:
-        """The module's inputs, in its order, and how they are executed. Raises Failure."""
+    def prepare(
+        self, arrays: Mapping[str, Value], who: str, trace: Trace | None = None
+    ) -> tuple[list[Any], Plan]:
+        """The module's inputs, in its order, and how they are executed; hooks are parts of `trace`. Raises Failure."""
         if self.hooks.preprocess is not None:
-            started = time.perf_counter()
-            try:
-                arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who, self._guard)
-            finally:
-                seconds = time.perf_counter() - started
-                self._measure("pre", seconds)
+            arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, who, trace)
             self.preprocess_seconds += _EMA * (seconds - self.preprocess_seconds)
         inputs: list[Any] = []
         for spec in self._interface.variants[0].inputs.tensors:
@@ -108,18 +106,29 @@ class Endpoint:
             return Failure(Status.INVALID, f"the request {what}")
         return hook_failed("preprocess", f"its result {what}", who)
 
-    def results(self, arrays: Mapping[str, Array], who: str) -> Mapping[str, Array]:
+    def results(
+        self, arrays: Mapping[str, Array], who: str, trace: Trace | None = None
+    ) -> Mapping[str, Array]:
         """What clients get of the module's outputs. Raises Failure."""
         if self.hooks.postprocess is None:
             return arrays
-        started = time.perf_counter()
-        try:
-            arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who, self._guard)
-        finally:
-            seconds = time.perf_counter() - started
-            self._measure("post", seconds)
+        arrays, seconds = self._run("postprocess", "post", self.hooks.postprocess, arrays, who, trace)
         self.postprocess_seconds += _EMA * (seconds - self.postprocess_seconds)
         return arrays
+
+    def _run(
+        self, name: str, short: str, hook: Hook, arrays: Mapping[str, Any], who: str, trace: Trace | None
+    ) -> tuple[dict[str, Array], float]:
+        """Its result, and the seconds that it took, which is measured also when it raises Failure."""
+        started, error = time.perf_counter(), f"the {name} hook failed"
+        try:
+            result, error = run_hook(name, hook, arrays, who, self._guard), ""
+        finally:
+            seconds = time.perf_counter() - started
+            self._measure(short, seconds)
+            if trace is not None:
+                trace.part(name, started, error)
+        return result, seconds
 
 
 def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor]) -> dict[str, Array]:

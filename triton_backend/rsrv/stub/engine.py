@@ -25,6 +25,7 @@ from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
+from rsrv.stub.tracing import end_request
 from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
@@ -96,6 +97,7 @@ class Engine:
         if self._direct is not None:
             self._direct.close()
         self._link, self._direct, self._slab = link, link.direct, None
+        self._traced = link.settings["traces"]["enabled"]
         (model,) = link.models
         self._largest = model.interface.variants[0].sizes[-1]
         self._endpoint = endpoint = Endpoint(
@@ -180,6 +182,8 @@ class Engine:
         jobs = self._receive(lane, requests)
         placed = self._place_all(jobs, lane, self._take_direct)
         waiting = {job.id: job for job in placed}
+        if self._traced:
+            _mark(lane, placed)
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
@@ -251,6 +255,8 @@ class Engine:
         for job in jobs:
             if job.id not in waiting:
                 self._later.finish(job)
+        if self._traced:
+            _mark(link.later, placed)
         self._later.submit(link, placed)
 
     # --- one request --------------------------------------------------------------------------------------
@@ -270,7 +276,9 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - logged by _blame
                 _blame(job, error)
             else:
-                job.deadline_ns, job.priority, job.run = terms
+                job.deadline_ns, job.priority, job.run, parent = terms
+                if self._traced:
+                    job.trace = self.meters.spans.begin(job.request, parent)
         return jobs
 
     def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:
@@ -308,7 +316,7 @@ class Engine:
             job.client_rows = len(next(iter(arrays.values())))
         who = job.request.request_id()
         job.tag = request_tag(who)
-        job.inputs, plan = self._endpoint.prepare(arrays, who)
+        job.inputs, plan = self._endpoint.prepare(arrays, who, job.trace)
         job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes
@@ -324,7 +332,7 @@ class Engine:
             self._learn(job.execute_ns)
         try:
             response = self._responses.answer(self._outputs_of(job))
-            self.meters.answered(Status.OK, job.since)
+            self._ended(job, Status.OK)
             return response
         except Failure as failure:
             return self._failed(job, failure)
@@ -335,9 +343,16 @@ class Engine:
             return self._failed(job, Failure(Status.INTERNAL, why))
 
     def _failed(self, job: Job, failure: Failure) -> Any:
-        self.meters.answered(failure.status, job.since)
+        self._ended(job, failure.status, failure.text)
         self._complaints.ended(failure.status, failure.text, job.request.request_id())
         return self._responses.failure(failure.status, failure.text, sub_call=job.run != 0)
+
+    def _ended(self, job: Job, status: Status, text: str = "") -> None:
+        self.meters.answered(status, job.since)
+        if job.trace is not None:
+            rows = {} if job.plan is None else {"rsrv.rows": job.plan.rows}
+            who = job.request.request_id()
+            end_request(job.trace, self._link.key, job.since, status, text, who, rows)
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.plan is not None
@@ -347,7 +362,7 @@ class Engine:
             for spec, offset in job.plan.outputs
         }
         who = job.request.request_id()
-        results = self._endpoint.results(arrays, who)
+        results = self._endpoint.results(arrays, who, job.trace)
         rows = job.client_rows if self._batched else None
         checked = check_results(results, self._outputs, rows, "postprocess", who)
         return [
@@ -365,6 +380,13 @@ def _say_failed(requests: list[Any]) -> None:
         ", ".join(map(repr, named)),
         extra=fields(requests=named),
     )
+
+
+def _mark(lane: Lane, jobs: Sequence[Job]) -> None:
+    """Tell the runtime which of the jobs that come next are traced."""
+    marks = [job.trace.mark(job.id) for job in jobs if job.trace is not None]
+    if marks:
+        lane.mark(marks)
 
 
 def _blame(job: Job, error: Exception) -> None:

@@ -35,6 +35,7 @@ from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
+from rsrv.stub.tracing import Trace, end_request
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
 from rsrv.wire.frames import Completion, Status, request_tag
@@ -63,6 +64,7 @@ class Visit:
     since: float  # when it came, of time.perf_counter
     deadline_ns: int = 0
     priority: int = 0
+    trace: Trace | None = None  # if it is traced
     #: random, so that nobody else can name it
     token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
     let_in: bool = False
@@ -83,6 +85,8 @@ class Visit:
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK
+        if self.trace is not None:
+            self.trace.part("queue", self.since, done.text)
         if not self.let_in:
             self.failure = Failure(done.status, done.text)
 
@@ -196,7 +200,10 @@ class MetaEngine:
         link = self._session.link
         if link is None:
             now, down = time.perf_counter(), self._session.down
-            return [self._end(request, now, Status.RUNTIME_DOWN, down) for request in requests]
+            for request in requests:
+                self.meters.answered(Status.RUNTIME_DOWN, now)
+                self._complaints.ended(Status.RUNTIME_DOWN, down, request.request_id())
+            return [self._responses.failure(Status.RUNTIME_DOWN, down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
@@ -218,7 +225,10 @@ class MetaEngine:
     def _receive(self, link: Link, id: int, request: Any) -> Visit:
         visit = Visit(id, request, link, link.later, time.perf_counter())
         try:
-            visit.deadline_ns, visit.priority, _ = read_terms(request, time.monotonic_ns(), time.time_ns())
+            terms = read_terms(request, time.monotonic_ns(), time.time_ns())
+            visit.deadline_ns, visit.priority, _, parent = terms
+            if link.settings["traces"]["enabled"]:
+                visit.trace = self.meters.spans.begin(request, parent)
         except Failure as failure:
             visit.fail(failure.status, failure.text)
         except Exception:
@@ -291,28 +301,34 @@ class MetaEngine:
 
     def _failed(self, visit: Visit) -> Any:
         assert visit.failure is not None
-        return self._end(visit.request, visit.since, visit.failure.status, visit.failure.text)
+        return self._end(visit, visit.failure.status, visit.failure.text)
 
-    def _end(self, request: Any, since: float, status: Status, text: str) -> Any:
-        """The response of a request that came at `since` and fails."""
-        self.meters.answered(status, since)
-        self._complaints.ended(status, text, request.request_id())
+    def _end(self, visit: Visit, status: Status, text: str) -> Any:
+        """The response of a request that fails."""
+        self._ended(visit, status, text)
+        self._complaints.ended(status, text, visit.request.request_id())
         return self._responses.failure(status, text)
+
+    def _ended(self, visit: Visit, status: Status, text: str = "") -> None:
+        self.meters.answered(status, visit.since)
+        if visit.trace is not None:
+            who = visit.request.request_id()
+            end_request(visit.trace, visit.link.key, visit.since, status, text, who, {})
 
     def _serve(self, visit: Visit) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
             response = self._responses.answer(self._answer(visit))
-            self.meters.answered(Status.OK, visit.since)
+            self._ended(visit, Status.OK)
             return response
         except Failure as failure:
-            return self._end(visit.request, visit.since, failure.status, failure.text)
+            return self._end(visit, failure.status, failure.text)
         except Exception:
             who = visit.request.request_id()
             log.exception("request %r: its run failed", who, extra=fields(request=who))
             text = "the request failed; the server's log says why"
-            return self._end(visit.request, visit.since, Status.INTERNAL, text)
+            return self._end(visit, Status.INTERNAL, text)
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -322,7 +338,10 @@ class MetaEngine:
 
     def _answer(self, visit: Visit) -> list[Any]:
         lane = self._take_lane(visit)
-        run = DirectRun(lane, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id())
+        trace = None if visit.trace is None else visit.trace.child()
+        run = DirectRun(
+            lane, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id(), trace
+        )
         run.entered = visit.let_in
         status = Status.INTERNAL
         try:
@@ -351,11 +370,8 @@ class MetaEngine:
         ]
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        triton = (
-            None
-            if self._bls is None
-            else ThroughTriton(self._bls, visit.deadline_ns, visit.request.request_id())
-        )
+        who = visit.request.request_id()
+        triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns, who, run.trace)
         stages = Routes(
             run,
             self._stages,
@@ -366,7 +382,7 @@ class MetaEngine:
             self._guard,
             through_triton=self._through_triton,
         )
-        who, started = visit.request.request_id(), time.perf_counter()
+        who, started, error = visit.request.request_id(), time.perf_counter(), ""
         try:
             with self._guard.within("run", who):
                 if inspect.iscoroutinefunction(self._run):
@@ -374,11 +390,19 @@ class MetaEngine:
                 else:
                     results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
                 return {key: np.asarray(value) for key, value in results.items()}
-        except BaseException as error:  # noqa: BLE001 - logged by _failure_of
-            raise _failure_of(error, who, self._guard) from None
+        except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
+            failure = _failure_of(raised, who, self._guard)
+            error = failure.text
+            try:
+                raise failure from None
+            finally:
+                # Its traceback leads here: the arrays would live until somebody looks for such rings.
+                del failure
         finally:
             stages.over = True
             self.meters.hook(self._session.model, "run", time.perf_counter() - started)
+            if run.trace is not None:
+                run.trace.end("run", started, error, {})
 
     # --- connections --------------------------------------------------------------------------------------
 

@@ -23,8 +23,10 @@ import tritonclient.grpc
 import tritonclient.http
 
 import example_bundles
-from examples import digits, minilm
+from examples import digits
+from examples.build import SMALL
 from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
+from rsrv.hooks.text import as_text
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from triton_install import InstallError
@@ -49,10 +51,11 @@ Array = npt.NDArray[Any]
 def main() -> int:
     """Runs the demo; returns the exit status."""
     step("example bundles")
-    bundles = example_bundles.ensure()
+    bundles = example_bundles.ensure(SMALL)
     step("rsrv-gen: bundles to a Triton model repository")
     repository = ROOT / "gen"
-    if rsrv_gen.main([str(bundles), "-o", str(repository)]) != 0:
+    sources = [str(bundles / name) for name in SMALL]
+    if rsrv_gen.main([*sources, "-o", str(repository), "--prune"]) != 0:
         return 1
     log_path = ROOT / "build" / "demo.log"
     log_path.unlink(missing_ok=True)
@@ -117,7 +120,7 @@ def compare(server: TritonServer) -> bool:
         f"sentences to embeddings, by a chain of models that clients see as one ({' -> '.join(TEXT_STAGES)})"
     )
     client = tritonclient.grpc.InferenceServerClient(server.grpc_url)
-    text = minilm.as_text(SENTENCES)
+    text = as_text(SENTENCES)
     tensor = tritonclient.grpc.InferInput("text", list(text.shape), "UINT8")
     tensor.set_data_from_numpy(text)
     embeddings = client.infer(TEXT_MODEL, [tensor]).as_numpy("embedding")

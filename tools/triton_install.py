@@ -29,8 +29,6 @@ NUMPY_2 = "numpy>=2.1,<3"
 #: The stub of 24.10 was built before numpy 2 existed: with numpy 2 it hands over wrong inputs without any error.
 #: Python 3.13 has no numpy 1.26; there `rsrv.stub` must read its inputs through DLPack.
 STUB_NUMPY = NUMPY_2 if sys.version_info >= (3, 13) else "numpy==1.26.4"
-#: What the examples' model.py import beside numpy.
-TOKENIZERS = "tokenizers>=0.21,<1"
 
 
 def say(text: str) -> None:
@@ -96,7 +94,7 @@ class Installation:
         return [
             Step(
                 "stub",
-                f"{python}, {STUB_NUMPY}, {TOKENIZERS}, {ROOT}",
+                f"{python}, {STUB_NUMPY}, {_hook_packages()}, {ROOT}",
                 "environment of Triton's stub processes",
                 self._stub,
             ),
@@ -124,7 +122,7 @@ class Installation:
     def numpy2_bin(self) -> Path:
         """As `stub_bin`, of an environment with numpy 2 on any Python; it is made when it is first asked for."""
         folder = self.folder / "stub-numpy2"
-        key = f"{_this_python()}, {NUMPY_2}, {TOKENIZERS}, {ROOT}"
+        key = f"{_this_python()}, {NUMPY_2}, {_hook_packages()}, {ROOT}"
         self._bring(
             [Step("stub-numpy2", key, "environment with numpy 2", lambda: self._environment(folder, NUMPY_2))]
         )
@@ -168,8 +166,8 @@ class Installation:
         """What a stub needs, in `folder`."""
         _must_run([sys.executable, "-m", "venv", str(_emptied(folder))])
         self._pip("install", "--only-binary=:all:", numpy, bin_folder=folder / "bin")
-        # Without the hub's client that it asks for, which only downloads.
-        self._pip("install", "--no-deps", "--only-binary=:all:", TOKENIZERS, bin_folder=folder / "bin")
+        # Without the hub's client that tokenizers asks for, which only downloads.
+        self._pip("install", "--no-deps", "--only-binary=:all:", *_hook_packages(), bin_folder=folder / "bin")
         # A path file is all that it takes: the stub's side of rsrv is pure Python.
         site = folder / "lib" / f"python{PYTHON_TAG}" / "site-packages"
         (site / "rsrv.pth").write_text(f"{ROOT / 'triton_backend'}\n")
@@ -252,6 +250,15 @@ class Step:
     key: str
     title: str
     build: Callable[[], None]
+
+
+def _hook_packages() -> list[str]:
+    """What `rsrv.hooks` needs beside numpy."""
+    import tomllib  # older Pythons have none, and come as far as `install`, which says so
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packages: list[str] = project["optional-dependencies"]["hooks"]
+    return packages
 
 
 def _this_python() -> str:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.detector_networks import FEATURES, backbone, head
-from examples.detector_run import ANCHOR_SIDES, POOLED, anchors, iou, pool
+from examples.detector_run import ANCHOR_SIDES, CELL, POOLED, anchors
 from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, scenes
+from rsrv.hooks.boxes import iou
 
 Array = np.ndarray[Any, Any]
 Params = dict[str, Any]
@@ -97,6 +98,21 @@ def _loss(
     return jnp.add(total, _distance(judged["deltas"], moves.reshape(-1, 4), kinds > 0))
 
 
+def pool(features: Any, boxes: Any) -> Any:
+    """As `detector_run.pool`, of features [m, cells, cells, c] for each of the boxes [m, 4], and with a gradient.
+
+    A point has its share of each of the cells around it: bilinear interpolation, as two products of matrices.
+    """
+    count, cells, _, channels = features.shape
+    shares = (np.arange(POOLED, dtype=np.float32)[:, None] + np.float32(0.5)) / POOLED
+    points = boxes[:, None, :2] + shares * (boxes[:, None, 2:] - boxes[:, None, :2])
+    points = (points / CELL - np.float32(0.5)).clip(0, cells - 1)
+    weights = (1 - abs(points[..., None] - np.arange(cells, dtype=np.float32))).clip(0)
+    across, down = weights[:, None, :, 0], weights[:, :, 1]
+    rows = (down @ features.reshape(count, cells, -1)).reshape(count, POOLED, cells, channels)
+    return across @ rows
+
+
 def _distance(found: Any, wanted: Any, counted: Any) -> Any:
     """Huber's loss, over the boxes that count."""
     error = jnp.abs(found - wanted) * 4
@@ -143,7 +159,7 @@ def _regions(rng: np.random.Generator, boxes: Array, classes: Array) -> tuple[Ar
 
 
 def _encode(boxes: Array, wanted: Array) -> Array:
-    """The deltas with which `decode` makes `wanted` of `boxes`."""
+    """The deltas with which `rsrv.hooks.boxes.decode` makes `wanted` of `boxes`."""
     size = np.maximum(boxes[..., 2:] - boxes[..., :2], 1)
     wanted_size = np.maximum(wanted[..., 2:] - wanted[..., :2], 1)
     centre = (wanted[..., 2:] + wanted[..., :2] - boxes[..., 2:] - boxes[..., :2]) / 2

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from examples import minilm_files
 from examples.minilm_encoder import LENGTHS, WIDTH
 from rsrv_bundle.meta import write_meta_bundle
-
-
-def as_text(sentences: Sequence[str | bytes]) -> np.ndarray[Any, Any]:
-    """Its input: u8 [n, bytes], UTF-8 with zeros behind."""
-    coded = [one.encode() if isinstance(one, str) else one for one in sentences]
-    text = np.zeros((len(coded), max(1, *map(len, coded))), np.uint8)
-    for row, each in zip(text, coded, strict=True):
-        row[: len(each)] = np.frombuffer(each, np.uint8)
-    return text
 
 
 def make(out_dir: Path) -> None:

@@ -1,4 +1,7 @@
-"""The detector for a Triton without rsrv: a model that calls two others, each of which computes in its own process."""
+"""The detector for a Triton without rsrv: a model that calls two others, each of which computes in its own process.
+
+Its steps are the bundle's: of rsrv they have the functions of `rsrv.hooks`, which the stubs' environment knows, and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _exact(out_dir: Path) -> None:
 #: What the hooks of `hooked` do: a request's first element holds the number, 0 for nothing special.
 DEEDS = (
     "nothing", "raise", "exit", "sys_exit", "sleep", "not_a_dict", "missing", "wrong_dtype", "wrong_shape",
-    "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place",
+    "wrong_rows", "wrong_rank", "objects", "huge", "list", "extra", "fortran", "in_place", "blame",
 )  # fmt: skip
 
 HOOKS = f"""
@@ -200,6 +200,8 @@ import time
 
 import numpy as np
 
+from rsrv.hooks import BadInput
+
 DEEDS = {DEEDS!r}
 
 
@@ -207,6 +209,8 @@ def act(deed, name, array):
     match deed:
         case "raise":
             raise RuntimeError("secret words of the hook")
+        case "blame":
+            raise BadInput("row 0 is upside down")
         case "exit":
             os._exit(3)
         case "sys_exit":

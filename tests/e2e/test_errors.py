@@ -444,6 +444,16 @@ def test_a_hook_that_fails_is_internal(call: Caller, when: str, what: str) -> No
 
 
 @pytest.mark.parametrize("when", WHEN)
+def test_a_hook_may_blame_the_client(call: Caller, when: str) -> None:
+    """Then the client hears why, in the hook's own words."""
+    x = X.copy()
+    x[0, 0] = deed(when, "blame")
+    refused = refusal(lambda: call("hooked", {"x": x}))
+    refused.assert_is("INVALID_ARG", call.protocol)
+    assert "row 0 is upside down" in refused.message
+
+
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("what", ["list", "extra", "fortran", "in_place"])
 def test_what_hooks_may_do(call: Caller, when: str, what: str) -> None:
     """Lists instead of arrays, more than was asked for, other memory layouts, and writing into what they got."""

@@ -49,6 +49,9 @@ def run(inputs, call):
     return {"y": inputs["x"] * 7}
 """
 BROKEN = """
+from rsrv.hooks import BadInput
+
+
 def run(inputs, call):
     match int(inputs["x"][0, 0]):
         case 0:
@@ -65,9 +68,18 @@ def run(inputs, call):
             call("raises", {"x": inputs["x"]})
         case 6:
             call("no_such_model", {"x": inputs["x"]})
+        case 7:
+            raise BadInput("row 0 is upside down")
+        case 8:
+            call("raises", {"x": inputs["x"]})
 """
 RAISES = """
+from rsrv.hooks import BadInput
+
+
 def preprocess(inputs):
+    if inputs["x"][0, 0] == 8:
+        raise BadInput("row 0 is upside down")
     raise RuntimeError("secret detail")
 """
 
@@ -145,6 +157,8 @@ def test_both_transports_give_the_same(server: RunningTriton) -> None:
         (4, "INTERNAL", "run hook"),
         (5, "INTERNAL", "stage 'raises'"),
         (6, "NOT_FOUND", "stage 'no_such_model'"),
+        (7, "INVALID_ARG", "row 0 is upside down"),
+        (8, "INVALID_ARG", "stage 'raises': row 0 is upside down"),
     ],
 )
 def test_each_failure_has_its_code_and_one_line(

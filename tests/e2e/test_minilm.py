@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.minilm import as_text
+from rsrv.hooks.text import as_text
 from rsrv.wire.status import read_status
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 import example_bundles
 from examples import detector_run as steps
+from examples import detector_training
 from examples.detector import Direct, held_out
 from examples.detector_scenes import CLASSES, MOST_SHAPES, SIDE, recall_and_precision, scenes
+from rsrv.hooks.boxes import iou
 from rsrv_bundle import read_bundle
 from tests.examples.built import Array, Arrays, Model
 
@@ -25,99 +27,20 @@ def some_boxes(rng: np.random.Generator, *shape: int) -> Array:
     return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
 
 
-def slow_iou(a: Array, b: Array) -> float:
-    """The same for two boxes of whole numbers, pixel by pixel."""
-    in_a, in_b = (
-        {(x, y) for x in range(int(left), int(right)) for y in range(int(top), int(bottom))}
-        for left, top, right, bottom in (a, b)
-    )
-    return len(in_a & in_b) / max(len(in_a | in_b), 1)
-
-
-def slow_suppress(wanted: Array, rivals: Array) -> list[int]:
-    """For one image: takes the best that is left, and strikes its rivals out, until nothing is left."""
-    left = [index for index, flag in enumerate(wanted) if flag]
-    taken = []
-    while left:
-        best = left[0]
-        taken.append(best)
-        left = [other for other in left[1:] if not rivals[best, other]]
-    return taken
-
-
-def slow_pool(features: Array, box: Array) -> Array:
-    """For one region: each point from the four cells around it."""
-    cells = len(features)
-    left, top, right, bottom = box.astype(np.float64)
-    pooled = np.zeros((steps.POOLED, steps.POOLED, features.shape[2]))
-    for row in range(steps.POOLED):
-        for column in range(steps.POOLED):
-            x = (left + (column + 0.5) / steps.POOLED * (right - left)) / steps.CELL - 0.5
-            y = (top + (row + 0.5) / steps.POOLED * (bottom - top)) / steps.CELL - 0.5
-            x, y = (min(max(value, 0.0), cells - 1.0) for value in (x, y))
-            for cell_x in (int(x), int(x) + 1):
-                for cell_y in (int(y), int(y) + 1):
-                    share = (1 - abs(x - cell_x)) * (1 - abs(y - cell_y))
-                    if share > 0:
-                        pooled[row, column] += share * features[cell_y, cell_x]
-    return pooled
-
-
 seeds = st.integers(0, 2**32 - 1)
 
 
 @settings(max_examples=25, deadline=None)
 @given(seeds)
-def test_overlaps_are_counted_in_pixels(seed: int) -> None:
-    """Intersection over union of random boxes, all with all, against sets of pixels."""
-    rng = np.random.default_rng(seed)
-    a, b = some_boxes(rng, 2, 3), some_boxes(rng, 2, 2)
-    expected = [[[slow_iou(p, q) for q in b[n]] for p in a[n]] for n in range(2)]
-    np.testing.assert_allclose(steps.iou(a, b), expected, rtol=1e-5)
-
-
-@given(seeds, st.integers(1, 4), st.integers(1, 12))
-def test_suppression_leaves_what_one_box_after_the_other_leaves(seed: int, images: int, boxes: int) -> None:
-    """Any rivalries, one-sided ones too, in several images at once."""
-    rng = np.random.default_rng(seed)
-    wanted = rng.random((images, boxes)) < rng.random()
-    rivals = rng.random((images, boxes, boxes)) < rng.random()
-    before = wanted.copy()
-    kept = steps.suppress(wanted, rivals)
-    assert [np.flatnonzero(row).tolist() for row in kept] == [
-        slow_suppress(*both) for both in zip(wanted, rivals, strict=True)
-    ]
-    assert (wanted == before).all()
-
-
-@given(seeds)
-def test_a_region_is_read_between_the_cells(seed: int) -> None:
-    """Regions anywhere in the image, empty ones too, point by point."""
+def test_regions_are_read_as_in_training(seed: int) -> None:
+    """Of regions anywhere in two images, empty ones too, the head is shown what it has learnt from."""
     rng = np.random.default_rng(seed)
     cells = SIDE // steps.CELL
     features = rng.standard_normal((2, cells, cells, 3)).astype(np.float32)
-    boxes = rng.uniform(0, SIDE, (2, 2, 2)).astype(np.float32)
-    boxes = np.concatenate([boxes.min(1), boxes.max(1)], -1)
-    found = steps.pool(features, boxes)
+    regions, owner = some_boxes(rng, 5), rng.integers(0, 2, 5)
+    found = steps.pool(features, regions, owner)
     assert found.dtype == np.float32
-    expected = [slow_pool(*both) for both in zip(features, boxes, strict=True)]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("deltas", "expected"),
-    [
-        ((0, 0, 0, 0), (10, 20, 30, 60)),
-        ((0.5, 0, 0, 0), (20, 20, 40, 60)),
-        ((0, -0.25, 0, 0), (10, 10, 30, 50)),
-        ((0, 0, np.log(2), np.log(0.5)), (0, 30, 40, 50)),
-        ((0, 0, 50, 0), (20 - 10 * np.exp(2), 20, 20 + 10 * np.exp(2), 60)),
-    ],
-)
-def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tuple[float, ...]) -> None:
-    """20 wide and 40 high: by shares of that; no stretch is larger than the square of e."""
-    box = np.array([10, 20, 30, 60], np.float32)
-    np.testing.assert_allclose(steps.decode(box, np.array(deltas, np.float32)), expected, rtol=1e-5)
+    np.testing.assert_allclose(found, detector_training.pool(features[owner], regions), atol=1e-5)
 
 
 def test_anchors_stand_around_the_points_of_a_grid() -> None:
@@ -145,7 +68,7 @@ def test_reports_hold_the_best_shapes_in_order(seed: int, images: int) -> None:
         for score, kind, box in sorted(proposed, key=lambda item: -item[0]):
             alike = [other for _, other_kind, other in expected if other_kind == kind]
             if score >= steps.LEAST_SCORE and all(
-                steps.iou(np.array([other]), np.array([box])).item() <= steps.SHAPE_OVERLAP for other in alike
+                iou(np.array([other]), np.array([box])).item() <= steps.SHAPE_OVERLAP for other in alike
             ):
                 expected.append((score, kind, box))
         assert count == min(len(expected), steps.MOST_FOUND)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import example_bundles
-from examples.minilm import as_text
+from rsrv.hooks.text import as_text
 from rsrv_bundle import read_bundle
 from tests.examples.built import Model
 

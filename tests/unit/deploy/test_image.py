@@ -42,11 +42,13 @@ def named(name: str) -> list[tuple[str, str]]:
     return found
 
 
-def locked() -> dict[str, Version]:
-    """The packages that the image gets, by canonical name."""
-    lines = re.findall(
-        r"^([\w.-]+)==([^\s\\]+)", (ROOT / "docker/requirements.txt").read_text(), re.MULTILINE
-    )
+def locked(file: str) -> dict[str, Version]:
+    """The packages that the image gets of a file, by canonical name; all with hashes."""
+    text = (ROOT / "docker" / file).read_text()
+    lines = re.findall(r"^([\w.-]+)==([^\s\\]+)", text, re.MULTILINE)
+    blocks = re.split(r"\n(?=[a-z])", text)[1:]
+    assert len(blocks) == len(lines)
+    assert all("--hash=sha256:" in block for block in blocks)
     return {canonicalize_name(name): Version(version) for name, version in lines}
 
 
@@ -100,14 +102,22 @@ def test_the_wheel_is_built_of_all_its_packages() -> None:
 
 def test_what_is_installed_is_what_the_project_wants() -> None:
     """The locked versions fit the extras that the server and the gateway need; jax comes with CUDA, and everything with hashes."""
-    versions = locked()
+    versions = locked("requirements.txt")
     for extra in ("runtime", "gateway"):
         for requirement in wanted(extra):
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
     assert versions["jax-cuda13-plugin"] == versions["jax"]
-    blocks = re.split(r"\n(?=[a-z])", (ROOT / "docker/requirements.txt").read_text())[1:]
-    assert len(blocks) == len(versions)
-    assert all("--hash=sha256:" in block for block in blocks)
+
+
+def test_the_stubs_python_gets_what_hooks_need_and_keeps_its_numpy() -> None:
+    """The extra's own packages are locked, and none that they need: with numpy another one would come."""
+    versions = locked("requirements-hooks.txt")
+    requirements = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["hooks"]]
+    assert versions.keys() == {canonicalize_name(requirement.name) for requirement in requirements}
+    for requirement in requirements:
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+    (run,) = values(named("server"), "RUN")
+    assert "--no-deps --only-binary=:all: --require-hashes -r /requirements-hooks.txt" in run
 
 
 def test_the_extra_of_the_gateways_image_exists() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.hooks import BadInput
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
@@ -183,6 +184,8 @@ def run_hook(
 
 def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> Failure:
     """What the client of the request `who` is told of what a hook raised. To be called while that is handled."""
+    if isinstance(error, BadInput):
+        return Failure(Status.INVALID, str(error))
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(

@@ -1,0 +1,323 @@
+"""Boxes: beside slow and obvious computations, torch's grid_sample, and what must hold of any."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.hooks import boxes
+
+Array = np.ndarray[Any, Any]
+
+seeds = st.integers(0, 2**32 - 1)
+FORMATS: tuple[boxes.Format, ...] = ("xyxy", "xywh", "cxcywh")
+
+
+def grid_boxes(rng: np.random.Generator, *shape: int, side: int = 12) -> Array:
+    """f32 [*shape, 4], whole numbers; some are the same, some are empty."""
+    corners = rng.integers(0, side, (*shape, 2, 2), endpoint=True)
+    return np.concatenate([corners.min(-2), corners.max(-2)], -1).astype(np.float32)
+
+
+def pixels(box: Array) -> set[tuple[int, int]]:
+    left, top, right, bottom = map(int, box)
+    return {(x, y) for x in range(left, right) for y in range(top, bottom)}
+
+
+def overlap(a: Array, b: Array) -> float:
+    """Of two boxes of whole numbers, pixel by pixel."""
+    return len(pixels(a) & pixels(b)) / max(len(pixels(a) | pixels(b)), 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"), [("xyxy", (10, 20, 16, 28)), ("xywh", (10, 20, 6, 8)), ("cxcywh", (13, 24, 6, 8))]
+)
+@pytest.mark.parametrize("target", FORMATS)
+def test_a_box_is_the_same_in_every_format(
+    kind: boxes.Format, values: tuple[int, ...], target: boxes.Format
+) -> None:
+    """One box, written by hand in three ways; there and back."""
+    box = np.array([[values]], np.float32)
+    found = boxes.convert(box, kind, target)
+    assert found.dtype == np.float32
+    assert boxes.convert(found, target, "xyxy").tolist() == [[[10, 20, 16, 28]]]
+    assert (boxes.convert(found, target, kind) == box).all()
+
+
+def test_boxes_are_cut_at_the_sides_of_their_image() -> None:
+    """One size for all, or one for each image."""
+    given = np.array([[[-5, -5, 100, 100], [1, 2, 3, 4]]] * 2, np.float32)
+    assert boxes.clip(given, 40, 60).tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]]] * 2
+    found = boxes.clip(given, np.array([[40], [3]]), np.array([[60], [2]]))
+    assert found.tolist() == [[[0, 0, 60, 40], [1, 2, 3, 4]], [[0, 0, 2, 3], [1, 2, 2, 3]]]
+    assert found.dtype == np.float32
+
+
+def test_anchors_stand_around_the_cells_of_a_map() -> None:
+    """Row by row, cell by cell, all sizes at each: two rows of three cells, 8 pixels apart."""
+    found = boxes.anchors(2, 3, stride=8, sizes=[(6, 2), (4, 4)])
+    assert found.dtype == np.float32
+    centres = (found[:, :2] + found[:, 2:]) / 2
+    assert centres[::2].tolist() == [[4, 4], [12, 4], [20, 4], [4, 12], [12, 12], [20, 12]]
+    assert (centres[::2] == centres[1::2]).all()
+    assert (found[:, 2:] - found[:, :2]).tolist() == [[6, 2], [4, 4]] * 6
+    assert boxes.anchors(1, 2, stride=8, sizes=[(2, 2)], centre=0).tolist() == [[-1, -1, 1, 1], [7, -1, 9, 1]]
+
+
+def test_large_regions_are_read_from_small_maps() -> None:
+    """The paper's example: 224 pixels are level 4, half of that 3; what is beyond the pyramid is at its ends."""
+    sides = np.array([0, 1, 111, 112, 223, 224, 447, 448, 2000])
+    given = np.stack([0 * sides, 0 * sides, sides, sides], -1).astype(np.float32)
+    assert boxes.levels(given, 2, 5).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert boxes.levels(given[None] * np.array([1, 1, 2, 0.5], np.float32), 2, 5)[0].tolist() == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("deltas", "expected"),
+    [
+        ((0, 0, 0, 0), (10, 20, 30, 60)),
+        ((0.5, 0, 0, 0), (20, 20, 40, 60)),
+        ((0, -0.25, 0, 0), (10, 10, 30, 50)),
+        ((0, 0, np.log(2), np.log(0.5)), (0, 30, 40, 50)),
+        ((0, 0, 50, 0), (20 - 10 * 62.5, 20, 20 + 10 * 62.5, 60)),
+    ],
+)
+def test_deltas_move_and_stretch_a_box(deltas: tuple[float, ...], expected: tuple[float, ...]) -> None:
+    """20 wide and 40 high: by shares of that; no side becomes longer than 1000 / 16 times what it was."""
+    box = np.array([10, 20, 30, 60], np.float32)
+    found = boxes.decode(box, np.array(deltas, np.float32))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    weights = (10.0, 10.0, 5.0, 5.0)
+    scaled = np.array(deltas, np.float32) * np.array(weights, np.float32)
+    np.testing.assert_allclose(boxes.decode(box, scaled, weights=weights), expected, rtol=1e-4)
+
+
+@given(seeds)
+def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> None:
+    """By the equations of the paper, in 64 bits."""
+    rng = np.random.default_rng(seed)
+    start, wanted = (boxes.convert(rng.uniform(1, 9, (5, 4)), "xywh", "cxcywh") for _ in "ab")
+    deltas = np.concatenate(
+        [(wanted[:, :2] - start[:, :2]) / start[:, 2:], np.log(wanted[:, 2:] / start[:, 2:])], -1
+    )
+    found = boxes.decode(boxes.convert(start, "cxcywh", "xyxy"), deltas)
+    np.testing.assert_allclose(found, boxes.convert(wanted, "cxcywh", "xyxy"), rtol=1e-9)
+
+
+@settings(max_examples=30)
+@given(seeds)
+def test_overlaps_are_counted_in_pixels(seed: int) -> None:
+    """Random boxes of two images, all with all, empty ones too, against sets of pixels; whole numbers as well."""
+    rng = np.random.default_rng(seed)
+    a, b = grid_boxes(rng, 2, 3), grid_boxes(rng, 2, 4)
+    expected = [[[overlap(p, q) for q in b[n]] for p in a[n]] for n in range(2)]
+    assert boxes.iou(a, b).dtype == np.float32
+    np.testing.assert_allclose(boxes.iou(a, b), expected, rtol=1e-6)
+    np.testing.assert_allclose(boxes.iou(a.astype(np.int64), b.astype(np.int64)), expected)
+    np.testing.assert_allclose(
+        boxes.iou(a[0], b), [[[overlap(p, q) for q in c] for p in a[0]] for c in b], rtol=1e-6
+    )
+
+
+def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None, least: float) -> list[int]:
+    """Of one image: takes the best that is left, strikes its rivals out, until nothing is left."""
+    left = sorted((i for i in range(len(scores)) if scores[i] >= least), key=lambda i: (-scores[i], i))
+    taken = []
+    while left:
+        first, *left = left
+        taken.append(first)
+        fine = boxes.iou(candidates[[first]], candidates[left])[0] <= limit
+        left = [
+            other
+            for other, ok in zip(left, fine, strict=True)
+            if ok or (classes is not None and classes[first] != classes[other])
+        ]
+    return sorted(taken)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.integers(0, 30), st.sampled_from([0, 0.3, 0.5, 1]), st.booleans())
+def test_suppression_leaves_what_one_box_after_the_other_leaves(
+    seed: int, count: int, limit: float, kinds: bool
+) -> None:
+    """Three images, many equal scores and boxes, with and without classes."""
+    rng = np.random.default_rng(seed)
+    given = grid_boxes(rng, 3, count)
+    scores = rng.integers(0, 6, (3, count)).astype(np.float32)
+    classes = rng.integers(0, 2, (3, count)) if kinds else None
+    found = boxes.nms(given, scores, limit, classes=classes, least=1)
+    for n in range(3):
+        of_image = None if classes is None else classes[n]
+        assert np.flatnonzero(found[n]).tolist() == greedy(given[n], scores[n], limit, of_image, 1)
+
+
+@pytest.mark.parametrize("spread", [60, 400])
+def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
+    """A thousand boxes, crowded and less so, are more than are looked at at a time."""
+    rng = np.random.default_rng(spread)
+    given = rng.uniform(0, spread, (1, 1000, 4)).astype(np.float32)
+    given = boxes.convert(given * np.array([1, 1, 0.2, 0.2], np.float32), "xywh", "xyxy")
+    scores, classes = rng.random((1, 1000)), rng.integers(0, 3, (1, 1000))
+    found = boxes.nms(given, scores, 0.5)
+    assert np.flatnonzero(found[0]).tolist() == greedy(given[0], scores[0], 0.5, None, 0)
+    found = boxes.nms(given, scores, 0.5, classes=classes)
+    assert np.flatnonzero(found[0]).tolist() == greedy(given[0], scores[0], 0.5, classes[0], 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(seeds, st.integers(1, 40), st.floats(0, 1))
+def test_what_is_kept_keeps_apart(seed: int, count: int, limit: float) -> None:
+    """No two overlap by more than the limit, all that went overlap with a better one, the best stays, and a second
+    time nothing goes. In another order the same boxes are kept."""
+    rng = np.random.default_rng(seed)
+    given, scores = grid_boxes(rng, 1, count), rng.permutation(count)[None].astype(np.float32)
+    kept = boxes.nms(given, scores, limit)[0]
+    shares = boxes.iou(given[0], given[0])
+    assert not (shares[np.ix_(kept, kept)] > limit)[~np.eye(kept.sum(), dtype=bool)].any()
+    better = scores[0][:, None] > scores[0]
+    assert ((shares > limit) & better & kept[:, None]).any(0)[~kept].all()
+    assert kept[scores[0].argmax()]
+    assert boxes.nms(given[:, kept], scores[:, kept], limit).all()
+    order = rng.permutation(count)
+    assert (boxes.nms(given[:, order], scores[:, order], limit)[0] == kept[order]).all()
+
+
+def test_boxes_without_a_number_for_a_score_are_not_kept() -> None:
+    """And suppress nothing."""
+    given = np.array([[[0, 0, 4, 4]] * 2], np.float32)
+    assert boxes.nms(given, np.array([[np.nan, 0.1]]), 0.5).tolist() == [[False, True]]
+
+
+def test_the_best_of_what_is_kept_come_first() -> None:
+    """In order, of equals the first, as many as are asked for; behind them nothing is kept."""
+    scores = np.array([[0.1, 0.9, 0.5, 0.5], [0.4, 0.3, 0.2, 0.1]], np.float32)
+    kept = np.array([[True, False, True, True], [False, False, False, True]])
+    found, there = boxes.best(scores, kept, 3)
+    assert (found.tolist()[0], found[1, 0]) == ([2, 3, 0], 3)
+    assert there.tolist() == [[True] * 3, [True, False, False]]
+    assert boxes.best(scores, kept, 9)[0].shape == (2, 4)
+
+
+def slow_roi_align(
+    features: Array, box: Array, size: int, scale: float, sampling: int | None, *, aligned: bool
+) -> Array:
+    """Of one map [c, h, w] and one box: torchvision's loops, written out."""
+    _, height, width = features.shape
+    left, top, right, bottom = box * scale - (0.5 if aligned else 0)
+    wide, high = right - left, bottom - top
+    if not aligned:
+        wide, high = max(wide, 1), max(high, 1)
+    down, across = (sampling or math.ceil(extent / size) for extent in (high, wide))
+
+    def at(y: float, x: float) -> Any:
+        if y < -1 or y > height or x < -1 or x > width:
+            return 0
+        y, x = min(max(y, 0), height - 1), min(max(x, 0), width - 1)
+        low_y, low_x = int(y), int(x)
+        high_y, high_x = min(low_y + 1, height - 1), min(low_x + 1, width - 1)
+        dy, dx = y - low_y, x - low_x
+        above = (1 - dx) * features[:, low_y, low_x] + dx * features[:, low_y, high_x]
+        below = (1 - dx) * features[:, high_y, low_x] + dx * features[:, high_y, high_x]
+        return (1 - dy) * above + dy * below
+
+    found = np.zeros((len(features), size, size))
+    for row in range(size):
+        for column in range(size):
+            points = [
+                at(
+                    top + (row + (i + 0.5) / down) * high / size,
+                    left + (column + (j + 0.5) / across) * wide / size,
+                )
+                for i in range(down)
+                for j in range(across)
+            ]
+            found[:, row, column] = sum(points) / max(len(points), 1)
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.integers(1, 3) | st.none(), st.booleans())
+def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligned: bool) -> None:
+    """Regions in, across and far from two maps, empty ones too; both layouts."""
+    rng = np.random.default_rng(seed)
+    features = rng.standard_normal((2, 3, 6, 9))
+    given = np.sort(rng.uniform(-30, 80, (4, 2, 2)), 1).reshape(4, 4)
+    given[0, 2] = given[0, 0]
+    owners = rng.integers(0, 2, 4)
+    options: Any = {"size": (3, 3), "scale": 0.125, "sampling": sampling, "aligned": aligned}
+    found = boxes.roi_align(features, given, owners, **options)
+    expected = [
+        slow_roi_align(features[owner], box, 3, 0.125, sampling, aligned=aligned)
+        for owner, box in zip(owners, given, strict=True)
+    ]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    last = boxes.roi_align(features.transpose(0, 2, 3, 1), given, owners, layout="nhwc", **options)
+    np.testing.assert_allclose(last, found.transpose(0, 2, 3, 1), atol=1e-12)
+
+
+def test_regions_are_read_as_torch_samples_a_grid() -> None:
+    """torch.nn.functional.grid_sample at the centres of the bins, of f32, rows and columns different."""
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((1, 8, 20, 30)).astype(np.float32)
+    given = np.array([[16, 32, 200, 100], [0, 0, 480, 320], [101.5, 7.25, 140, 300]], np.float32)
+    found = boxes.roi_align(features, given, np.zeros(3, int), size=(5, 4), scale=1 / 16, sampling=1)
+    assert found.dtype == np.float32
+    assert found.shape == (3, 8, 5, 4)
+    for box, region in zip(given, found, strict=True):
+        x, y = ((np.arange(n) + 0.5) / n for n in (4, 5))
+        grid = (
+            np.stack(np.meshgrid(box[0] + x * (box[2] - box[0]), box[1] + y * (box[3] - box[1])), -1)
+            / [480, 320]
+            * 2
+            - 1
+        )
+        wanted = torch.nn.functional.grid_sample(
+            torch.tensor(features), torch.tensor(grid[None], dtype=torch.float32),
+            padding_mode="border", align_corners=False,
+        )  # fmt: skip
+        np.testing.assert_allclose(region, wanted[0].numpy(), atol=1e-5)
+
+
+@given(seeds, st.integers(1, 4))
+def test_a_map_that_rises_evenly_is_read_exactly(seed: int, sampling: int) -> None:
+    """Inside the map interpolation is exact, so a bin has the value of its centre."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:12, :16] + 0.5
+    a, b, c = rng.uniform(-2, 2, 3)
+    given = np.sort(rng.uniform(0.5, 11.5, (5, 2, 2)), 1).reshape(5, 4)
+    found = boxes.roi_align(
+        (a * x + b * y + c)[None, None], given, np.zeros(5, int), size=(2, 3), scale=1, sampling=sampling
+    )
+    centres_x = given[:, None, :1] + (np.arange(3) + 0.5) / 3 * (given[:, None, 2:3] - given[:, None, :1])
+    centres_y = given[:, 1, None] + (np.arange(2) + 0.5) / 2 * (given[:, 3, None] - given[:, 1, None])
+    np.testing.assert_allclose(found[:, 0], a * centres_x + b * centres_y[..., None] + c, atol=1e-9)
+
+
+def test_without_regions_there_is_nothing() -> None:
+    """Shapes and dtypes are as ever."""
+    nothing = np.zeros((0, 4), np.float32)
+    found = boxes.roi_align(
+        np.zeros((1, 3, 4, 4), np.float32), nothing, np.zeros(0, int), size=(2, 2), scale=1
+    )
+    assert found.dtype == np.float32
+    assert found.shape == (0, 3, 2, 2)
+    assert boxes.nms(nothing[None], np.zeros((1, 0)), 0.5).shape == (1, 0)
+    assert boxes.iou(nothing, nothing).shape == (0, 0)
+    assert math.isclose(boxes.iou(np.ones((1, 4)), np.ones((1, 4)))[0, 0], 0)

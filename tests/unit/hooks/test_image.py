@@ -1,0 +1,238 @@
+"""Images: beside Pillow by itself, torch's resampling, and numbers that can be seen to be right."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, Literal
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrv.hooks import BadInput, boxes, image
+from rsrv.hooks.text import as_text
+
+Array = np.ndarray[Any, Any]
+
+#: EXIF's orientation (the tag 274) -> how an upright picture is stored
+STORED = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a),
+    7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, -1),
+}
+
+
+def picture(height: int = 24, width: int = 36, seed: int = 0) -> Array:
+    """A soft one, which JPEG keeps nearly as it is."""
+    rng = np.random.default_rng(seed)
+    small = PIL.Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8))
+    return np.asarray(small.resize((width, height), PIL.Image.Resampling.BICUBIC))
+
+
+def file(pixels: Array, kind: str = "PNG", **options: Any) -> bytes:
+    stream = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(stream, kind, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "off"),
+    [("PNG", {}, 0), ("WEBP", {"lossless": True}, 0), ("WEBP", {}, 40), ("JPEG", {"quality": 95}, 12)],
+)
+def test_files_of_all_kinds_are_decoded_together(kind: str, options: dict[str, Any], off: int) -> None:
+    """Two pictures of different sizes, one file padded to the other's length."""
+    pictures = [picture(), picture(90, 50, seed=1)]
+    found = image.decode(as_text([file(one, kind, **options) for one in pictures]))
+    for got, wanted in zip(found, pictures, strict=True):
+        assert got.dtype == np.uint8
+        assert got.shape == wanted.shape
+        assert abs(got.astype(int) - wanted).max() <= off
+
+
+@pytest.mark.parametrize("orientation", STORED)
+def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) -> None:
+    """EXIF has eight ways to store a picture; all give the same one."""
+    exif = PIL.Image.Exif()
+    exif[274] = orientation
+    stored = np.ascontiguousarray(STORED[orientation](picture()))
+    (found,) = image.decode(as_text([file(stored, exif=exif)]))
+    assert (found == picture()).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "grey"),
+    [
+        (np.array([[0, 7, 255]], np.uint8), [0, 7, 255]),
+        (np.array([[0, 0x1234, 0xFFFF]], np.uint16), [0, 0x12, 255]),
+        (np.array([[[9, 9, 9, 0], [8, 8, 8, 255]]], np.uint8), [9, 8]),
+        (np.array([[[9, 0], [8, 255]]], np.uint8), [9, 8]),
+        (np.array([[False, True]]), [0, 255]),
+    ],
+    ids=["grey", "16 bits", "transparent", "transparent grey", "black and white"],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pictures_have_the_channels_that_are_asked_for(
+    stored: Array, grey: list[int], channels: Literal[1, 3]
+) -> None:
+    """Whatever is in the file."""
+    (found,) = image.decode(as_text([file(stored)]), channels=channels)
+    assert (found == np.array(grey)[None, :, None]).all()
+    assert found.shape == (1, len(grey), channels)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "image 1 is no JPEG"),
+        (b"hello", "image 1 is no JPEG"),
+        (file(picture(), "GIF"), "image 1 is no JPEG"),
+        (file(picture(), "JPEG")[:-200], "image 1 is damaged"),
+        (file(picture())[:-100], "image 1 is damaged"),
+    ],
+    ids=["nothing", "text", "gif", "half a jpeg", "half a png"],
+)
+def test_what_is_no_picture_is_the_clients_fault(data: bytes, message: str) -> None:
+    """The message says which row it is; zeros behind half a file do not make a whole one."""
+    files = as_text([file(picture()), data], width=20_000)
+    with pytest.raises(BadInput, match=message):
+        image.decode(files)
+
+
+def test_half_a_webp_is_the_clients_fault() -> None:
+    """It says how long it is. Filled up with zeros to that length, it can't be told from a whole one."""
+    with pytest.raises(BadInput, match="image 0 is"):
+        image.decode(as_text([file(picture(), "WEBP")[:-100]]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["JPEG", "PNG", "WEBP"]), st.data())
+def test_damaged_files_raise_nothing_else(kind: str, data: st.DataObject) -> None:
+    """A few bytes of a file are others: it is decoded, or refused."""
+    damaged = bytearray(file(picture(), kind))
+    for place, value in data.draw(
+        st.lists(st.tuples(st.integers(0, len(damaged) - 1), st.integers(0, 255)), min_size=1, max_size=5)
+    ):
+        damaged[place] = value
+    try:
+        (found,) = image.decode(as_text([bytes(damaged)]), most_pixels=100_000)
+    except BadInput:
+        return
+    assert found.dtype == np.uint8
+    assert found.shape[2] == 3
+
+
+def test_a_small_file_of_a_huge_picture_is_refused_by_its_header() -> None:
+    """The limit is that of all rows together, and exact."""
+    bomb = file(np.zeros((3000, 4000), np.uint8))
+    assert len(bomb) < 20_000
+    with pytest.raises(BadInput, match="more than 11999999 pixels"):
+        image.decode(as_text([bomb]), most_pixels=11_999_999)
+    small = as_text([file(picture())] * 3)
+    assert len(image.decode(small, most_pixels=3 * 24 * 36)) == 3
+    with pytest.raises(BadInput, match="all images of the request"):
+        image.decode(small, most_pixels=3 * 24 * 36 - 1)
+
+
+def test_files_come_as_rows_of_bytes() -> None:
+    """A hook that passes something else is wrong, not its client."""
+    with pytest.raises(ValueError, match=r"u8 \[n, bytes\], not float32 \[3\]"):
+        image.decode(np.zeros(3, np.float32))
+    assert image.decode(np.zeros((0, 10), np.uint8)) == []
+
+
+@pytest.mark.parametrize("resample", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(11, 13), (24, 36), (50, 61)])
+def test_resizing_averages_as_torch_does(resample: image.Filter, size: tuple[int, int]) -> None:
+    """Down and up, against torch's interpolation with antialiasing: roundings apart, one for each axis."""
+    pictures = np.stack([picture(seed=seed) for seed in range(2)])
+    found = image.resize(pictures, size, resample=resample)
+    given = torch.tensor(pictures).permute(0, 3, 1, 2).float()
+    wanted = torch.nn.functional.interpolate(given, size, mode=resample, antialias=True, align_corners=False)
+    assert found.shape == (2, *size, 3)
+    assert abs(found - wanted.clamp(0, 255).permute(0, 2, 3, 1).numpy()).max() <= 1.5
+
+
+def test_one_channel_stays_one() -> None:
+    """Grey pictures go through all steps as others do."""
+    grey = picture()[..., :1]
+    assert (image.resize([grey], (7, 9))[..., 0] == image.resize([picture()], (7, 9))[..., 0]).all()
+    assert image.resize_crop([grey], 10, (8, 8)).shape == (1, 8, 8, 1)
+    assert image.letterbox([grey], (8, 8))[0].shape == (1, 8, 8, 1)
+    assert image.resize([], (4, 5)).shape == (0, 4, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scaled", "corner"),
+    [
+        # As torchvision: int(16 * 36 / 24) = 24, and corners round((16 - 10) / 2), round((24 - 10) / 2).
+        ((24, 36), (16, 24), (3, 7)),
+        ((36, 24), (24, 16), (7, 3)),
+        ((20, 27), (16, 21), (3, 6)),  # 21.6 wide; 5.5 is even at 6
+        ((10, 10), (16, 16), (3, 3)),
+    ],
+)
+def test_the_middle_is_cut_out_as_torchvision_does(
+    shape: tuple[int, int], scaled: tuple[int, int], corner: tuple[int, int]
+) -> None:
+    """Sizes and corners computed by hand from the formulas of Resize and CenterCrop."""
+    one = picture(*shape)
+    found = image.resize_crop([one], 16, (10, 10))
+    top, left = corner
+    whole = PIL.Image.fromarray(one).resize(scaled[::-1], PIL.Image.Resampling.BILINEAR)
+    assert (found[0] == np.asarray(whole)[top : top + 10, left : left + 10]).all()
+
+
+def test_a_crop_has_to_fit() -> None:
+    """Else there would be nothing at its sides."""
+    with pytest.raises(ValueError, match="does not fit"):
+        image.resize_crop([picture()], 16, (10, 17))
+
+
+@given(st.tuples(st.integers(1, 90), st.integers(1, 90)), st.tuples(st.integers(4, 64), st.integers(4, 64)))
+def test_boxes_find_their_way_back_from_a_letterbox(shape: tuple[int, int], size: tuple[int, int]) -> None:
+    """The picture's own frame comes back from where the picture lies; around it is the fill and nothing else."""
+    height, width = shape
+    pixels, places = image.letterbox([np.full((*shape, 3), 200, np.uint8)], size, fill=7)
+    (rows,), (columns,) = (
+        [np.flatnonzero((pixels[0, ..., 0] == 200).any(axis)) for _ in "x"] for axis in (1, 0)
+    )
+    frame = np.array([[[columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]]], np.float32)
+    assert ((pixels == 200).all(-1).sum(), (pixels == 7).all(-1).sum()) == (
+        len(rows) * len(columns),
+        np.prod(size) - len(rows) * len(columns),
+    )
+    assert len(rows) == size[0] or len(columns) == size[1]
+    found = image.from_letterbox(frame, places)
+    np.testing.assert_allclose(found, [[[0, 0, width, height]]], atol=1e-3)
+    margin = image.from_letterbox(np.array([[[0, 0, size[1], size[0]]]], np.float32), places)
+    np.testing.assert_allclose(boxes.clip(margin, height, width), [[[0, 0, width, height]]], atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_pixels_are_normalised_exactly(layout: Literal["nchw", "nhwc"], dtype: Any) -> None:
+    """Every byte in every channel, against the formula in 64 bits."""
+    pixels = np.random.default_rng(0).permuted(np.arange(768, dtype=np.int64) % 256).astype(np.uint8)
+    pixels = pixels.reshape(2, 16, 8, 3)
+    mean, std = image.IMAGENET_MEAN, image.IMAGENET_STD
+    wanted = (pixels / 255 - np.array(mean)) / np.array(std)
+    if layout == "nchw":
+        wanted = wanted.transpose(0, 3, 1, 2)
+    found = image.normalise(pixels, mean, std, layout=layout, dtype=dtype)
+    assert found.dtype == dtype
+    assert found.flags.c_contiguous
+    assert (found == wanted.astype(dtype)).all()
+
+
+def test_each_channel_has_its_mean() -> None:
+    """Three means for one channel are a mistake."""
+    with pytest.raises(ValueError, match="3 means and 3 deviations for 1 channels"):
+        image.normalise(np.zeros((1, 2, 2, 1), np.uint8), image.IMAGENET_MEAN, image.IMAGENET_STD)

@@ -1,0 +1,68 @@
+"""Classes and their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from rsrv.hooks import labels
+from rsrv.hooks.text import from_text
+
+Array = np.ndarray[Any, Any]
+
+logits = arrays.arrays(
+    np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=st.floats(-1000, 1000, width=32)
+)
+
+
+@given(logits)
+def test_probabilities_are_those_of_torch(given: Array) -> None:
+    """For logits of any size, without a warning; in the dtype that they have."""
+    found = labels.softmax(given)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, torch.softmax(torch.tensor(given), -1).numpy(), rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(labels.softmax(given.T, axis=0), found.T)
+
+
+@given(
+    arrays.arrays(
+        np.float32, st.tuples(st.integers(0, 3), st.integers(1, 9)), elements=st.sampled_from([-1, 0, 0.5, 2])
+    ),
+    st.integers(1, 12),
+)
+def test_the_best_come_first_and_of_equals_the_first(scores: Array, k: int) -> None:
+    """Many scores are the same; more may be asked for than there are."""
+    found, classes = labels.top_k(scores, k)
+    assert classes.dtype == np.int64
+    for row, values, order in zip(scores, found, classes, strict=True):
+        wanted = sorted(range(len(row)), key=lambda index: (-row[index], index))[:k]
+        assert order.tolist() == wanted
+        assert values.tolist() == row[wanted].tolist()
+
+
+def test_what_is_no_number_comes_last() -> None:
+    """A network that computes NaN has no class for it."""
+    found, classes = labels.top_k(np.array([[np.nan, 1, 2]], np.float32), 2)
+    assert (found.tolist(), classes.tolist()) == ([[2, 1]], [[2, 1]])
+
+
+def test_names_are_tensors_that_are_indexed_by_class(tmp_path: Path) -> None:
+    """A file with one name a line; accents take two bytes."""
+    path = tmp_path / "names.txt"
+    path.write_text("cat\nchien bleu\nélan\n", encoding="utf-8")
+    names = labels.read_names(path)
+    assert names.dtype == np.uint8
+    assert names.shape == (3, 10)
+    found = names[np.array([[2, 0], [1, 1]])]
+    assert found.shape == (2, 2, 10)
+    assert from_text(found.reshape(-1, 10)) == ["élan", "cat", "chien bleu", "chien bleu"]
+    assert labels.read_names(path, width=16).shape == (3, 16)
+    with pytest.raises(ValueError, match="a text of 10 bytes in rows of 9"):
+        labels.read_names(path, width=9)

@@ -1,0 +1,72 @@
+"""The library as a whole: what it loads, what it says when something is missing, and how it blames a client."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.hooks import BadInput, image
+from rsrv.hooks.text import Tokeniser
+from rsrv.stub.endpoint import run_hook
+from rsrv.stub.replies import Failure
+from rsrv.wire.frames import Status
+
+_SCRIPT = """
+import json, sys
+from rsrv.hooks import boxes, image, labels, text
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_importing_it_loads_numpy_and_nothing_else() -> None:
+    """In a clean interpreter: a process for every model pays for what is loaded."""
+    out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(out.stdout)}
+    assert "numpy" in loaded
+    assert not loaded & {"PIL", "tokenizers", "scipy", "torch", "jax"}
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "use"),
+    [
+        ("PIL", "Pillow", lambda: image.resize([np.zeros((2, 2, 3), np.uint8)], (1, 1))),
+        ("tokenizers", "tokenizers", lambda: Tokeniser("tokenizer.json", [8])),
+    ],
+)
+def test_what_is_missing_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str, use: Callable[[], Any]
+) -> None:
+    """The function that needs a package says what to install, and where."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"{package} is not installed.*pip install 'rsrv\[hooks\]'"):
+        use()
+
+
+class NoGuard:
+    """Lets hooks do what they want."""
+
+    @contextmanager
+    def within(self, hook: str, who: str) -> Iterator[None]:
+        yield
+
+
+def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.LogCaptureFixture) -> None:
+    """INVALID_ARG, and nothing in the log: any client could fill it."""
+
+    def preprocess(inputs: dict[str, Any]) -> dict[str, Any]:
+        raise BadInput("row 3 is upside down")
+
+    guard: Any = NoGuard()
+    with pytest.raises(Failure) as failed:
+        run_hook("preprocess", preprocess, {}, "request", guard)
+    assert (failed.value.status, failed.value.text) == (Status.INVALID, "row 3 is upside down")
+    assert not caplog.records

@@ -1,0 +1,89 @@
+"""The examples on the library's page: they run as they stand there."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from rsrv.hooks.text import as_text, from_text
+from tests.pages import ROOT, blocks
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """What the one block with the given text defines, in a bundle with the files that are read."""
+    page = (ROOT / "docs" / "hook-library.md").read_text(encoding="utf-8")
+    first, *found = ["\n".join(lines) for language, _, lines in blocks(page) if language == "python"]
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "names.txt").write_text("\n".join(f"name {index}" for index in range(10)))
+
+    def run(wanted: str) -> dict[str, Any]:
+        (block,) = (each for each in found if wanted in each)
+        names = {"__file__": str(tmp_path / "model.py"), "np": np, "Path": Path}
+        exec(f"{first}\n{block}", names)  # noqa: S102 - the page is ours
+        return names
+
+    return run
+
+
+def files() -> Arrays:
+    """Two pictures of different sizes."""
+    coded = []
+    for size in ((300, 400), (900, 280)):
+        stream = io.BytesIO()
+        PIL.Image.new("RGB", size, (255, 0, 0)).save(stream, "JPEG")
+        coded.append(stream.getvalue())
+    return {"file": as_text(coded)}
+
+
+def test_a_classifiers_pictures(example: Callable[[str], dict[str, Any]]) -> None:
+    """Files in, normalised pixels out."""
+    pixels = example("resize_crop")["preprocess"](files())["image"]
+    assert pixels.dtype == np.float32
+    assert pixels.shape == (2, 3, 224, 224)
+    assert pixels[:, 0].min() > 2
+    assert pixels[:, 1].max() < -1.9
+
+
+def test_a_detectors_boxes(example: Callable[[str], dict[str, Any]]) -> None:
+    """The network finds the right half of each letterboxed picture, twice: once it is reported, in the picture's pixels."""
+
+    def call(name: str, inputs: Arrays) -> Arrays:
+        assert inputs["image"].shape == (2, 3, 640, 640)
+        # 480 x 640 in the middle, and 640 x 199 under 220 and 221 rows of fill.
+        halves = np.array([[320, 0, 560, 640], [320, 220, 640, 419]], np.float32)
+        return {
+            "boxes": np.repeat(halves[:, None], 2, 1),
+            "scores": np.array([[0.5, 0.9]] * 2, np.float32),
+            "classes": np.zeros((2, 2), np.int64),
+        }
+
+    found = example("letterbox")["run"](files(), call)
+    assert found["count"].tolist() == [[1], [1]]
+    np.testing.assert_allclose(found["boxes"][:, 0], [[150, 0, 300, 400], [450, 0, 900, 280]], atol=1e-3)
+
+
+def test_a_classifiers_labels(example: Callable[[str], dict[str, Any]]) -> None:
+    """The best five of ten, with their names."""
+    found = example("top_k")["postprocess"]({"logits": np.arange(20, dtype=np.float32).reshape(2, 10)})
+    assert found["class"].tolist() == [[9, 8, 7, 6, 5]] * 2
+    assert found["name"].shape == (2, 5, 32)
+    assert from_text(found["name"][1]) == [f"name {index}" for index in (9, 8, 7, 6, 5)]
+
+
+def test_a_text_models_tokens(example: Callable[[str], dict[str, Any]]) -> None:
+    """Rows of the smallest of the lengths."""
+    found = example("Tokeniser")["preprocess"]({"text": as_text(["hello hello", "hello"])})
+    assert found["input_ids"].shape == (2, 16)
+    assert found["attention_mask"].sum(1).tolist() == [2, 1]

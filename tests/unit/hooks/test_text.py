@@ -1,0 +1,136 @@
+"""Text as tensors, and as tokens, beside what the package tokenizers does by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from rsrv.hooks.text import Tokeniser, as_text, from_text
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "north", "south", "east", "west"]
+LENGTHS = (4, 8, 16)
+
+
+def tokenizer() -> Tokenizer:
+    """Words, with marks around each text as BERT has them."""
+    found = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    found.normalizer = normalizers.Lowercase()
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    found.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file, which wants all rows to be 99 long."""
+    made = tokenizer()
+    made.enable_padding(length=99, pad_id=7)
+    made.enable_truncation(99)
+    path = tmp_path_factory.mktemp("text") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@given(st.lists(st.text().filter(lambda text: not text.endswith("\0")), max_size=5))
+def test_texts_come_back_from_their_tensor(texts: list[str]) -> None:
+    """Any texts, except that zeros at the end are gone."""
+    found = as_text(texts)
+    assert found.dtype == np.uint8
+    assert found.shape == (len(texts), max([1, *(len(text.encode()) for text in texts)]))
+    assert from_text(found) == texts
+
+
+def test_rows_are_as_wide_as_they_are_asked_to_be() -> None:
+    """Bytes are taken as they are; what does not fit is an error, not cut."""
+    assert as_text([b"\xff\0", "é"], width=3).tolist() == [[255, 0, 0], [0xC3, 0xA9, 0]]
+    with pytest.raises(ValueError, match="a text of 3 bytes in rows of 2"):
+        as_text(["abc"], width=2)
+
+
+def test_broken_characters_are_left_out() -> None:
+    """Those cut in two, and what never was one."""
+    assert from_text(as_text([b"\xffa", "aé".encode()[:-1]])) == ["a", "a"]
+
+
+words = st.lists(st.sampled_from([*WORDS[4:], "up", "WEST"]), max_size=20).map(" ".join)
+
+
+@settings(deadline=None)
+@given(st.lists(words, min_size=1, max_size=4))
+def test_tokens_are_those_of_the_package(path: Path, texts: list[str]) -> None:
+    """Padded and cut by tokenizers itself to the length that was chosen: the smallest that holds all."""
+    found = Tokeniser(path, LENGTHS, dtype=np.int64)(as_text(texts))
+    longest = max(len(text.split()) + 2 for text in texts)
+    length = next((one for one in LENGTHS if one >= longest), LENGTHS[-1])
+    by_itself = tokenizer()
+    by_itself.enable_truncation(length)
+    by_itself.enable_padding(length=length, pad_id=7)
+    wanted = by_itself.encode_batch(texts)
+    assert found.ids.dtype == found.mask.dtype == found.types.dtype == np.int64
+    assert found.ids.tolist() == [one.ids for one in wanted]
+    assert found.mask.tolist() == [one.attention_mask for one in wanted]
+    assert not found.types.any()
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=3))
+def test_pairs_are_told_apart_by_their_types(path: Path, pairs: list[tuple[str, str]]) -> None:
+    """As a model gets them that judges how two texts go together."""
+    firsts, seconds = (as_text([pair[side] for pair in pairs]) for side in (0, 1))
+    found = Tokeniser(path, [16])(firsts, seconds)
+    by_itself = tokenizer()
+    by_itself.enable_truncation(16)
+    by_itself.enable_padding(length=16, pad_id=7)
+    wanted = by_itself.encode_batch(pairs)
+    assert found.ids.dtype == np.int32
+    assert found.ids.tolist() == [one.ids for one in wanted]
+    assert found.types.tolist() == [one.type_ids for one in wanted]
+
+
+def test_the_token_that_fills_rows_up_may_be_chosen(path: Path) -> None:
+    """Else it is the file's."""
+    text = as_text(["north"])
+    assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7]]
+    assert Tokeniser(path, LENGTHS, pad_id=1)(text).ids.tolist() == [[2, 4, 3, 1]]
+
+
+def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
+    """Where it keeps a text's end, so does this, at its own length."""
+    changed: dict[str, Any] = json.loads(path.read_text())
+    changed["truncation"]["direction"] = "Left"
+    other = tmp_path / "tokenizer.json"
+    other.write_text(json.dumps(changed))
+    text = as_text(["north south east"])
+    assert Tokeniser(path, [4])(text).ids.tolist() == [[2, 4, 5, 3]]
+    assert Tokeniser(other, [4])(text).ids.tolist() == [[2, 5, 6, 3]]
+
+
+def test_only_the_beginning_of_an_endless_text_is_looked_at(path: Path) -> None:
+    """64 bytes for each token that is kept."""
+    text = as_text(["north" + " " * (16 * 64) + "south", "north" + " " * (16 * 63) + "south"])
+    assert Tokeniser(path, LENGTHS)(text).ids.tolist() == [[2, 4, 3, 7], [2, 4, 5, 3]]
+
+
+def test_no_texts_have_no_tokens(path: Path) -> None:
+    """In rows of the smallest length."""
+    assert Tokeniser(path, LENGTHS)(np.zeros((0, 9), np.uint8)).mask.shape == (0, 4)
+
+
+def test_a_file_that_is_no_tokeniser_is_named(tmp_path: Path) -> None:
+    """One that is not there, too."""
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    for path in (bad, tmp_path / "nothing.json"):
+        with pytest.raises(ValueError, match=f"{path} is no tokeniser: "):
+            Tokeniser(path, LENGTHS)

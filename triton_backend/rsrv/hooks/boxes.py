@@ -1,0 +1,222 @@
+"""Boxes of detectors: (left, top, right, bottom) in pixels on the last axis, right and bottom just outside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Format = Literal["xyxy", "xywh", "cxcywh"]
+
+#: boxes of one image that suppress each other at a time: enough to make numpy's calls cheap, few enough for the cache
+_BLOCK = 256
+
+_TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
+    "xyxy": lambda a, b: (a, b),
+    "xywh": lambda corner, size: (corner, corner + size),
+    "cxcywh": lambda centre, size: (centre - size / 2, centre + size / 2),
+}
+_FROM_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
+    "xyxy": lambda a, b: (a, b),
+    "xywh": lambda a, b: (a, b - a),
+    "cxcywh": lambda a, b: ((a + b) / 2, b - a),
+}
+
+
+def convert(boxes: Array, source: Format, target: Format) -> Array:
+    """[..., 4] in another format: corners, corner and size, or centre and size."""
+    corners = _TO_XYXY[source](boxes[..., :2], boxes[..., 2:])
+    return np.concatenate(_FROM_XYXY[target](*corners), -1)
+
+
+def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
+    """[..., 4] cut at an image's sides. height, width: pixels; numbers, or arrays of one for each box, as [n, 1] for [n, k, 4]."""
+    right, bottom = np.asarray(width), np.asarray(height)
+    limits = np.stack(np.broadcast_arrays(right, bottom, right, bottom), -1)
+    cut: Array = np.clip(boxes, 0, limits.astype(boxes.dtype))
+    return cut
+
+
+def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, centre: float = 0.5) -> Array:
+    """The boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
+
+    stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: where in a
+    cell, in shares of it; torchvision's AnchorGenerator has 0.
+    """
+    half = np.asarray(sizes, np.float32) / 2
+    y, x = (np.arange(cells, dtype=np.float32) * stride + centre * stride for cells in (rows, columns))
+    points = np.stack(np.meshgrid(x, y), -1)[:, :, None]
+    return np.concatenate([points - half, points + half], -1, dtype=np.float32).reshape(-1, 4)
+
+
+def decode(
+    boxes: Array,
+    deltas: Array,
+    *,
+    weights: tuple[float, float, float, float] = (1, 1, 1, 1),
+    largest: float = math.log(1000 / 16),
+) -> Array:
+    """Anchors or regions [..., 4], moved and stretched by what a network says, [..., 4] (dx, dy, dw, dh).
+
+    centre + (dx, dy) * size, and size * exp(dw, dh): Ren et al. 2015, "Faster R-CNN", equation 2 solved for the box. The deltas
+    are divided by `weights` first, and dw, dh are at most `largest`, as in torchvision's BoxCoder.
+    """
+    deltas = deltas / np.array(weights, deltas.dtype)
+    size = boxes[..., 2:] - boxes[..., :2]
+    centre = boxes[..., :2] + size / 2 + deltas[..., :2] * size
+    half = size * np.exp(np.minimum(deltas[..., 2:], deltas.dtype.type(largest))) / 2
+    return np.concatenate([centre - half, centre + half], -1)
+
+
+def iou(a: Array, b: Array) -> Array:
+    """Intersection over union of each of [..., p, 4] boxes with each of [..., q, 4]: [..., p, q]; 0 for two empty ones."""
+    (left, top, right, bottom), (left_b, top_b, right_b, bottom_b) = (
+        [array[..., axis, None] for axis in range(4)] for array in (a, b)
+    )
+    left_b, top_b, right_b, bottom_b = (
+        np.swapaxes(each, -1, -2) for each in (left_b, top_b, right_b, bottom_b)
+    )
+    both = (np.minimum(right, right_b) - np.maximum(left, left_b)).clip(0)
+    both *= (np.minimum(bottom, bottom_b) - np.maximum(top, top_b)).clip(0)
+    either = (right - left) * (bottom - top) + (right_b - left_b) * (bottom_b - top_b) - both
+    shares = np.zeros_like(either, np.result_type(either, np.float32))
+    np.divide(both, either, out=shares, where=either > 0)
+    return shares
+
+
+def nms(
+    boxes: Array,
+    scores: Array,
+    overlap: float,
+    *,
+    classes: Array | None = None,
+    least: float = -math.inf,
+) -> Array:
+    """Greedy non-maximum suppression of [n, k, 4] boxes of n images: which are kept, bool [n, k].
+
+    From the best score on (of equal ones the first), a box strikes out all behind it whose intersection over union with it is
+    larger than `overlap`. scores: [n, k]; boxes with less than `least`, or NaN, neither stay nor strike. classes: [n, k],
+    if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the square of k: of very
+    many boxes, first take the thousand best (`labels.top_k`).
+    """
+    kept = np.zeros(scores.shape, bool)
+    for image, row in enumerate(scores):
+        order = np.argsort(-row, kind="stable")
+        order = order[row[order] >= least]
+        kinds = None if classes is None else classes[image][order]
+        kept[image, order] = _suppress(boxes[image][order], kinds, overlap)
+    return kept
+
+
+def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
+    """Where the best of those that are kept are, i64 [n, most], best first, and whether there is one, bool [n, most].
+
+    scores, kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With k < most it is [n, k].
+    """
+    order = np.argsort(np.where(kept, -scores, np.inf), axis=1, kind="stable")[:, :most].astype(np.int64)
+    return order, np.take_along_axis(kept, order, 1)
+
+
+def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level: int = 4) -> Array:
+    """Which map of a pyramid regions [..., 4] are read from: i64 [...], 0 for the level `lowest`.
+
+    floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
+    Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
+    """
+    area = (boxes[..., 2:] - boxes[..., :2]).clip(0).prod(-1)
+    found = np.floor(level + np.log2(np.maximum(np.sqrt(area) / size, 2.0**-level)) + 1e-6)
+    at: Array = found.clip(lowest, highest).astype(np.int64) - lowest
+    return at
+
+
+def roi_align(
+    features: Array,
+    boxes: Array,
+    owners: Array,
+    *,
+    size: tuple[int, int],
+    scale: float,
+    sampling: int | None = 2,
+    aligned: bool = True,
+    layout: Literal["nchw", "nhwc"] = "nchw",
+) -> Array:
+    """The features of regions: He et al. 2017, "Mask R-CNN", section 3, as torchvision.ops.roi_align computes it.
+
+    features: floats [n, c, h, w] or [n, h, w, c] by `layout`. boxes: [m, 4] in pixels, owners: integers [m], the image of each.
+    size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c]. scale: cells for a pixel, as 1/16.
+    sampling: points across and down whose mean is one element; None for one in each cell under a region, -1 in torchvision. aligned:
+    cells have their values in the middle, as they should; False is what older networks were trained with.
+    """
+    if layout == "nchw":
+        # Channels last, each point is read as one piece of memory.
+        features = np.ascontiguousarray(features.transpose(0, 2, 3, 1))
+    _, height, width, channels = features.shape
+    dtype = features.dtype
+    scaled = boxes.astype(dtype) * dtype.type(scale) - dtype.type(0.5 if aligned else 0)
+    extent = scaled[:, 2:] - scaled[:, :2]
+    if not aligned:
+        extent = np.maximum(extent, dtype.type(1))
+    down = _shares(scaled[:, 1], extent[:, 1], size[0], sampling, height)
+    across = _shares(scaled[:, 0], extent[:, 0], size[1], sampling, width)
+    found = np.empty((len(boxes), *size, channels), dtype)
+    tops, bottoms = _used(down)
+    lefts, rights = _used(across)
+    for index, owner in enumerate(owners):
+        # Both interpolations are products of matrices, of the part of the map under the region.
+        rows, columns = slice(tops[index], bottoms[index]), slice(lefts[index], rights[index])
+        part = features[owner, rows, columns]
+        lines = down[index, :, rows] @ part.reshape(len(part), -1)
+        np.matmul(across[index, :, columns], lines.reshape(size[0], -1, channels), out=found[index])
+    return found if layout == "nhwc" else np.ascontiguousarray(found.transpose(0, 3, 1, 2))
+
+
+def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells: int) -> Array:
+    """[m, bins, cells]: what each cell of an axis counts in each bin of each region, by linear interpolation at points."""
+    if sampling is None:
+        counts = np.ceil(extent / bins).astype(np.int64)
+        # Of an empty region there is no point, and all is 0.
+        by_size = np.zeros((len(start), bins, cells), start.dtype)
+        for count in np.unique(counts[counts > 0]):
+            same = counts == count
+            by_size[same] = _shares(start[same], extent[same], bins, int(count), cells)
+        return by_size
+    dtype = start.dtype
+    steps = (np.arange(bins * sampling, dtype=dtype) + dtype.type(0.5)) / (bins * sampling)
+    points = start[:, None] + steps * extent[:, None]
+    # Beyond the outermost cells the map goes on as it ends, for one cell; then there is nothing.
+    inside = (points >= -1) & (points <= cells)
+    distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=dtype))
+    shares = (1 - distances).clip(0) * inside[..., None]
+    found: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
+    return found
+
+
+def _used(shares: Array) -> tuple[Array, Array]:
+    """[m] each: the cells of an axis that count at all, from the first to just behind the last; one at least."""
+    used: Array = np.any(shares, axis=1)
+    return used.argmax(1), used.shape[1] - used[:, ::-1].argmax(1)
+
+
+def _suppress(boxes: Array, classes: Array | None, overlap: float) -> Array:
+    """[k, 4], best first -> bool [k]: those that are kept."""
+
+    def rivals(a: Array, b: Array) -> Array:
+        found: Array = iou(boxes[a], boxes[b]) > overlap
+        return found if classes is None else found & (classes[a, None] == classes[b])
+
+    kept = np.ones(len(boxes), bool)
+    for start in range(0, len(boxes), _BLOCK):
+        block = start + np.flatnonzero(kept[start : start + _BLOCK])
+        among = rivals(block, block)
+        left = np.ones(len(block), bool)
+        for index in range(len(block)):
+            if left[index]:
+                left[index + 1 :] &= ~among[index, index + 1 :]
+        kept[block] = left
+        behind = start + _BLOCK + np.flatnonzero(kept[start + _BLOCK :])
+        kept[behind] = ~rivals(block[left], behind).any(0)
+    return kept

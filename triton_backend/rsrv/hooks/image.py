@@ -1,0 +1,197 @@
+"""Images: from files to what a network takes. Decoding and resizing are Pillow's; arrays are u8 [h, w, c], RGB or grey."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.hooks import BadInput, needs
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+Array = npt.NDArray[Any]
+#: One array u8 [n, h, w, c], or n arrays u8 [h, w, c], whose sizes may differ.
+Images = Array | Sequence[Array]
+Filter = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+
+#: Of the images of ImageNet, by channel, with 1 for the brightest: what `normalise` takes for most published classifiers.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+#: What clients may send. Fewer decoders leave less to attack.
+_FORMATS = ("JPEG", "PNG", "WEBP")
+
+
+def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
+    """JPEG, PNG and WebP files -> their pixels, u8 [h, w, channels] each, upright as EXIF's orientation says.
+
+    files: u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
+    there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
+    is decoded; each takes three bytes, and four more while its row is decoded. Raises BadInput for what is no such file, damaged
+    or too large; but a WebP file that was cut off is decoded with the zeros behind it.
+    """
+    if files.ndim != 2 or files.dtype != np.uint8:
+        raise ValueError(f"files are u8 [n, bytes], not {files.dtype} {list(files.shape)}")
+    opened: list[PIL.Image.Image] = []
+    for row, padded in enumerate(files):
+        with _blamed_on(row):
+            opened.append(_open(padded))
+    if sum(one.width * one.height for one in opened) > most_pixels:
+        raise BadInput(f"all images of the request together have more than {most_pixels} pixels")
+    found = []
+    for row in range(len(opened)):
+        with _blamed_on(row):
+            found.append(_pixels(opened.pop(0), channels))  # with the image goes Pillow's copy of the pixels
+    return found
+
+
+def resize(images: Images, size: tuple[int, int], *, resample: Filter = "bilinear") -> Array:
+    """Images of any sizes -> u8 [n, height, width, c], size = (height, width); their proportions may change.
+
+    `resample` is a filter of Pillow's. Each but "nearest" averages over all pixels that become one (antialiasing), as in
+    torchvision with antialias=True; OpenCV's cv2.resize doesn't.
+    """
+    return _stack([_resized(image, size, resample) for image in images], size)
+
+
+def resize_crop(
+    images: Images, shorter: int, size: tuple[int, int], *, resample: Filter = "bilinear"
+) -> Array:
+    """The middle of each image, u8 [n, height, width, c], after its shorter side was made `shorter` pixels.
+
+    The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
+    down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
+    ValueError.
+    """
+    if max(size) > shorter:
+        raise ValueError(f"a crop of {size} does not fit into images whose shorter side is {shorter}")
+    cropped = []
+    for image in images:
+        height, width = image.shape[:2]
+        if height <= width:
+            scaled = (shorter, shorter * width // height)
+        else:
+            scaled = (shorter * height // width, shorter)
+        top, left = (round((had - wanted) / 2) for had, wanted in zip(scaled, size, strict=True))
+        cropped.append(_resized(image, scaled, resample)[top : top + size[0], left : left + size[1]])
+    return _stack(cropped, size)
+
+
+def letterbox(
+    images: Images, size: tuple[int, int], *, fill: int = 114, resample: Filter = "bilinear"
+) -> tuple[Array, Array]:
+    """Each image as large as fits into `size` with its proportions, in the middle, `fill` around it: u8 [n, height, width, c].
+
+    The second result, f32 [n, 4], says where they are: scales across and down, then left and top in pixels. With it
+    `from_letterbox` finds the way back. It may travel through a model as a tensor of its own.
+    """
+    pixels, places = [], []
+    for image in images:
+        height, width = image.shape[:2]
+        scale = min(size[0] / height, size[1] / width)
+        high, wide = max(1, round(height * scale)), max(1, round(width * scale))
+        top, left = (size[0] - high) // 2, (size[1] - wide) // 2
+        page = np.full((*size, image.shape[2]), fill, np.uint8)
+        page[top : top + high, left : left + wide] = _resized(image, (high, wide), resample)
+        pixels.append(page)
+        places.append((wide / width, high / height, left, top))
+    return _stack(pixels, size), np.array(places, np.float32).reshape(-1, 4)
+
+
+def from_letterbox(boxes: Array, places: Array) -> Array:
+    """Boxes found in letterboxed images -> the same in the images: [n, k, 4] each, (left, top, right, bottom).
+
+    places: f32 [n, 4], of `letterbox`. What lies in the fill lies outside of the image afterwards: `boxes.clip` cuts it.
+    """
+    scales, corners = np.tile(places[:, None, :2], 2), np.tile(places[:, None, 2:], 2)
+    found: Array = (boxes - corners) / scales
+    return found
+
+
+def normalise(
+    pixels: Array,
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    layout: Literal["nchw", "nhwc"] = "nchw",
+    dtype: npt.DTypeLike = np.float32,
+) -> Array:
+    """u8 [n, h, w, c] -> (pixels / 255 - mean) / std as `dtype`, [n, c, h, w] or [n, h, w, c].
+
+    mean, std: a number for each channel, else ValueError. Each result is the exact value, rounded once.
+    """
+    if not len(mean) == len(std) == pixels.shape[3]:
+        raise ValueError(f"{len(mean)} means and {len(std)} deviations for {pixels.shape[3]} channels")
+    # A byte has 256 values: they are computed once, and looked up.
+    values = ((np.arange(256) / 255 - np.array(mean)[:, None]) / np.array(std)[:, None]).astype(dtype)
+    count, height, width, channels = pixels.shape
+    found = np.empty((count, channels, height, width), dtype)
+    if layout == "nhwc":
+        found = np.empty((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+    for channel, table in enumerate(values):
+        found[:, channel] = table[pixels[..., channel]]
+    return found if layout == "nchw" else found.transpose(0, 2, 3, 1)
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise needs("Pillow") from None
+    return PIL
+
+
+@contextmanager
+def _blamed_on(row: int) -> Iterator[None]:
+    """What Pillow raises inside is the fault of whoever sent the file."""
+    pil = _pillow()
+    try:
+        yield
+    except MemoryError:
+        raise
+    except pil.UnidentifiedImageError:
+        raise BadInput(f"image {row} is no JPEG, PNG or WebP file") from None
+    except Exception as error:  # noqa: BLE001 - the decoders raise all kinds
+        raise BadInput(f"image {row} is damaged: {error}") from None
+
+
+def _open(padded: Array) -> PIL.Image.Image:
+    """A file whose header was read, and no more."""
+    file = padded.tobytes()
+    if file.startswith(b"RIFF"):
+        # WebP says how long it is, and may end in zeros.
+        file = file[: 8 + int.from_bytes(file[4:8], "little")]
+    else:
+        # With the zeros a file that was cut off would look complete to JPEG's decoder, and grey from there on.
+        file = file.rstrip(b"\0")
+    opened: PIL.Image.Image = _pillow().Image.open(io.BytesIO(file), formats=_FORMATS)
+    return opened
+
+
+def _pixels(image: PIL.Image.Image, channels: int) -> Array:
+    _pillow().ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I"):
+        # Pillow would cut 16 bits off at 255.
+        image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    mode = "RGB" if channels == 3 else "L"
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _resized(image: Array, size: tuple[int, int], resample: Filter) -> Array:
+    pil = _pillow()
+    channels = image.shape[2]
+    one = pil.Image.fromarray(image if channels > 1 else image[..., 0])
+    resized = one.resize((size[1], size[0]), pil.Image.Resampling[resample.upper()])
+    return np.asarray(resized).reshape(*size, channels)
+
+
+def _stack(images: Sequence[Array], size: tuple[int, int]) -> Array:
+    return np.stack(images) if images else np.empty((0, *size, 3), np.uint8)

@@ -1,0 +1,38 @@
+"""Classes: from a classifier's numbers to names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsrv.hooks.text import as_text
+
+Array = npt.NDArray[Any]
+
+
+def softmax(logits: Array, axis: int = -1) -> Array:
+    """exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do no harm."""
+    exponentials = np.exp(logits - logits.max(axis, keepdims=True))
+    probabilities: Array = exponentials / exponentials.sum(axis, keepdims=True)
+    return probabilities
+
+
+def top_k(scores: Array, k: int) -> tuple[Array, Array]:
+    """The k largest of floats [..., c], best first, and which they are: [..., k] and i64 [..., k].
+
+    Of equal ones the first comes first; NaN comes last. With fewer than k there are as many as there are.
+    """
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
+    return np.take_along_axis(scores, order, -1), order.astype(np.int64)
+
+
+def read_names(path: Path | str, *, width: int | None = None) -> Array:
+    """The names of classes, from a file with one a line in UTF-8: u8 [c, width], zeros behind each.
+
+    Indexed with the classes of `top_k` it is a tensor that clients can read: `NAMES[classes]`, u8 [..., k, width]. width: bytes; by
+    default of the longest name. Raises ValueError when a name is longer.
+    """
+    return as_text(Path(path).read_text(encoding="utf-8").splitlines(), width=width)

@@ -18,7 +18,7 @@ TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway \
+.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway models \
 	soak-gateway scheduler-page simulator-page \
 	eviction-page live-page-picture configuration-page dashboards alerts-page lint format clean proto bundles docs docs-serve \
 	dist test-wheel
@@ -83,6 +83,9 @@ bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside th
 
 bench-gateway: $(VENV) $(TRITON) ## measure what a gateway costs, and a worker's death (docs/gateway-benchmark.md; BENCH=--quick)
 	$(BIN)/python -m tests.bench.gateway $(BENCH)
+
+models: $(VENV) $(TRITON) ## export, serve and measure the real models, and make the tables of docs/models.md anew (MODELS=--quick)
+	$(BIN)/python -m tests.bench.real $(MODELS)
 
 soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick, SOAK='--plane haproxy')
 	$(BIN)/python -m tests.bench.gateway.soak $(SOAK)

@@ -24,6 +24,7 @@ import tritonclient.http
 
 import example_bundles
 from examples import digits
+from examples.build import SMALL
 from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
 from rsrv.hooks.text import as_text
 from rsrv.wire.status import read_status
@@ -50,10 +51,11 @@ Array = npt.NDArray[Any]
 def main() -> int:
     """Runs the demo; returns the exit status."""
     step("example bundles")
-    bundles = example_bundles.ensure()
+    bundles = example_bundles.ensure(SMALL)
     step("rsrv-gen: bundles to a Triton model repository")
     repository = ROOT / "gen"
-    if rsrv_gen.main([str(bundles), "-o", str(repository)]) != 0:
+    sources = [str(bundles / name) for name in SMALL]
+    if rsrv_gen.main([*sources, "-o", str(repository), "--prune"]) != 0:
         return 1
     log_path = ROOT / "build" / "demo.log"
     log_path.unlink(missing_ok=True)

@@ -15,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-NAMES = (
+#: Built in seconds, served in milliseconds: for the demo and the tests.
+SMALL = (
     "detector",
     "detector_backbone",
     "detector_head",
@@ -27,6 +28,33 @@ NAMES = (
     "two_sizes",
     "v2_affine",
 )
+#: Real architectures, each with a README.
+MODELS = (
+    "family_half",
+    "family_large",
+    "family_loop",
+    "family_odd",
+    "family_prime",
+    "family_rest",
+    "family_square",
+    "family_zero",
+    "fno_f32",
+    "fno_f64",
+    "resnet18",
+    "unet",
+    "vit_tiny",
+)
+NAMES = (*SMALL, *MODELS)
+
+#: What bundles are made of besides the sources that share their first word, and jax: patterns of files, and packages.
+_SOURCES = {"family": ("digits*.py",), "unet": ("detector_scenes.py", "detector_run.py")}
+_PACKAGES = {
+    "family": ("scikit-learn",),
+    "fno": ("optax",),
+    "resnet18": ("torch", "torchax"),
+    "unet": ("equinox", "optax"),
+    "vit": ("flax",),
+}
 
 _HERE = Path(__file__).resolve().parent
 #: In the output directory: for each bundle, what it was built from.
@@ -59,17 +87,25 @@ def _maker(name: str) -> Any:
     # As a script, this file's own folder is on the path, but the package it belongs to is not.
     if str(_HERE.parent) not in sys.path:
         sys.path.insert(0, str(_HERE.parent))
-    return importlib.import_module(f"examples.{name}")
+    word = _word(name)
+    return importlib.import_module(f"examples.{word if (_HERE / word).is_dir() else name}")
+
+
+def _word(name: str) -> str:
+    """The first word of a bundle's name: bundles that share it may share sources, and a folder of that name makes them all."""
+    return name.partition("_")[0]
 
 
 def _source_digest(name: str) -> str:
-    """One hash over everything that decides a bundle's bytes: the maker, the format package, jax's version.
-
-    Makers whose names start with the same word may use each other.
-    """
-    family = name.partition("_")[0]
-    sources = sorted([*_HERE.glob(f"{family}*.py"), *(_HERE.parent / "rsrv_bundle").glob("*.py")])
-    total = hashlib.sha256(f"jax {metadata.version('jax')}".encode())
+    """One hash over everything that decides a bundle's bytes: the maker's sources, the format package, versions."""
+    word = _word(name)
+    patterns = (f"{word}*.py", f"{word}/*.py", *_SOURCES.get(word, ()))
+    sources = sorted(
+        {source for pattern in patterns for source in _HERE.glob(pattern)}
+        | {*(_HERE.parent / "rsrv_bundle").rglob("*.py")}
+    )
+    packages = ("jax", *_PACKAGES.get(word, ()))
+    total = hashlib.sha256(" ".join(f"{one} {metadata.version(one)}" for one in packages).encode())
     for source in sources:
         total.update(f"\n{source.name} {hashlib.sha256(source.read_bytes()).hexdigest()}".encode())
     return total.hexdigest()

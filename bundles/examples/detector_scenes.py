@@ -29,11 +29,13 @@ _COVERED = 0.25
 @dataclass(frozen=True)
 class Scenes:
     """images: u8 [n, SIDE, SIDE, 3]; boxes: f32 [n, MOST_SHAPES, 4], (left, top, right, bottom) in pixels, zeros
-    where there is no shape; classes: i64 [n, MOST_SHAPES], places in CLASSES, -1 where there is no shape."""
+    where there is no shape; classes: i64 [n, MOST_SHAPES], places in CLASSES, -1 where there is no shape; and of each
+    pixel the shape that it shows, i64 [n, SIDE, SIDE], 0 for none or 1 + its place in CLASSES."""
 
     images: Array
     boxes: Array
     classes: Array
+    pixels: Array
 
 
 def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
@@ -46,7 +48,8 @@ def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
     images = np.empty((count, SIDE, SIDE, 3), np.float32)
     boxes = np.zeros((count, MOST_SHAPES, 4), np.float32)
     classes = np.full((count, MOST_SHAPES), -1, np.int64)
-    for image, its_boxes, its_classes in zip(images, boxes, classes, strict=True):
+    pixels = np.zeros((count, SIDE, SIDE), np.int64)
+    for image, its_boxes, its_classes, shown in zip(images, boxes, classes, pixels, strict=True):
         colours = [rng.uniform(0, 255, 3)]
         image[:] = colours[0]
         placed: list[tuple[int, int, int]] = []
@@ -57,12 +60,14 @@ def scenes(count: int, seed: int, *, fewest: int = 1) -> Scenes:
             left, top, size = place
             kind = int(rng.integers(len(CLASSES)))
             colours.append(_colour(rng, colours))
-            image[top : top + size, left : left + size][_mask(kind, size, rng)] = colours[-1]
+            mask = _mask(kind, size, rng)
+            image[top : top + size, left : left + size][mask] = colours[-1]
+            shown[top : top + size, left : left + size][mask] = 1 + kind
             its_boxes[len(placed)] = left, top, left + size, top + size
             its_classes[len(placed)] = kind
             placed.append(place)
     images += _NOISE * rng.standard_normal(images.shape, np.float32)
-    return Scenes(images.clip(0, 255).astype(np.uint8), boxes, classes)
+    return Scenes(images.clip(0, 255).astype(np.uint8), boxes, classes, pixels)
 
 
 def _place(rng: np.random.Generator, placed: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:

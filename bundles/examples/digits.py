@@ -27,7 +27,7 @@ _BATCH = 64
 
 
 @functools.cache
-def _data() -> tuple[Array, Array, Array, Array]:
+def data() -> tuple[Array, Array, Array, Array]:
     """Training images and labels, held-out images and labels; 80/20, the same in every process."""
     from sklearn.datasets import load_digits
 
@@ -41,12 +41,12 @@ def _data() -> tuple[Array, Array, Array, Array]:
 
 def held_out() -> tuple[Array, Array]:
     """What the network has not seen: images f32 [n, 8, 8, 1], from 0 to 1, and labels i64 [n]."""
-    _, _, images, labels = _data()
+    _, _, images, labels = data()
     return images, labels
 
 
-def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
-    """image: [n, 8, 8, 1] -> logits: [n, 10]."""
+def features(params: Any, image: jax.Array) -> jax.Array:
+    """image: [n, 8, 8, 1] -> [n, 64], all but the last layer."""
     x = image
     for layer in ("conv1", "conv2"):
         x = jax.lax.conv_general_dilated(
@@ -57,8 +57,13 @@ def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
         n, h, w, c = x.shape
         x = x.reshape(n, h // 2, 2, w // 2, 2, c).max((2, 4))
     x = x.reshape(x.shape[0], -1)
-    x = jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
-    return {"logits": x @ params["dense2"]["kernel"] + params["dense2"]["bias"]}
+    return jax.nn.relu(x @ params["dense1"]["kernel"] + params["dense1"]["bias"])
+
+
+def apply(params: Any, image: jax.Array) -> dict[str, jax.Array]:
+    """image: [n, 8, 8, 1] -> logits: [n, 10]."""
+    found = features(params, image)
+    return {"logits": found @ params["dense2"]["kernel"] + params["dense2"]["bias"]}
 
 
 def _initial() -> Params:
@@ -79,7 +84,7 @@ def _initial() -> Params:
 @functools.cache
 def trained() -> Params:
     """The parameters after training with Adam; a few seconds, once per process."""
-    images, labels, _, _ = _data()
+    images, labels, _, _ = data()
     steps = len(images) // _BATCH
     rng = np.random.default_rng(1)
     order = np.stack([rng.permutation(len(images))[: steps * _BATCH] for _ in range(_EPOCHS)]).reshape(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import example_bundles as examples
+from examples.build import SMALL
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.harness import RunningTriton, StartTriton, log_tails, running_triton
@@ -49,9 +50,9 @@ def example_repository(example_bundles: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
-    """A server with all example and test bundles, shared by all tests: leave it as you found it."""
+    """A server with the small example bundles and all test bundles, shared by all tests: leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
-    sources = [str(example_bundles), str(bundles.ensure())]
+    sources = [*(str(example_bundles / name) for name in SMALL), str(bundles.ensure())]
     (folder / "settings.yaml").write_text(bundles.SETTINGS)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([*sources, *options]) == 0

@@ -84,6 +84,7 @@ def world() -> Iterator[World]:
             shutil.copytree(built / name, folder / "bundles" / name)
         world = World(folder, {})
         subprocess.run([sys.executable, "-c", _block(QUICKSTART, "python")], check=True, cwd=folder)
+        (folder / "pictures.py").write_text(_block(ROOT / "docs" / "from-pytorch.md", "python"))
         (folder / "classifiers.py").write_text(_block(ROOT / "docs" / "exporting.md", "python"))
         (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundle-tools.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))

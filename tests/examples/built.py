@@ -16,12 +16,22 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 
+def restored(folder: Path, like: Any) -> Any:
+    """The weights of a built bundle in the tree `like`, which it was made from."""
+    bundle = read_bundle(folder, digest=False)
+    leaves, tree = jax.tree.flatten(like)
+    stored = load_weights(bundle)
+    assert [leaf.shape for leaf in leaves] == [array.shape for array in stored]
+    return jax.tree.unflatten(tree, stored)
+
+
 class Model:
     """A built bundle, executed with jax as the runtime does: exact names and dtypes, padded to a compiled size."""
 
     def __init__(self, folder: Path) -> None:
         self.bundle = read_bundle(folder, digest=False)
-        self.weights = [jax.numpy.asarray(array) for array in load_weights(self.bundle)]
+        with jax.enable_x64(True):
+            self.weights = [jax.numpy.asarray(array) for array in load_weights(self.bundle)]
         self.signatures = check_signatures(self.bundle)
         self.compiled: dict[tuple[int, int], Any] = {}
 
@@ -46,7 +56,8 @@ class Model:
         if key not in self.compiled:
             module = module_file(self.bundle, key).read_bytes()
             self.compiled[key] = jax.jit(as_exported(module, self.signatures[key]).call)
-        found = self.compiled[key](*padded, *self.weights)
+        with jax.enable_x64(True):
+            found = self.compiled[key](*padded, *self.weights)
         return {
             spec.name: np.asarray(value)[:rows]
             for spec, value in zip(self.bundle.manifest.outputs, found, strict=True)

@@ -1,0 +1,69 @@
+"""fno_f32 and fno_f64: a neural operator that stands for a solver of Burgers' equation, in both precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.fno.burgers import POINTS, solve, starts
+from examples.fno.network import apply, trained
+from rsrv_bundle.export import export_bundle
+
+Array = np.ndarray[Any, Any]
+
+BATCH_SIZES = (1, 8, 32)
+#: Points around the circle, one variant each.
+GRIDS = (POINTS // 2, POINTS)
+#: Largest mean error of a trained operator on starts that it has not seen, relative to the answers' size.
+REQUIRED_ERROR = 0.02
+
+
+def held_out() -> tuple[Array, Array]:
+    """200 starts that training has not seen, and their ends by the solver, f64 [200, POINTS]."""
+    unseen = starts(200, seed=0)
+    return unseen, solve(unseen)
+
+
+def mean_error(got: Array, want: Array) -> float:
+    """The mean over the rows of a row's error (Euclidean norm), relative to what it should be."""
+    return float(np.mean(np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)))
+
+
+def params(dtype: Any) -> Any:
+    """The trained weights in this precision; they were trained in f32, and f64 has them exactly."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), trained())
+
+
+def reference(inputs: Mapping[str, Array], weights: Any = None) -> dict[str, Array]:
+    """start: [n, x] -> end: [n, x], in the start's precision, f32 or f64. Trains first, unless it is given weights."""
+    start = inputs["start"]
+    with jax.enable_x64(start.dtype == np.float64):
+        found = apply(params(start.dtype) if weights is None else weights, jax.numpy.asarray(start))
+        return {"end": np.asarray(found["end"])}
+
+
+def make(out_dir: Path) -> None:
+    """Write the bundle `out_dir`, fno_f32 or fno_f64, replacing one that is there. RuntimeError if training went badly."""
+    unseen, wanted = held_out()
+    error = mean_error(reference({"start": unseen.astype(np.float32)})["end"], wanted)
+    print(f"{out_dir.name}: {error:.2%} from the solver on average, on held-out starts", flush=True)
+    if error > REQUIRED_ERROR:
+        raise RuntimeError(f"must be at most {REQUIRED_ERROR:.0%}")
+    dtype = {"fno_f32": np.float32, "fno_f64": np.float64}[out_dir.name]
+    # For this export only: elsewhere in the process numbers stay what they are.
+    with jax.enable_x64(dtype is np.float64):
+        export_bundle(
+            apply,
+            params(dtype),
+            {"start": np.zeros((1, GRIDS[0]), dtype)},
+            batch_sizes=BATCH_SIZES,
+            axes={"start": "nx", "end": "nx"},
+            input_shapes=[{"x": points} for points in GRIDS],
+            out_dir=out_dir,
+            description="Burgers' equation by a Fourier neural operator: u now to u one time unit later.",
+            overwrite=True,
+        )

@@ -1,0 +1,90 @@
+"""Which models are measured, and what is sent to them. Imports neither jax nor torch: this is also the client."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+
+from examples.build import MODELS
+from rsrv.hooks.text import as_text
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+SENTENCES = (
+    "A man is playing a guitar on stage.",
+    "Someone performs music in front of an audience.",
+    "The stock market fell sharply today.",
+    "Share prices dropped a lot this afternoon.",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table."""
+
+    #: what clients ask
+    model: str
+    source: str
+    #: what a request has many of
+    unit: str
+    #: all that belong to it
+    bundles: tuple[str, ...]
+    #: rows -> a request
+    inputs: Callable[[int], Arrays]
+    #: rows in the larger of the two requests
+    most: int = 32
+
+    @property
+    def title(self) -> str:
+        """As in the table."""
+        return self.model if len(self.bundles) == 1 else f"{self.model} ({len(self.bundles)} bundles)"
+
+
+def _noise(*shape: int, dtype: Any = np.float32) -> Array:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def _files(rows: int) -> Arrays:
+    """JPEG files of 160 x 120 pixels."""
+    rng = np.random.default_rng(0)
+    files = []
+    for _ in range(rows):
+        small = PIL.Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
+        small.resize((160, 120)).save(file := io.BytesIO(), "JPEG")
+        files.append(file.getvalue())
+    return {"file": as_text(files)}
+
+
+def _pixels(rows: int) -> Arrays:
+    return {"image": np.random.default_rng(0).integers(0, 256, (rows, 96, 96, 3), np.uint8)}
+
+
+def _texts(rows: int) -> Arrays:
+    return {"text": as_text([SENTENCES[row % len(SENTENCES)] for row in range(rows)])}
+
+
+_MINILM = ("minilm", "minilm_encoder", "minilm_pool")
+_DETECTOR = ("detector", "detector_backbone", "detector_head")
+_FAMILY = tuple(name for name in MODELS if name.startswith("family"))
+
+CASES: Mapping[str, Case] = {
+    case.model: case
+    for case in (
+        Case("resnet18", "PyTorch", "images", ("resnet18",), _files),
+        Case("vit_tiny", "Flax NNX", "images", ("vit_tiny",), lambda n: {"image": _noise(n, 64, 64, 3)}),
+        Case("unet", "Equinox", "images", ("unet",), _pixels),
+        # Its encoder is compiled for 16 rows at most.
+        Case("minilm", "JAX", "texts", _MINILM, _texts, most=16),
+        Case("fno_f32", "JAX", "fields", ("fno_f32",), lambda n: {"start": _noise(n, 64)}),
+        Case("fno_f64", "JAX", "fields", ("fno_f64",), lambda n: {"start": _noise(n, 64, dtype=np.float64)}),
+        Case("family_half", "JAX", "images", _FAMILY, lambda n: {"image": _noise(n, 8, 8, 1)}),
+        Case("detector", "JAX", "images", _DETECTOR, _pixels),
+    )
+}

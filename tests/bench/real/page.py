@@ -1,0 +1,76 @@
+"""From measurements to the tables of docs/models.md. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+#: rows of a request -> rows per second; nothing where there is no such thing
+Rates = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was measured of a model."""
+
+    title: str
+    source: str
+    unit: str
+    export_seconds: float
+    bundle_bytes: int
+    #: compiled size -> the largest error of any output and variant, relative to the output's largest magnitude
+    errors: Mapping[int, float]
+    served: Rates
+    eager: Rates
+    compiled: Rates
+
+
+def exported(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
+    """What exporting costs, and how exact it is."""
+    yield ("model", "written in", "export, s", "bundle, MB", "largest error, by batch size")
+    for line in lines:
+        errors = ", ".join(f"{size}: {_error(value)}" for size, value in sorted(line.errors.items()))
+        yield (
+            f"`{line.title}`",
+            line.source,
+            f"{line.export_seconds:.1f}",
+            f"{line.bundle_bytes / 1e6:.2f}",
+            errors or "—",
+        )
+
+
+def served(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
+    """Rows per second, at both sizes of requests: one line for each."""
+    yield (
+        "model",
+        "in a request",
+        "Triton, /s",
+        "eager PyTorch, /s",
+        "ratio",
+        "compiled, no server, /s",
+        "ratio",
+    )
+    for line in lines:
+        for rows, rate in sorted(line.served.items()):
+            eager, compiled = line.eager.get(rows), line.compiled.get(rows)
+            yield (
+                f"`{line.title.partition(' ')[0]}`",
+                f"{rows} {line.unit if rows > 1 else line.unit.removesuffix('s')}",
+                _rate(rate),
+                _rate(eager),
+                _ratio(rate, eager),
+                _rate(compiled),
+                _ratio(rate, compiled),
+            )
+
+
+def _error(value: float) -> str:
+    return f"{value:.1g}" if value else "0"
+
+
+def _rate(value: float | None) -> str:
+    return "—" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _ratio(over: float | None, under: float | None) -> str:
+    return "—" if over is None or under is None else f"{over / under:.2f}"

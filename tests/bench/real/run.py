@@ -1,0 +1,166 @@
+"""Exports the real models, serves them, and writes the tables of docs/models.md.
+
+Every model is exported in a process of its own, all are served by one tritonserver, and what they are compared with runs in a
+process of its own, too, while the server idles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from importlib import metadata
+
+import tritonclient.grpc
+
+from local_triton import ServerFailed
+from rsrv_bundle import read_bundle
+from scheduler_page import DOCS, rewrite, table
+from tests.bench.load import BenchFailed
+from tests.bench.models import generate
+from tests.bench.phases import say, served
+from tests.bench.places import ROOT, WORK
+from tests.bench.real.cases import CASES, Arrays, Case
+from tests.bench.real.page import Line, Rates, exported
+from tests.bench.real.page import served as served_table
+from tests.e2e.calls import tensors
+from triton_install import InstallError
+
+PAGE = DOCS / "models.md"
+RESULT = WORK / "models.json"
+FOLDER = WORK / "models"
+#: Requests under way at a time, by whether they have one row or many.
+IN_FLIGHT = {False: 8, True: 2}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when everything could be measured."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.real", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement (%(default)s)")
+    parser.add_argument(
+        "--quick", action="store_true", help="short measurements, and the page stays as it is"
+    )
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    options = parser.parse_args(argv)
+    WORK.mkdir(parents=True, exist_ok=True)
+    cases = [CASES[name] for name in options.only]
+    before = machine()
+    try:
+        lines = measure(cases, 0.5 if options.quick else options.seconds)
+    except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
+        print(f"models: {error}", file=sys.stderr)
+        return 1
+    made = {"exported": table(iter([*exported(lines)])), "served": table(iter([*served_table(lines)]))}
+    made["machine"] = before
+    print("\n\n".join(made.values()))
+    RESULT.write_text(json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+    if not options.quick and len(cases) == len(CASES):
+        PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+        print(f"\nwritten to {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+def measure(cases: Sequence[Case], seconds: float) -> list[Line]:
+    """All figures of these models."""
+    exports = {}
+    for case in cases:
+        exports[case.model] = float(_ask("tests.bench.real.exporting", case.model, str(FOLDER)))
+        say(f"{case.title}: exported in {exports[case.model]:.1f} s")
+    bundles = [FOLDER / name for case in cases for name in case.bundles]
+    lines = []
+    with served("models", generate("models-gen", bundles), has_runtime=True) as side:
+        for case in cases:
+            sizes = (1, case.most)
+            rates: Rates = {rows: throughput(side.server.grpc_url, case, rows, seconds) for rows in sizes}
+            eager, compiled = (direct(how, case.model, sizes, seconds) for how in ("eager", "compiled"))
+            say(f"{case.title}: served {rates}, eager {eager}, compiled {compiled}")
+            lines.append(
+                Line(
+                    case.title,
+                    case.source,
+                    case.unit,
+                    exports[case.model],
+                    sum(file.stat().st_size for name in case.bundles for file in (FOLDER / name).iterdir()),
+                    errors(case),
+                    rates,
+                    eager,
+                    compiled,
+                )
+            )
+    return lines
+
+
+def errors(case: Case) -> dict[int, float]:
+    """Compiled size -> the largest error that the export found, of the bundles that have networks."""
+    found: dict[int, float] = {}
+    for name in case.bundles:
+        numerics = read_bundle(FOLDER / name, digest=False).manifest.numerics or {}
+        by_module = numerics.get("source")
+        assert not isinstance(by_module, float), "one number for each module"
+        for module, error in (by_module or {}).items():
+            size = int(module.rpartition(".b")[2])
+            found[size] = max(found.get(size, 0.0), error)
+    return found
+
+
+def throughput(url: str, case: Case, rows: int, seconds: float) -> float:
+    """Rows per second through Triton over gRPC: a closed loop of a few clients."""
+    request, clients = case.inputs(rows), IN_FLIGHT[rows > 1]
+    start = threading.Barrier(clients + 1)
+
+    def client() -> list[float]:
+        with tritonclient.grpc.InferenceServerClient(url) as asking:
+            ends = []
+            _infer(asking, case.model, request)
+            start.wait()
+            deadline = time.perf_counter() + seconds
+            while time.perf_counter() < deadline:
+                _infer(asking, case.model, request)
+                ends.append(time.perf_counter())
+            return ends
+
+    with ThreadPoolExecutor(clients) as pool:
+        running = [pool.submit(client) for _ in range(clients)]
+        start.wait()
+        started = time.perf_counter()
+        ends = [end for one in running for end in one.result()]
+    return rows * len(ends) / (max(ends) - started)
+
+
+def _infer(client: tritonclient.grpc.InferenceServerClient, model: str, request: Arrays) -> None:
+    client.infer(model, tensors(tritonclient.grpc, request))
+
+
+def direct(how: str, model: str, sizes: Sequence[int], seconds: float) -> Rates:
+    """Rows per second without a server, by rows in a call."""
+    said = _ask("tests.bench.real.direct", how, model, str(FOLDER), str(seconds), *map(str, sizes)).split()
+    return dict(zip(sizes, map(float, said), strict=True)) if said else {}
+
+
+def _ask(module: str, *arguments: str) -> str:
+    """What the module prints. Raises BenchFailed with what it said of its failure."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, text=True, capture_output=True, check=False
+    )
+    if done.returncode:
+        raise BenchFailed(f"{module} {' '.join(arguments)} left with {done.returncode}:\n{done.stderr}")
+    return done.stdout.strip()
+
+
+def machine() -> str:
+    """What the figures depend on; asked before anything is measured, it tells who else wants the cores."""
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("jax", "torch", "torchax", "flax", "equinox")
+    )
+    return (
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), a load average of {os.getloadavg()[1]:.1f} when the run"
+        f" began; Python {platform.python_version()}, {versions}."
+    )

@@ -1,0 +1,126 @@
+"""The real models through the real server: they answer as their sources do, and the family costs one backbone."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from examples import family, fno, unet
+from examples.build import MODELS
+from examples.resnet18 import hooks
+from rsrv.hooks.text import as_text
+from rsrv.wire.status import read_status
+from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle.numerics import TOLERANCE
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import PROTOCOLS, Array, caller
+from tests.e2e.harness import RunningTriton, running_triton
+from tests.examples.sources import source
+
+
+def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
+    """Of the weights of these bundles: as if nothing were shared, and with each tensor once."""
+    found = [array for name in names for array in load_weights(read_bundle(root / name, digest=False))]
+    once = {(a.dtype.str, a.shape, hashlib.sha256(a.tobytes()).digest()): a.nbytes for a in found}
+    return sum(array.nbytes for array in found), sum(once.values())
+
+
+@pytest.fixture(scope="module")
+def server(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+    """Serves the real models, with room for each of their tensors once."""
+    folder = tmp_path_factory.mktemp("models")
+    _, room = bytes_of(example_bundles, MODELS)
+    (folder / "settings.yaml").write_text(f"runtime: {{weight_budget_bytes: {room}}}")
+    sources = [str(example_bundles / name) for name in MODELS]
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([*sources, *options]) == 0
+    with running_triton(folder / "gen", folder / "server.log") as running:
+        yield running
+
+
+def close(got: Array, want: Array, dtype: str = "f32") -> None:
+    """As close as a bundle must be to its source."""
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * np.abs(want).max())
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_files_become_the_classes_that_pytorch_finds(
+    server: RunningTriton, example_bundles: Path, protocol: str
+) -> None:
+    """PNG and JPEG files of different sizes in one request; the network in this process is eager PyTorch."""
+    rng = np.random.default_rng(3)
+    files = []
+    for kind, size in (("PNG", (150, 120)), ("JPEG", (96, 200)), ("PNG", (110, 110))):
+        small = PIL.Image.fromarray(rng.integers(0, 256, (6, 6, 3), np.uint8))
+        small.resize(size).save(file := io.BytesIO(), kind)
+        files.append(file.getvalue())
+    inputs = {"file": as_text(files)}
+    want = hooks.postprocess(source(example_bundles, "resnet18")(hooks.preprocess(inputs)))
+
+    with caller(server, protocol) as call:
+        got = call("resnet18", inputs)
+
+    assert (got["classes"] == want["classes"]).all()
+    np.testing.assert_allclose(got["scores"], want["scores"], rtol=1e-3)
+
+
+def test_images_become_the_logits_that_flax_finds(server: RunningTriton, example_bundles: Path) -> None:
+    """Three images in one request, and each alone."""
+    image = np.random.default_rng(5).standard_normal((3, 64, 64, 3)).astype(np.float32)
+    want = source(example_bundles, "vit_tiny")({"image": image})["logits"]
+    with caller(server) as call:
+        together = call("vit_tiny", {"image": image})["logits"]
+        alone = [call("vit_tiny", {"image": one[None]})["logits"] for one in image]
+    close(together, want)
+    close(np.concatenate(alone), want)
+
+
+def test_scenes_become_the_masks_that_equinox_finds(server: RunningTriton, example_bundles: Path) -> None:
+    """As many as fit into one request, as right as when the network was trained."""
+    known = unet.held_out()
+    with caller(server) as call:
+        logits = call("unet", {"image": known.images})["logits"]
+    close(logits[:2], source(example_bundles, "unet")({"image": known.images[:2]})["logits"])
+    assert unet.overlap(logits, known) >= unet.REQUIRED_OVERLAP
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fno_f32", np.float32), ("fno_f64", np.float64)])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_operator_stands_for_the_solver(
+    server: RunningTriton, example_bundles: Path, protocol: str, name: str, dtype: type
+) -> None:
+    """In both precisions and on both grids, starts that it has not seen."""
+    unseen, wanted = fno.held_out()
+    for every in (2, 1):
+        start: Array = unseen[:5, ::every].astype(dtype)
+        with caller(server, protocol) as call:
+            end = call(name, {"start": start})["end"]
+        close(end, source(example_bundles, name)({"start": start})["end"], name[-3:])
+        assert fno.mean_error(end, wanted[:5, ::every]) < fno.REQUIRED_ERROR
+
+
+def test_eight_fine_tunes_cost_one_backbone(server: RunningTriton, example_bundles: Path) -> None:
+    """All answer, none gives way to another where only one backbone fits, and the status counts its bytes once."""
+    with caller(server) as call:
+        for name in family.TASKS:
+            images, wanted = family.held_out(name)
+            got = call(name, {"image": images[:32]})["class"][:, 0]
+            assert (got == wanted[:32]).mean() > 0.8
+
+    found = read_status(server.pid)
+    models = [found["models"][name] for name in family.TASKS]
+    assert {(model["weights"], model["evictions"]) for model in models} == {("resident", 0)}
+    logical, physical = bytes_of(example_bundles, MODELS)
+    for tier in found["memory"].values():
+        assert tier["logical_bytes"] == logical
+        assert tier["physical_bytes"] <= physical
+    # The heads are small: eight of the family are hardly more than one.
+    logical, physical = bytes_of(example_bundles, family.TASKS)
+    assert physical < logical / 6

@@ -1,0 +1,128 @@
+"""The real models: what was built beside what it was built from, and what they were trained for. No server."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import example_bundles
+import examples.build
+from examples import family, fno
+from examples.build import MODELS
+from examples.fno.burgers import POINTS, TIME, VISCOSITY, solve, starts
+from examples.resnet18.network import network
+from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle.numerics import TOLERANCE, difference
+from tests.examples.built import Model
+from tests.examples.sources import source
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    """The built examples."""
+    return example_bundles.ensure()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bundle_computes_what_its_source_computes(root: Path, name: str) -> None:
+    """Three rows, which are padded, of random numbers, each in their own range."""
+    model = Model(root / name)
+    (spec,) = model.bundle.manifest.inputs
+    shape = model.bundle.input_shape(0, 0, 8)[1:]
+    rng = np.random.default_rng(4)
+    inputs = {
+        spec.name: rng.integers(0, 256, (3, *shape), np.uint8)
+        if spec.dtype == "u8"
+        else rng.standard_normal((3, *shape)).astype({"f32": np.float32, "f64": np.float64}[spec.dtype])
+    }
+    got, want = model(inputs), source(root, name)(inputs)
+    assert got.keys() == want.keys()
+    for output in got:
+        assert got[output].dtype == want[output].dtype
+        _, relative = difference(got[output], want[output])
+        assert relative <= TOLERANCE[spec.dtype if spec.dtype != "u8" else "f32"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bundle_says_how_far_from_its_source_it_is(root: Path, name: str) -> None:
+    """Each of its sizes was compared when it was made."""
+    numerics = read_bundle(root / name, digest=False).manifest.numerics
+    assert numerics is not None
+    assert isinstance(numerics["source"], Mapping)
+    assert {str(module).rpartition(".b")[2] for module in numerics["source"]} == {"1", "8", "32"}
+
+
+def test_the_solver_agrees_with_the_exact_solution() -> None:
+    """By Cole and Hopf: -2 v (log w)_x, where w solves the heat equation and starts as exp(-(integral of u) / 2 v)."""
+    start = starts(5, seed=7)
+    wave = np.arange(POINTS // 2 + 1)
+    spectrum = np.fft.rfft(start, axis=1)
+    spectrum[:, 1:] /= 1j * wave[1:]
+    heat = np.fft.rfft(np.exp(-np.fft.irfft(spectrum, axis=1) / (2 * VISCOSITY)), axis=1)
+    heat *= np.exp(-VISCOSITY * wave**2 * TIME)
+    exact = -2 * VISCOSITY * np.fft.irfft(1j * wave * heat, axis=1) / np.fft.irfft(heat, axis=1)
+    np.testing.assert_allclose(solve(start), exact, atol=1e-3)
+
+
+def test_the_operator_knows_burgers_equation_in_both_precisions(root: Path) -> None:
+    """Starts that it has not seen, on the grid of its training and on one twice as fine."""
+    unseen, wanted = fno.held_out()
+    single, double = Model(root / "fno_f32"), Model(root / "fno_f64")
+    for every in (2, 1):
+        start = np.ascontiguousarray(unseen[:32, ::every])
+        in_double = double({"start": start})["end"]
+        in_single = single({"start": start.astype(np.float32)})["end"]
+        assert fno.mean_error(in_double, wanted[:32, ::every]) < fno.REQUIRED_ERROR
+        # What is left is the rounding of 32 bits.
+        np.testing.assert_allclose(in_single, in_double, atol=1e-4)
+        assert (in_single != in_double).any()
+
+
+def test_the_family_differs_in_its_last_layer_only(root: Path) -> None:
+    """Every other tensor has the same bytes in all eight bundles."""
+    hashes: dict[str, set[str]] = {}
+    for name in family.TASKS:
+        bundle = read_bundle(root / name, digest=False)
+        for weight, array in zip(bundle.weights, load_weights(bundle), strict=True):
+            hashes.setdefault(weight.name, set()).add(hashlib.sha256(array.tobytes()).hexdigest())
+    several = {name for name, found in hashes.items() if len(found) > 1}
+    assert several == {"head/bias", "head/kernel"}
+    assert all(len(hashes[name]) == len(family.TASKS) for name in several)
+
+
+@pytest.mark.parametrize("name", family.TASKS)
+def test_each_of_the_family_answers_its_question(root: Path, name: str) -> None:
+    """Of images that no part of it has seen."""
+    images, wanted = family.held_out(name)
+    model = Model(root / name)
+    got = np.concatenate([model({"image": images[at : at + 32]})["logits"] for at in range(0, 360, 32)])
+    assert (got.argmax(1) == wanted).mean() >= family.REQUIRED_ACCURACY
+
+
+def test_resnet18_takes_the_weights_that_torchvision_publishes() -> None:
+    """Its tensors have torchvision's names and shapes: 122 of them, 11,689,512 parameters."""
+    state = network().state_dict()
+    assert len(state) == 122
+    names = (
+        "conv1.weight",
+        "layer2.0.downsample.1.running_var",
+        "layer4.1.bn2.num_batches_tracked",
+        "fc.bias",
+    )
+    assert [tuple(state[name].shape) for name in names] == [(64, 3, 7, 7), (128,), (), (1000,)]
+    assert sum(parameter.numel() for parameter in network().parameters()) == 11_689_512
+    other = {name: torch.full_like(value, 0.5) for name, value in state.items()}
+    assert torch.equal(network(other).fc.bias, other["fc.bias"])
+
+
+def test_the_folders_say_what_they_hold(root: Path) -> None:
+    """Every real model has a README beside its maker, and the list of bundles has all of the family."""
+    folder = Path(examples.build.__file__).parent
+    for name in MODELS:
+        assert (folder / name.partition("_")[0] / "README.md").is_file()
+    assert {name for name in MODELS if name.startswith("family")} == family.TASKS.keys()

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def build(
                 seconds=round(seconds, 6),
                 done=done,
                 of=len(wanted),
-                products=str(precisions[key]),
+                products=asdict(precisions[key]),
             ),
         )
     compiled = time.perf_counter() - started

@@ -105,7 +105,7 @@ live-page-picture: $(VENV) $(TRITON) $(BROWSER) ## make the picture of docs/live
 configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
 	$(BIN)/python tools/configuration_page.py
 
-dashboards: $(VENV) ## make Grafana's dashboards in docker/grafana anew
+dashboards: $(VENV) ## make Grafana's dashboards in deploy/helm/rsrv/files anew
 	$(BIN)/python tools/dashboards.py
 
 alerts-page: $(VENV) ## make the table of docs/dashboards.md anew, from the alert rules

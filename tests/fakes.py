@@ -4,6 +4,7 @@ The fakes keep the originals' quirks that the product must live with: a device r
 time; a response sender takes one response, and asking it anything afterwards is fatal.
 """
 
+import json
 import queue
 import threading
 from collections import deque
@@ -23,6 +24,7 @@ from rsrv.runtime.abstract_device import (
     Buffer,
     DeviceError,
     Executable,
+    Hardware,
     Launched,
     OutOfMemory,
     Piece,
@@ -117,6 +119,7 @@ class FakeDevice:
     def __init__(self, compute: Compute, *, asynchronous: bool = False) -> None:
         self.compute = compute
         self.asynchronous = asynchronous
+        self.hardware = Hardware("cpu")
         self._lock = threading.Lock()
         self._executing = threading.Lock()
         self._failures = _Failures()
@@ -340,11 +343,16 @@ class FakeRequest:
         timeout_us: int = 0,
         parameters: str = "{}",
         id: str = "fake",
+        traceparent: str | None = None,
     ) -> None:
+        """`traceparent`: the context of Triton's own span, if it traces the request."""
+        self._context = None if traceparent is None else json.dumps({"traceparent": traceparent})
         self._inputs = [FakeTensor(name, array) for name, array in inputs.items()]
         self._timeout = timeout_us
         self._parameters = parameters
         self._id = id
+        #: whether somebody has asked for its trace
+        self.looked = False
         self.cancelled = False
         self.answers: queue.SimpleQueue[FakeResponse] = queue.SimpleQueue()
 
@@ -359,6 +367,13 @@ class FakeRequest:
 
     def request_id(self) -> str:
         return self._id
+
+    def trace(self) -> "FakeRequest":
+        self.looked = True
+        return self
+
+    def get_context(self) -> str | None:
+        return self._context
 
     def get_response_sender(self) -> FakeSender:
         return FakeSender(self)

@@ -1,4 +1,4 @@
-"""Makes the table of docs/dashboards.md: every alert of docker/prometheus/rules/rsrv.yml.
+"""Makes the table of docs/dashboards.md: every alert of deploy/helm/rsrv/files/rules/rsrv.yml.
 
     python tools/alerts_page.py     # rewrites it in the page
 
@@ -15,7 +15,8 @@ from ruamel.yaml import YAML
 
 from scheduler_page import DOCS, rewrite, table
 
-RULES = DOCS.parent / "docker" / "prometheus" / "rules" / "rsrv.yml"
+#: in the chart, which can reach nothing else; docker/compose.yaml mounts them from there
+RULES = DOCS.parent / "deploy" / "helm" / "rsrv" / "files" / "rules" / "rsrv.yml"
 PAGE = DOCS / "dashboards.md"
 
 

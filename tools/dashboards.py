@@ -1,6 +1,6 @@
 """Makes Grafana's dashboards.
 
-    python tools/dashboards.py     # rewrites docker/grafana/dashboards/*.json
+    python tools/dashboards.py     # rewrites deploy/helm/rsrv/files/dashboards/*.json
 
 A test holds them to what this makes.
 """
@@ -27,7 +27,8 @@ from panels import (
     total,
 )
 
-BOARDS = Path(__file__).resolve().parents[1] / "docker" / "grafana" / "dashboards"
+#: in the chart, which can reach nothing else; docker/compose.yaml mounts them from there
+BOARDS = Path(__file__).resolve().parents[1] / "deploy" / "helm" / "rsrv" / "files" / "dashboards"
 
 #: seconds of executions per second. Device seconds of meta models are those of what they call: this counts each once.
 _EXECUTING = rate("rsrv_execute_seconds_sum")

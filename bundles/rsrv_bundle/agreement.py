@@ -42,6 +42,8 @@ class Wanted:
     source: Source | None = None
     #: as `samples.rows_of` takes them
     samples: Mapping[str, Array] | None = None
+    #: executable input -> array or the like; where there is no sample, random integers are of its values
+    examples: Mapping[str, Any] = field(default_factory=dict)
     #: replaces entries of TOLERANCE
     tolerance: Mapping[str, float] = field(default_factory=dict)
     #: write what was found into the manifest
@@ -63,11 +65,18 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
     run = Running(bundle, look)
     judge = Judge(bundle, {**TOLERANCE, **wanted.tolerance}, "its source")
     given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
-    examples = {
-        spec.name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
-        for index, spec in enumerate(bundle.manifest.inputs)
-        if given
+    # Integers are often indices; other inputs' examples say nothing.
+    integers = {
+        index: spec.name for index, spec in enumerate(bundle.manifest.inputs) if spec.dtype[0] in "iu"
     }
+    examples = {
+        name: np.asarray(wanted.examples[name]) for name in integers.values() if name in wanted.examples
+    }
+    if given:
+        examples |= {
+            name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
+            for index, name in integers.items()
+        }
     pools: list[Mapping[int, Rows]] = [random_rows(run, examples), given]
     asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
     comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)

@@ -88,14 +88,16 @@ def _leaves(prefix: str, parts: list[tuple[str, Any]]) -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def caller(call: Callable[..., Any], names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
+def caller(
+    call: Callable[..., Any], names: Sequence[str], like: Callable[..., Any] | None = None
+) -> Callable[[Mapping[str, Any]], Any]:
     """A function that calls `call` with inputs of these names: by keyword, and where `call` takes only positional
     arguments, in the order of `names`.
 
-    Raises BundleError if `call` has no argument of such a name, or one without a default that has no input.
+    like: what has the signature, if `call` itself does not show it. Raises BundleError if `call` has no argument of such a name, or one without a default that has no input.
     """
     try:
-        parameters = inspect.signature(call).parameters.values()
+        parameters = inspect.signature(like or call).parameters.values()
     except (TypeError, ValueError):
         return lambda inputs: call(**inputs)
     kinds = {parameter.kind for parameter in parameters}

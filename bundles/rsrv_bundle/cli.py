@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +236,8 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
         samples = None if arguments.samples is None else read_samples(arguments.samples)
     except (OSError, ValueError) as e:
         raise UsageError(f"--samples {arguments.samples}: {e}") from e
-    return Wanted(_source(*_target(arguments)), samples, tolerance, arguments.store)
+    source, examples = _source(*_target(arguments))
+    return Wanted(source, samples, examples, tolerance, arguments.store)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -245,16 +246,19 @@ def _target(arguments: argparse.Namespace) -> tuple[str, str]:
     return given[0] if given else ("", "")
 
 
-def _source(kind: str, target: str) -> Callable[..., Any] | None:
+def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
+    """A function of the inputs, by name, and example inputs, if there are any."""
     from rsrv_bundle.sources import LoadError, load, named
 
+    if not kind:
+        return None, {}
     try:
         if kind == "against":
-            function: Callable[..., Any] = named(target)
-            return function
-        return load(kind, target).eager if kind else None
+            return named(target), {}
+        source = load(kind, target)
     except LoadError as e:
         raise UsageError(str(e)) from e
+    return source.eager, source.examples
 
 
 def _need(package: str, extra: str) -> None:

@@ -34,7 +34,7 @@ def export_torch(
 ) -> Bundle:
     """Write `module(**inputs)` as a bundle, checked against the module itself, run eagerly.
 
-    module: in evaluation mode (`module.eval()`), on any device. The parameters and buffers that it uses are the
+    module: in evaluation mode (`module.eval()`), on the CPU. The parameters and buffers that it uses are the
         weights, called as in its state_dict, shared ones once.
     example_inputs: name of an argument of `forward` -> tensor, array or jax.ShapeDtypeStruct.
     The rest is as for `rsrv_bundle.export.export_bundle`. 64-bit element types need no switch.
@@ -44,7 +44,7 @@ def export_torch(
     torch.export cannot trace, for operations that torchax lacks, and as `export_bundle`.
     """
     free_target(out_dir, options.get("overwrite", False))
-    _check_mode(module)
+    _check_module(module)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
         {name: value_of(name, value.dtype, value.shape) for name, value in examples.items()},
@@ -77,19 +77,23 @@ def export_torch(
 
 def eager_torch(module: torch.nn.Module) -> Callable[..., Results]:
     """The module's own answers, from numpy arrays by name to numpy arrays. Asked in training mode it raises BundleError."""
-    device = next((tensor.device for tensor in module.state_dict().values()), torch.device("cpu"))
 
     def eager(**inputs: Any) -> Results:
-        _check_mode(module)
-        tensors = {name: to_torch(np.asarray(value)).to(device) for name, value in inputs.items()}
+        _check_module(module)
+        tensors = {name: to_torch(np.asarray(value)) for name, value in inputs.items()}
         with torch.no_grad():
-            result = caller(module.forward, tuple(inputs))(tensors)
+            result = caller(module, tuple(inputs), like=module.forward)(tensors)
         return Results.of(result).convert(to_numpy)
 
     return eager
 
 
-def _check_mode(module: torch.nn.Module) -> None:
+def _check_module(module: torch.nn.Module) -> None:
+    elsewhere = {str(tensor.device) for tensor in module.state_dict().values()} - {"cpu"}
+    if elsewhere:
+        raise BundleError(
+            f"module: is on {', '.join(sorted(elsewhere))}; export module.cpu(), for any platform"
+        )
     training = [name or "it" for name, part in module.named_modules() if part.training]
     if training:
         raise BundleError(

@@ -8,6 +8,7 @@ and time. It is no sandbox: it runs as the same user.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ from typing import IO, Any
 
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Signature, signature_of
+from rsrv_bundle.products import Precision
 
 #: bytes of address space, of which a good part is jaxlib's own, and more for each byte of a module
 _MEMORY, _MEMORY_PER_BYTE = 3 << 30, 8
@@ -110,7 +112,7 @@ class Inspector:
         inputs, outputs = (
             tuple((token, tuple(shape)) for token, shape in answer[side]) for side in ("inputs", "outputs")
         )
-        return Signature(inputs, outputs, answer["digest"])
+        return Signature(inputs, outputs, answer["digest"], Precision(**answer["precision"]))
 
     def close(self) -> None:
         """End the process; the next module starts another."""
@@ -212,7 +214,7 @@ def _answer(blob: bytes, file: str) -> dict[str, Any]:
         signature = signature_of(blob, file)
     except BundleError as error:
         return {"problems": error.problems}
-    return {"inputs": signature.inputs, "outputs": signature.outputs, "digest": signature.digest}
+    return dataclasses.asdict(signature)
 
 
 if __name__ == "__main__":

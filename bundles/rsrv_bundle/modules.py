@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError, Problems
 from rsrv_bundle.operations import check_extent, check_operations
+from rsrv_bundle.products import Precision, precision_of
 from rsrv_bundle.spec import Bundle, TensorSpec
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ _ARTIFACT = re.compile(rb"ML\xefR.{1,9}?StableHLO_v(\d+)\.(\d+)\.(\d+)\x00", re.
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a module's `main` takes and returns, in order."""
+    """What a module's `main` takes and returns, in order; and what else is worth knowing of the module."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     #: SHA-256, hexadecimal, of the module it was read from
     digest: str = field(default="", compare=False)
+    #: in which it multiplies f32, as it is
+    precision: Precision = field(default_factory=Precision, compare=False)
 
 
 #: (a module's bytes, its file's name) -> its signature; raises BundleError
@@ -170,7 +173,9 @@ def _signature(module: Any, file: str, problems: Problems) -> Signature:
     kind = main.function_type.value
     inputs = [_value(t, f"argument {i}", file, problems) for i, t in enumerate(kind.inputs)]
     outputs = [_value(t, f"result {i}", file, problems) for i, t in enumerate(kind.results)]
-    return Signature(tuple(v for v in inputs if v), tuple(v for v in outputs if v))
+    return Signature(
+        tuple(v for v in inputs if v), tuple(v for v in outputs if v), precision=precision_of(module)
+    )
 
 
 def _value(kind: Any, key: str, file: str, problems: Problems) -> Value | None:

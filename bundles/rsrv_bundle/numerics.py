@@ -6,7 +6,8 @@ Needs jax, but for the arithmetic. All modules run on jax's default device, whic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -80,21 +81,27 @@ class Running:
 
 
 def lowered(bundle: Bundle, key: Key, signature: Signature) -> Any:
-    """The jax.stages.Lowered of a module. Raises BundleError if its file has changed."""
+    """The jax.stages.Lowered of a module. Raises BundleError if its file has changed, or if this jax cannot."""
     import jax
 
-    exported = as_exported(read_module(bundle, key, signature), signature)
-    with jax.enable_x64(True):
+    blob = read_module(bundle, key, signature)
+    with _as_problem(bundle, key), jax.enable_x64(True):
+        exported = as_exported(blob, signature)
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
         return jax.jit(exported.call).lower(*structs)
 
 
 def compiled(bundle: Bundle, key: Key, signature: Signature) -> Any:
     """The jax.stages.Compiled of a module. Raises BundleError if its file has changed, or if this machine cannot."""
+    found = lowered(bundle, key, signature)
+    with _as_problem(bundle, key):
+        return found.compile()
+
+
+@contextmanager
+def _as_problem(bundle: Bundle, key: Key) -> Iterator[None]:
     try:
-        return lowered(bundle, key, signature).compile()
-    except BundleError:
-        raise
+        yield
     except Exception as e:
         # The compiler's own; it is long, and its first line says the most.
         why = str(e).partition("\n")[0]
@@ -324,7 +331,7 @@ def random_inputs(
         shape = bundle.input_shape(index, variant, size)
         example = examples.get(spec.name)
         if example is not None and example.dtype.kind in "iu" and example.any():
-            arrays.append(rng.choice(np.unique(example), shape))
+            arrays.append(rng.choice(np.unique(example), shape).astype(dtypes.numpy_dtype(spec.dtype)))
         else:
             arrays.append(_random(rng, spec.dtype, shape))
     return arrays

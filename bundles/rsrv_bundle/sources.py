@@ -5,6 +5,7 @@ Imports what it is asked for, and no framework before.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ class Source:
     #: Gets numpy arrays by input name; returns what the model returns, as numpy arrays, or `calling.Results` of them.
     eager: Callable[..., Any]
     #: `export(example_inputs, batch_sizes=..., out_dir=..., ...)`, as `rsrv_bundle.export.export_bundle` takes them.
-    export: Callable[..., Any]
+    export: partial[Any]
     #: What the factory gave; empty if it gave none.
     examples: Mapping[str, Any]
 
@@ -63,7 +64,13 @@ def load(kind: str, target: str) -> Source:
         eager, export = _FRONTS[kind](model)
     except ModuleNotFoundError as e:
         raise _missing(target, e) from None
-    return Source(eager, partial(export, code=found), dict(rest[0]) if rest else {})
+    # An object does not know its file.
+    code = (
+        found
+        if inspect.isfunction(found) or inspect.isclass(found)
+        else import_module(target.partition(":")[0])
+    )
+    return Source(eager, partial(export, code=code), dict(rest[0]) if rest else {})
 
 
 def named(target: str) -> Any:

@@ -16,15 +16,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import torch
+from torch._higher_order_ops.effects import with_effects
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.torch_arrays import to_numpy
+from rsrv_bundle.torch_arrays import Array, to_numpy
 
 
 @contextmanager
@@ -47,10 +47,14 @@ with _quiet():
     from torchax.export import JaxInterpreter
     from torchax.ops import jaten, ops_registry  # noqa: F401 - jaten fills the registry
 
+#: Whose lines say nothing to somebody with a model.
+_TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 #: Before the names of all that belongs to the module, which is traced inside another.
 _PREFIX = "module."
 #: A tensor by what it is: memory, and how it is looked at. Those equal in all share their weight.
 Identity = tuple[Any, ...]
+#: What an argument of a graph gets: a weight, by its name; an array that is none; an input, by its position; None: unused.
+Argument = str | Array | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +62,28 @@ class Program:
     """The module at one set of input shapes."""
 
     graph: Any
-    #: For each argument of the graph: a weight's name, an array that is none, an input's position, or None: unused.
-    arguments: tuple[str | jax.Array | int | None, ...]
+    arguments: tuple[Argument, ...]
     #: The structure of the results; its values are not used.
     results: Results
 
     def __call__(self, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Results:
-        values = [
-            weights[each] if isinstance(each, str) else inputs[each] if isinstance(each, int) else each
-            for each in self.arguments
-        ]
-        found = iter(_Interpreter(self.graph).run(*values, enable_io_processing=False))
-        return self.results.convert(lambda *_: next(found))
+        values = [_value(each, weights, inputs) for each in self.arguments]
+        # Tokens come first.
+        found = _Interpreter(self.graph).run(*values, enable_io_processing=False)[-len(self.results.values) :]
+        arrays = iter(found)
+        return self.results.convert(lambda *_: next(arrays))
+
+
+def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
+    match argument:
+        case str():
+            return weights[argument]
+        case int():
+            return inputs[argument]
+        case None:
+            return None
+        case _:
+            return jnp.asarray(argument)
 
 
 class Programs:
@@ -106,9 +120,8 @@ class Programs:
     def _trace(self, shapes: tuple[tuple[int, ...], ...]) -> Program:
         noted: list[Results] = []
         served = _Served(self._module, tuple(self._inputs), noted.append)
-        device = next((tensor.device for tensor in self._module.state_dict().values()), torch.device("cpu"))
         zeros = tuple(
-            torch.zeros(shape, dtype=dtype, device=device)
+            torch.zeros(shape, dtype=dtype)
             for shape, dtype in zip(shapes, self._inputs.values(), strict=True)
         )
         with _quiet():
@@ -122,14 +135,14 @@ class Programs:
         _check(exported, tuple(self._inputs))
         return Program(exported.graph_module, tuple(self._arguments(exported)), noted[0])
 
-    def _arguments(self, exported: Any) -> Iterator[str | jax.Array | int | None]:
+    def _arguments(self, exported: Any) -> Iterator[Argument]:
         position = 0
         nodes = [node for node in exported.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(nodes, exported.graph_signature.input_specs, strict=True):
             if spec.kind is InputKind.USER_INPUT:
                 yield position
                 position += 1
-            elif not node.users:
+            elif not node.users or spec.kind is InputKind.TOKEN:
                 yield None
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 state = exported.constants if spec.target in exported.constants else exported.state_dict
@@ -137,14 +150,14 @@ class Programs:
             else:
                 raise BundleError(f"module: {spec.target}: is no tensor; only tensors can be weights")
 
-    def _weight(self, spec: Any, tensor: torch.Tensor) -> str | jax.Array:
+    def _weight(self, spec: Any, tensor: torch.Tensor) -> Argument:
         name = spec.target.removeprefix(_PREFIX)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             try:
                 tensor = operator.attrgetter(name)(self._module)
             except AttributeError:
                 # Written down in forward.
-                return jnp.asarray(to_numpy(name, tensor))
+                return to_numpy(name, tensor)
         known = self._names.setdefault(_identity(name, tensor), name)
         self._tensors.setdefault(known, tensor)
         return known
@@ -175,7 +188,7 @@ class _Served(torch.nn.Module):
         super().__init__()
         self.module = module
         self.names = names
-        self.call = caller(module.forward, names)
+        self.call = caller(module, names, like=module.forward)
         self.note = note
         self.training = False
 
@@ -197,6 +210,10 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         # It would put its own text behind that of an error.
         self.extra_traceback = False
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # What a served model gives where PyTorch raises is not a number.
+        return (None, None) if target is with_effects else super().call_function(target, args, kwargs)
+
     def run_node(self, node: Any) -> Any:
         try:
             value = super().run_node(node)
@@ -215,11 +232,11 @@ def _check(exported: Any, inputs: Sequence[str]) -> None:
     problems = []
     names = dict(zip(exported.graph_signature.user_inputs, inputs, strict=True))
     for spec in exported.graph_signature.output_specs:
-        if spec.kind is not OutputKind.USER_OUTPUT:
+        if spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.TOKEN):
             target = names.get(spec.target) or str(spec.target).removeprefix(_PREFIX)
             problems.append(f"module: {target}: forward changes it, and requests may not touch each other")
     for node in exported.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or _is_assertion(node):
             continue
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded in tags:
@@ -250,6 +267,11 @@ def _is_ruled_by_values(node: Any) -> bool:
     return counts and (bool(numbers) or not all(isinstance(size, int) for size in extents))
 
 
+def _is_assertion(node: Any) -> bool:
+    """Whether it asks if a matrix could be inverted or the like, which PyTorch keeps in order by tokens."""
+    return node.target is with_effects and node.args[1] is torch.ops.aten._linalg_check_errors.default
+
+
 def _known(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         # Python's own arithmetic is fine; what else there is takes functions, and jax has its own of these.
@@ -262,7 +284,7 @@ def _known(target: Any) -> bool:
 def _where(node: Any) -> str:
     """The line of the user's program that a node came from, and the part of the module."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    frames = [(file, line) for file, line in frames if not _is_ours(file)]
+    frames = [(file, line) for file, line in frames if _is_users(file)]
     parts = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     part = re.sub(r"^(L\['self'\]\.)?module\.?", "", parts[-1]) if parts else ""
     words = [f"{Path(frames[-1][0]).name}:{frames[-1][1]}"] if frames else []
@@ -270,8 +292,9 @@ def _where(node: Any) -> str:
     return " ".join(words) or "forward"
 
 
-def _is_ours(file: str) -> bool:
-    return Path(file).resolve() == Path(__file__).resolve()
+def _is_users(file: str) -> bool:
+    path = Path(file).resolve()
+    return path.is_file() and not {_TORCH, _HERE}.intersection(path.parents)
 
 
 def _said(error: Exception) -> str:
@@ -281,14 +304,7 @@ def _said(error: Exception) -> str:
 
 
 def _untraceable(error: Exception, inputs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    root = Path(torch.__file__).parent
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not _is_ours(frame.filename)
-        and root not in Path(frame.filename).parents
-        and Path(frame.filename).is_file()
-    ]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     shapes = ", ".join(f"{name} {list(shape)}" for name, shape in inputs)
     return (

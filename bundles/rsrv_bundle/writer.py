@@ -77,7 +77,7 @@ def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
     yaml.preserve_quotes = True
     yaml.width = 110
     document = yaml.load(path.read_text(encoding="utf-8"))
-    document.setdefault("numerics", {}).update(numerics)
+    document["numerics"] = {**(document.get("numerics") or {}), **numerics}
     text = io.StringIO()
     yaml.dump(document, text)
     aside = path.with_name(f".{path.name}")

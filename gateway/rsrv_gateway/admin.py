@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
+from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.http import METRICS_TYPE
 from rsrv.live.routes import Page
@@ -44,15 +45,13 @@ class Admin:
 
     async def start(self, address: str) -> None:
         """Raises ListenError."""
-        host, _, port = address.rpartition(":")
         await self._runner.setup()
         self._session = ClientSession(timeout=ClientTimeout(total=_PATIENCE), trust_env=False)
         try:
-            site = web.TCPSite(
-                self._runner, host.removeprefix("[").removesuffix("]") or None, int(port), reuse_address=True
-            )
+            where = parse_address(address, any_host=True, any_port=True)
+            site = web.TCPSite(self._runner, where.host or None, where.port, reuse_address=True)
             await site.start()
-        except (OSError, ValueError, OverflowError) as error:
+        except (OSError, ValueError) as error:
             await self.stop()
             raise ListenError(f"gateway.admin: cannot listen on {address}: {error}") from None
         self.port = self._runner.addresses[0][1]

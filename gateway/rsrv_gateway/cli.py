@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rsrv_gateway import main as gateway
 
     if options.process is not None:
-        return gateway.process(options.process)
+        return gateway.process(options.process, options.log_format)
     return gateway.run(options.config, options.workers)
 
 
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
     )
     add_version(top)
-    # How the gateway starts its own processes: the number of its end of a socket.
+    # How the gateway starts its own processes: the number of its end of a socket, and what logs.format is.
     top.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    top.add_argument("--log-format", choices=("human", "json"), default="human", help=argparse.SUPPRESS)
     return top

@@ -60,7 +60,7 @@ def _place(server: Server) -> int:
 
 def _repack(server: Server) -> int:
     wait = not server.options.no_wait
-    answer = server.ask("Repack", pb.RepackRequest(wait=wait), _LATE)
+    answer = server.wait("Repack", pb.RepackRequest(wait=wait), "packing models", _LATE)
     done = f"{answer.repacks.packed} packed, {answer.repacks.moved} go elsewhere, {answer.repacks.held} held where they are"
     return server.done(answer, done if wait else "asked for")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 
+from rsrv.control.tokens import read_token
+from rsrv.control.triton import restriction
 from rsrv.settings_fleet import GatewaySection
 
 Metadata = tuple[tuple[str, str], ...]
@@ -60,6 +62,16 @@ class Contacts:
             if not (secret and secret.isascii() and secret.isprintable()):
                 raise ContactError(f"gateway.worker_token_file: {token} holds no token: one line of ASCII")
             self.metadata = (("authorization", f"Bearer {secret}"),)
+        #: of what only operators may ask of the workers' Tritons; a client's calls go without
+        self.repository_metadata: Metadata = ()
+        if section.worker_repository_key is not None and section.worker_repository_value_file is not None:
+            try:
+                value = read_token(
+                    section.worker_repository_value_file, "gateway.worker_repository_value_file"
+                ).decode()
+            except ValueError as error:
+                raise ContactError(str(error)) from None
+            self.repository_metadata = (restriction(section.worker_repository_key, value),)
         self._options = [
             *_OPTIONS,
             ("grpc.max_receive_message_length", section.max_message_bytes),

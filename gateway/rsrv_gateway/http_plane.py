@@ -13,6 +13,7 @@ from aiohttp import ClientError, web
 from grpc import StatusCode
 from multidict import CIMultiDict
 
+from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.asking import ask_others
@@ -82,22 +83,22 @@ class HttpFront:
         )
         try:
             self._listener = await self._listen(address, self._server)
-        except (OSError, ValueError, OverflowError) as error:
+        except (OSError, ValueError) as error:
             raise ListenError(f"gateway.http: cannot listen on {address}: {error}") from None
         if not address.startswith("unix:"):
             self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _listen(self, address: str, server: web.Server) -> asyncio.Server:
-        """Raises OSError, ValueError, OverflowError."""
+        """Raises OSError, ValueError."""
         loop = asyncio.get_running_loop()
         if address.startswith("unix:"):
             path = address.removeprefix("unix:")
             return await loop.create_unix_server(server, path, ssl=self._server_tls, backlog=_BACKLOG)
-        host, _, port = address.rpartition(":")
+        where = parse_address(address, any_host=True, any_port=True)
         return await loop.create_server(
             server,
-            host.removeprefix("[").removesuffix("]") or None,
-            int(port),
+            where.host or None,
+            where.port,
             ssl=self._server_tls,
             backlog=_BACKLOG,
             reuse_address=True,

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from rsrv import logs
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
 from rsrv.control.tokens import read_token
+from rsrv.limits import raise_limit
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
-from rsrv.settings_fleet import GatewaySection
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway import child
 from rsrv_gateway.admin import Admin
@@ -27,7 +28,7 @@ from rsrv_gateway.plane import Brain, Plane
 from rsrv_gateway.planner import Planner
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import Probes
-from rsrv_gateway.processes import Processes
+from rsrv_gateway.processes import Processes, command
 from rsrv_gateway.python_plane import PythonPlane
 from rsrv_gateway.service import GATEWAY, GatewayService
 
@@ -47,7 +48,9 @@ def run(config: Path | None, workers: str | None) -> int:
     except (SettingsError, MembersError, OSError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 2
-    _open_many()
+    logs.setup(settings.logs.format)
+    # Each client is an open file, and without any left no worker can be reached either.
+    raise_limit(resource.RLIMIT_NOFILE)
     sys.setswitchinterval(_SWITCH)
     try:
         asyncio.run(serve(settings))
@@ -59,9 +62,9 @@ def run(config: Path | None, workers: str | None) -> int:
     return 0
 
 
-def process(fd: int) -> int:
+def process(fd: int, log_format: logs.Format) -> int:
     """The exit status of one of several processes that carry requests."""
-    _log_to_stderr()
+    _log_to_stderr(log_format)
     return child.main(fd, PythonPlane)
 
 
@@ -75,15 +78,18 @@ def read(config: Path | None, workers: str | None) -> Settings:
     return settings.model_copy(update={"gateway": settings.gateway.model_copy(update=named)})
 
 
-def make_plane(section: GatewaySection, directory: Path, brain: Brain) -> Plane:
+def make_plane(settings: Settings, directory: Path, brain: Brain) -> Plane:
     """`directory` is private, and of this gateway alone. Raises ListenError, ContactError."""
+    section = settings.gateway
     if section.data_plane == "haproxy":
         # Most do without.
         from rsrv_gateway.haproxy.plane import HAProxyPlane, behind
 
         own = directory / "haproxy"
         return HAProxyPlane(section, brain, PythonPlane(behind(section, own), brain), own)
-    return Processes(section, brain) if section.processes > 1 else PythonPlane(section, brain)
+    if section.processes > 1:
+        return Processes(section, brain, command(settings.logs.format))
+    return PythonPlane(section, brain)
 
 
 async def serve(settings: Settings) -> None:
@@ -102,7 +108,7 @@ async def serve(settings: Settings) -> None:
             members,
             partial(Probes, probe, section.probe_s),
             Planner(section),
-            partial(make_plane, section, directory.path),
+            partial(make_plane, settings, directory.path),
             pause=section.probe_s,
             drain=section.drain_s,
         )
@@ -155,16 +161,8 @@ def _until_signalled() -> asyncio.Event:
     return stop
 
 
-def _open_many() -> None:
-    """As many files as the system lets us: each client is one, and without any left no worker can be reached either."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+def _log_to_stderr(format: logs.Format = "human") -> None:
+    logs.setup(format)
     # It counts the files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

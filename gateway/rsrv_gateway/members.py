@@ -1,7 +1,6 @@
 """Which workers there are: those of the settings, those behind a name of the DNS, and those in a file that is watched."""
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from watchfiles import awatch
 
+from rsrv.address import Address, bare, parse_address
 from rsrv.explain import YamlError, explain, parse_yaml
 from rsrv.settings_fleet import GatewaySection, WorkerEntry
 from rsrv_gateway.contract import Worker
@@ -119,15 +119,18 @@ class Members:
 
 
 def worker_of(entry: WorkerEntry) -> Worker:
-    host = f"[{entry.host}]" if _is_ipv6(entry.host) else entry.host
+    def at(port: int) -> str:
+        return str(Address(bare(entry.host), port))
+
     control = entry.control
     if control is not None and control.isdigit():
-        control = f"{host}:{control}"
+        control = at(int(control))
+    grpc = at(entry.grpc_port)
     return Worker(
-        name=entry.name or f"{host}:{entry.grpc_port}",
-        grpc=f"{host}:{entry.grpc_port}",
-        http=None if entry.http_port is None else f"{host}:{entry.http_port}",
-        metrics=None if entry.metrics_port is None else f"{host}:{entry.metrics_port}",
+        name=entry.name or grpc,
+        grpc=grpc,
+        http=None if entry.http_port is None else at(entry.http_port),
+        metrics=None if entry.metrics_port is None else at(entry.metrics_port),
         control=control,
     )
 
@@ -153,13 +156,14 @@ def parse_workers(text: str) -> list[WorkerEntry]:
     """Of HOST:PORT,… with gRPC ports; the others are beside them as Triton's defaults are. Raises MembersError."""
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        host, _, port = part.rpartition(":")
-        if not (host and port.isdigit() and 0 < int(port) < 65536):
-            raise MembersError(f"{part!r} is not HOST:PORT")
-        grpc = int(port)
+        try:
+            address = parse_address(part)
+        except ValueError as error:
+            raise MembersError(str(error)) from None
+        grpc = address.port
         entries.append(
             WorkerEntry(
-                host=host.removeprefix("[").removesuffix("]"),
+                host=address.host,
                 grpc_port=grpc,
                 http_port=grpc - 1 or None,
                 metrics_port=None if grpc == 65535 else grpc + 1,
@@ -176,13 +180,6 @@ def _by_name(workers: Iterable[Worker]) -> dict[str, Worker]:
             raise MembersError(f"two workers are called {worker.name!r}; give each a name of its own")
         found[worker.name] = worker
     return found
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
 
 
 async def addresses_of(name: str) -> Iterable[str]:

@@ -95,6 +95,14 @@ def _traffic(counts: Counts) -> Iterator[Metric]:
 
 
 def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> Iterator[Metric]:
+    up = sum(view.alive for view in views.values())
+    # Also where there are none: of them alone nothing would tell.
+    yield _gauge(
+        "rsrv_gateway_workers",
+        "Those that are known: up answered their last probe, down did not.",
+        ("state",),
+        {("up",): up, ("down",): len(views) - up},
+    )
     yield _gauge(
         "rsrv_gateway_worker_up",
         "Whether it answered its last probe.",

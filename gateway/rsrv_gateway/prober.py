@@ -1,6 +1,8 @@
 """Asks one worker over gRPC: Triton whether it answers and what is ready, its control service for figures."""
 
 import asyncio
+import logging
+import re
 from enum import Enum
 from typing import Any, Final
 
@@ -13,6 +15,8 @@ from rsrv_gateway.contacts import Contacts, Control
 from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError
 
+log = logging.getLogger("rsrv.gateway")
+
 _SERVICE = "/inference.GRPCInferenceService/"
 #: seconds that it may take for its metrics: Prometheus itself waits ten by default
 _METRICS = 2.0
@@ -21,6 +25,9 @@ _SOON = 10.0
 
 #: seconds, of anything that a worker says: decades
 _MOST_S = 1e9
+
+#: what Triton says to who has not the right key, with the name of that
+_RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
 
 _WEIGHTS = {pb.WEIGHTS_LOADING: Weights.LOADING, pb.WEIGHTS_RESIDENT: Weights.RESIDENT}
 
@@ -42,6 +49,8 @@ class GrpcProber:
         self._contacts = contacts
         self._timeout = timeout
         self._ready: frozenset[str] = frozenset()
+        #: why it did not tell what is ready, when it was asked last
+        self._refused = ""
         self._triton = contacts.open(worker.grpc)
         self._control = None if worker.control is None else contacts.open(worker.control)
         self._closing: set[asyncio.Task[None]] = set()
@@ -56,6 +65,11 @@ class GrpcProber:
             self._control = self._contacts.open(self._worker.control)
         if alive is not True:
             return DEAD
+        if isinstance(ready, str):
+            self._refuse(ready)
+            ready = frozenset()
+        elif not isinstance(ready, _Late):
+            self._refused = ""
         # Triton may be slow to list models while it loads some, and serves the others as before.
         self._ready = self._ready if isinstance(ready, _Late) else ready
         if isinstance(load, pb.GetLoadResponse) and _is_sane(load):
@@ -114,20 +128,42 @@ class GrpcProber:
             return _LATE if _is_late(error) else False
         return True
 
-    async def _index(self) -> frozenset[str] | _Late:
-        """Names of what is ready."""
+    async def _index(self) -> frozenset[str] | str | _Late:
+        """Names of what is ready; a text: why it refuses to say."""
         call = self._triton.unary_unary(
             _SERVICE + "RepositoryIndex",
             request_serializer=service_pb2.RepositoryIndexRequest.SerializeToString,
             response_deserializer=service_pb2.RepositoryIndexResponse.FromString,
         )
         try:
-            index = await call(service_pb2.RepositoryIndexRequest(ready=True), timeout=self._timeout)
+            index = await call(
+                service_pb2.RepositoryIndexRequest(ready=True),
+                timeout=self._timeout,
+                metadata=self._contacts.repository_metadata,
+            )
         except grpc.RpcError as error:
-            return _LATE if _is_late(error) else frozenset()
+            return _LATE if _is_late(error) else _refusal(error)
         if index is None:  # no such message: gRPC has logged that
             return frozenset()
         return frozenset(model.name for model in index.models if model.state == "READY")
+
+    def _refuse(self, reason: str) -> None:
+        """Says so once, for nothing goes to a worker that does not tell what it has."""
+        if reason != self._refused:
+            key = _RESTRICTED.search(reason)
+            remedy = ""
+            if key is not None:
+                remedy = (
+                    f"; its repository is restricted: set gateway.worker_repository_key to {key[1]}, and "
+                    "gateway.worker_repository_value_file to a file with the value that it wants"
+                )
+            log.warning(
+                "worker %s answers, but does not tell which models are ready, and gets no requests: %s%s",
+                self._worker.name,
+                reason,
+                remedy,
+            )
+        self._refused = reason
 
     async def _load(self) -> pb.GetLoadResponse | _Late | None:
         """None: there is no control service, or it has no runtime to ask."""
@@ -143,6 +179,14 @@ class GrpcProber:
 
 def _is_late(error: Any) -> bool:
     return bool(error.code() is grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def _refusal(error: Any) -> frozenset[str] | str:
+    """Nothing is ready on a server that starts or ends; the others that do not answer have a reason."""
+    starts_or_ends = error.code() is grpc.StatusCode.UNAVAILABLE and not _RESTRICTED.search(
+        error.details() or ""
+    )
+    return frozenset() if starts_or_ends else _said(error)
 
 
 def _said(error: Any) -> str:

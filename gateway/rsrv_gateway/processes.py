@@ -8,9 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
+from rsrv.logs import Format
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
 from rsrv_gateway.contract import Table, Worker
@@ -31,8 +34,10 @@ _BACK_OFF = 0.1, 5.0
 #: seconds after which its earlier ends are forgotten
 _STABLE = 30.0
 
-#: started with the number of its end of a socket
-COMMAND = (sys.executable, "-m", "rsrv_gateway", "--process")
+
+def command(log_format: Format) -> Sequence[str]:
+    """What each is started with, and the number of its end of a socket."""
+    return sys.executable, "-m", "rsrv_gateway", "--log-format", log_format, "--process"
 
 
 class Processes:
@@ -42,7 +47,7 @@ class Processes:
         self,
         section: GatewaySection,
         brain: Brain,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
         patience: float = _PATIENCE,
     ) -> None:
@@ -114,11 +119,10 @@ class Processes:
         address: str | None = getattr(self._section, key)
         if address is None:
             return None
-        host, _, port = address.rpartition(":")
-        bare = host.removeprefix("[").removesuffix("]")
         try:
+            asked = parse_address(address, any_host=True, any_port=True)
             family, *_, where = socket.getaddrinfo(
-                bare or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                asked.host or None, asked.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             # The kernel would let another gateway of this user share the port.
             with socket.socket(family, socket.SOCK_STREAM) as alone:
@@ -131,7 +135,7 @@ class Processes:
             shared.bind(where)
         except (OSError, ValueError) as error:
             raise ListenError(f"gateway.{key}: cannot listen on {address}: {error}") from None
-        return f"{host}:{shared.getsockname()[1]}"
+        return str(replace(asked, port=shared.getsockname()[1]))
 
     def _said(self) -> list[Any]:
         workers, table = self._now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 #: longest line that is waited for, bytes; what goes on is cut here
 _LONGEST = 65536
 
@@ -14,6 +16,7 @@ class Prefixer:
 
     def __init__(self, name: str) -> None:
         self._prefix = f"[{name}] ".encode()
+        self._field = f'{{"process": {json.dumps(name)}, '.encode()
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -22,9 +25,15 @@ class Prefixer:
         if len(self._rest) > _LONGEST:
             lines.append(self._rest)
             self._rest = b""
-        return b"".join(self._prefix + line + b"\n" for line in lines)
+        return b"".join(self._named(line) for line in lines)
 
     def end(self) -> bytes:
         """What was left without an end."""
         rest, self._rest = self._rest, b""
-        return self._prefix + rest + b"\n" if rest else b""
+        return self._named(rest) if rest else b""
+
+    def _named(self, line: bytes) -> bytes:
+        """What is JSON stays JSON: there the name is a field."""
+        if line.startswith(b'{"'):
+            return self._field + line[1:] + b"\n"
+        return self._prefix + line + b"\n"

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rsrv import logs
 from rsrv.settings import Settings, SettingsError, load_settings
-from rsrv_node import cores, nvml, repositories
+from rsrv_node import cores, nvml, repositories, starting
 from rsrv_node.devices import choose
 from rsrv_node.errors import NodeError
 from rsrv_node.logs import Prefixer
@@ -36,7 +37,7 @@ def run(options: Namespace) -> int:
         if options.dry_run:
             sys.stdout.write(describe(planned))
             return 0
-        _log_to_output()
+        _log_to_output(settings.logs.format)
         with alone(settings.node.directory):
             repositories.check(options.bundles, settings)
             for file, text in planned.files.items():
@@ -120,6 +121,16 @@ async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> 
     # The node's own gateway has ended by the time that its workers do.
     elsewhere = settings.gateway.grpc is None and settings.gateway.http is None
     roll = Roll(planned, settings.node.directory / WORKERS_FILE, settings.control.enabled, elsewhere)
+    workers = {worker.child.name: worker for worker in planned.workers}
+    telling: dict[str, asyncio.Future[None]] = {}
+
+    def started(child: Child, pid: int) -> None:
+        roll.started(child, pid)
+        if child.name in telling:
+            telling.pop(child.name).cancel()
+        if child.name in workers:
+            telling[child.name] = asyncio.ensure_future(starting.tell(workers[child.name], pid))
+
     first = None
     if _is_waiting(planned):
         first = asyncio.ensure_future(_first_bundles(planned, settings, bundles))
@@ -127,15 +138,14 @@ async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> 
         status = await supervise(
             [worker.child for worker in planned.workers],
             planned.gateway,
-            House(
-                _put, roll.started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves
-            ),
+            House(_put, started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves),
             orders,
             lambda: Restarts(settings.node.max_restarts, settings.node.stable_s),
         )
     finally:
-        if first is not None:
-            first.cancel()
+        for task in (first, *telling.values()):
+            if task is not None:
+                task.cancel()
     log.info("all processes have ended")
     return status
 
@@ -206,8 +216,8 @@ class _Lines(logging.Handler):
         _put(Prefixer("node").feed(f"{self.format(record)}\n".encode()))
 
 
-def _log_to_output() -> None:
+def _log_to_output(format: logs.Format) -> None:
     handler = _Lines()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
+    handler.setFormatter(logs.formatter(format))
     log.handlers = [handler]
     log.setLevel(logging.INFO)

@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rsrv.address import LOOPBACK, Address, parse_address
 from rsrv.settings import Settings, dump_settings
 from rsrv_node.cores import Share
 from rsrv_node.devices import Device
@@ -20,26 +21,9 @@ GATEWAY_FILE = "rsrv.yaml"
 #: in a worker's directory
 REPOSITORY = "models"
 
-LOOPBACK = "127.0.0.1"
 _PORTS_EACH = 10
 #: libraries that would otherwise start a thread for each core of the machine
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NPROC")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where somebody listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @property
-    def local(self) -> str:
-        """The host, for a client on this machine."""
-        return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +209,10 @@ def _only(settings: Settings) -> Ports:
 
 
 def _address(key: str, text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise NodeError(f"{key}: {text!r} is not HOST:PORT")
-    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise NodeError(f"{key}: {error}") from None
 
 
 def _flags(repository: Path, ports: Ports, drain_s: float) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rsrv_node.plan import Address
+from rsrv.address import Address
 
 #: questions in a row that must be left open: one may meet a thread that is busy, or a node that was suspended itself
 _QUESTIONS = 6

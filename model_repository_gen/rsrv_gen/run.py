@@ -12,11 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rsrv import progress
 from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import Step, steps
-from rsrv_gen.write import RepositoryWriter, open_repository
+from rsrv_gen.write import RepositoryWriter, open_repository, our_models
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,8 +111,12 @@ class _Run:
             transport=settings.meta.transport,
             stays=stays,
         )
-        for step in planned:
-            self._carry_out(step)
+        # Each has a step.
+        names = our_models(self._repository) | sources.good.keys()
+        with progress.steps("rsrv-gen", len(names)) as shown:
+            for step in planned:
+                self._carry_out(step)
+                shown.step(step.name)
 
     def _carry_out(self, step: Step) -> None:
         name, plan = step.name, step.plan

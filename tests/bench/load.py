@@ -57,11 +57,18 @@ class Load:
 
 
 def measure(
-    side: Side, model: str, clients: int, round_number: int, window_s: float, data: str = "random"
+    side: Side,
+    model: str,
+    clients: int,
+    round_number: int,
+    window_s: float,
+    data: str = "random",
+    header: str | None = None,
 ) -> Sample:
-    """Load `model` with `clients` requests at a time for about three windows; `data` is for perf_analyzer."""
+    """Load `model` with `clients` requests at a time for about three windows; `data` is for perf_analyzer, and `header`
+    is what each request has, as NAME:VALUE."""
     processes = server_processes(side.server.pid, has_runtime=side.has_runtime)
-    with load(side, model, clients, window_s, data) as running:
+    with load(side, model, clients, window_s, data, header=header) as running:
         everyone = {**processes, running.process.pid: CLIENT}
         first = _read(side, model, everyone)
         time.sleep((WINDOWS - 0.5) * window_s)
@@ -71,7 +78,13 @@ def measure(
 
 @contextlib.contextmanager
 def load(
-    side: Side, model: str, clients: int, window_s: float, data: str = "random", via: str | None = None
+    side: Side,
+    model: str,
+    clients: int,
+    window_s: float,
+    data: str = "random",
+    via: str | None = None,
+    header: str | None = None,
 ) -> Iterator[Load]:
     """perf_analyzer beside the block, which starts with its first answers. `via`: HOST:PORT of what passes requests on to
     the server, and perhaps to others. Raises BenchFailed on any error it met."""
@@ -81,6 +94,7 @@ def load(
         command = [str(side.server.installation.perf_analyzer), "-m", model]
         command += ["-u", via or side.server.grpc_url, "-i", "grpc"]
         command += ["--input-data", data, "--concurrency-range", str(clients)]
+        command += [] if header is None else ["-H", header]
         # The windows are averaged, however much they differ: how steady it was shows over the rounds.
         command += ["-p", str(round(window_s * 1e3)), "-r", str(WINDOWS), "-s", "9999", "-f", str(report)]
         process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

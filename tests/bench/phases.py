@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,14 +33,19 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def served(
-    name: str, repository: Path, *, has_runtime: bool, env: Mapping[str, str] | None = None
+    name: str,
+    repository: Path,
+    *,
+    has_runtime: bool,
+    env: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[Side]:
     """A server on free ports for the length of the block, ready."""
     log = WORK / f"{name}.log"
     log.unlink(missing_ok=True)
     cache = os.environ.get("RSRV_RUNTIME__COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "xla"))
     variables = {"RSRV_RUNTIME__COMPILATION_CACHE_DIR": cache, **(env or {})}
-    with TritonServer(repository, log_path=log, env=variables) as server:
+    with TritonServer(repository, log_path=log, env=variables, extra_args=flags) as server:
         server.wait_ready(timeout=300)
         yield Side(name, server, has_runtime)
 

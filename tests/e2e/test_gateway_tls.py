@@ -23,6 +23,8 @@ from tests.e2e.fleets import running_gateway
 from tests.e2e.harness import RunningTriton, running_triton, wait_until
 
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
+#: without it the worker's Triton tells nobody what it has
+KEY = "admin-key"
 PLANES: Mapping[str, Mapping[str, Any]] = {
     "python": {},
     "processes": {"processes": 2},
@@ -68,7 +70,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Worker]:
-    """gRPC with mutual TLS; the control service with that and a token."""
+    """gRPC with mutual TLS, and a key for the repository; the control service with that and a token."""
     folder = tmp_path_factory.mktemp("worker")
     assert rsrv_gen.main([str(bundles.ensure() / "exact"), "-o", str(folder / "gen")]) == 0
     control = f"127.0.0.1:{free_ports(1)[0]}"
@@ -86,6 +88,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[W
         "RSRV_CONTROL__TLS_CLIENT_CA": str(files.ca),
         "RSRV_CONTROL__TOKEN_FILE": str(files.token),
     }
+    tls["grpc-restricted-protocol"] = f"model-repository:{KEY}={files.token.read_text().strip()}"
     arguments = [f"--{key}={value}" for key, value in tls.items()]
     log = folder / "server.log"
     with running_triton(folder / "gen", log, extra_args=arguments, env=env) as server:
@@ -106,7 +109,8 @@ def test_both_sides(
     plane: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With certificate and token a client is answered, and an operator; the gateway reads the worker's figures."""
+    """With certificate and token a client is answered, and an operator; the gateway reads the worker's figures, and its
+    restricted repository, which a client does not get by it."""
     listen = f"127.0.0.1:{free_ports(1)[0]}"
     settings = {
         "tls_certificate": str(files.certificate),
@@ -117,6 +121,8 @@ def test_both_sides(
         "worker_certificate": str(files.certificate),
         "worker_key": str(files.key),
         "worker_token_file": str(files.token),
+        "worker_repository_key": KEY,
+        "worker_repository_value_file": str(files.token),
         "control_listen": listen,
     }
     where = {
@@ -132,6 +138,10 @@ def test_both_sides(
             wait_until(lambda: client.is_model_ready("exact", headers=token), what="the model")
             infer(client, headers=token)
             assert client.get_server_metadata(headers=token).name == "triton"
+            with pytest.raises(InferenceServerException, match="restricted"):
+                client.get_model_repository_index(headers=token)
+            key = {f"triton-grpc-protocol-{KEY}": "sesame"}
+            assert client.get_model_repository_index(headers={**token, **key}).models
             with pytest.raises(InferenceServerException, match="UNAUTHENTICATED"):
                 infer(client)
         with files.client(url) as stranger, pytest.raises(InferenceServerException, match="UNAVAILABLE"):
@@ -149,6 +159,20 @@ def test_both_sides(
         assert "exact" in capsys.readouterr().out
         assert cli.main([*shown, *own]) != 0
         assert cli.main([*shown, "--token-file", str(files.token)]) != 0
+
+
+def test_a_gateway_without_the_key(tmp_path: Path, worker: Worker, files: Files) -> None:
+    """It serves nothing of a worker that restricts its repository, and its log says why."""
+    where = {"host": "127.0.0.1", "grpc_port": worker.server.grpc_port, "http_port": None}
+    own = {"worker_ca": files.ca, "worker_certificate": files.certificate, "worker_key": files.key}
+    with running_gateway(tmp_path, [where], **{key: str(path) for key, path in own.items()}) as gateway:
+        wait_until(lambda: "does not tell which models are ready" in gateway.log_text(), what="the reason")
+        assert f"worker_repository_key to {KEY}" in gateway.log_text()
+        with (
+            tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{gateway.grpc_port}") as client,
+            pytest.raises(InferenceServerException, match="exact"),
+        ):
+            infer(client)
 
 
 def test_the_server_itself(worker: Worker, files: Files) -> None:

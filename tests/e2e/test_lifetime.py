@@ -398,12 +398,18 @@ def test_a_runtime_that_cannot_start_says_why(start: Callable[..., RunningTriton
     assert "RSRV_RUNTIME_PYTHON" in said
 
 
-def test_a_device_that_is_not_there_is_named(start: Callable[..., RunningTriton]) -> None:
-    """Without a GPU, platform cuda fails every load with a reason."""
-    server = start("exact", exit_on_error=False, env={"RSRV_RUNTIME__PLATFORM": "rocm"})
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [("PLATFORM", "rocm", "platform"), ("NUMERICS", "tf32", "a CPU, which has no TF32")],
+)
+def test_a_device_that_is_not_there_is_named(
+    start: Callable[..., RunningTriton], setting: str, value: str, reason: str
+) -> None:
+    """Without a GPU, settings that need one fail every load with a reason."""
+    server = start("exact", exit_on_error=False, env={f"RSRV_RUNTIME__{setting}": value})
     state, said = server.server.model_states()["exact"]
     assert state == "UNAVAILABLE"
-    assert "platform" in said, said
+    assert reason in said, said
 
 
 @pytest.mark.long

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import caller, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
+from tests.e2e.harness import ROOT, RunningTriton, StartTriton, running_triton, wait_until
 from tests.e2e.lives import place
 
 ROW = np.ones((1, 64), np.float32)
@@ -67,7 +70,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1, poll_s: 0.5}\n")
+    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1, poll_s: 0.5}\nlogs: {format: json}\n")
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]
@@ -111,6 +114,8 @@ def test_requests_show_on_both_pages(metrics: Metrics) -> None:
         "rsrv_deadline_missed_total",
         "rsrv_weight_evictions_total",
         "rsrv_hook_seconds",
+        # Nobody wants traces.
+        "rsrv_trace_spans_total",
     }
 
 
@@ -164,6 +169,33 @@ def test_a_model_that_leaves_takes_its_series_along(metrics: Metrics) -> None:
     )
     with caller(metrics.server) as call:
         call("exact", {"x": ROW})
+
+
+def kind(line: dict[str, Any]) -> tuple[object, ...]:
+    """Of a line of the log: who says it, of what, and the names of its fields."""
+    return line["logger"], line.get("event"), line.get("request"), tuple(line)
+
+
+def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
+    """With logs.format: json, of stubs, the runtime and the control process, in good days and bad; Triton's stay its own."""
+    with caller(metrics.server) as call:
+        row = np.full((1, 4), bundles.deed("preprocess", "raise"), np.float32)
+        refusal(lambda: call("hooked", {"x": row}, request_id="mine"))
+    lines = metrics.server.log_text().splitlines()
+
+    assert [line for line in lines if re.match(r"\d{4}-\d\d-\d\d .* [DIWEC] (rsrv|py)", line)] == []
+    told = [json.loads(line) for line in lines if line.startswith("{")]
+    loggers = {one["logger"] for one in told}
+    assert {"rsrv.runtime", "rsrv.control", "rsrv.placement", "rsrv.models", "rsrv.stub"} <= loggers
+    assert {"compiled", "built", "loaded", "warmed_up", "unloaded"} <= {one.get("event") for one in told}
+    mine = [one for one in told if one.get("request") == "mine"]
+    assert {one["model"] for one in mine} == {"hooked"}
+    assert any("Traceback" in one.get("exception", "") for one in mine)
+    page = (ROOT / "docs" / "control.md").read_text(encoding="utf-8")
+    shown = [json.loads(line) for line in page.splitlines() if line.startswith('{"time"')]
+    kinds = [kind(one) for one in told]
+    assert len(shown) == 5
+    assert [one for one in shown if kind(one) not in kinds] == []
 
 
 def test_a_triton_without_metrics_serves_as_before(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from contextlib import suppress
@@ -110,11 +111,22 @@ def test_two_workers_serve_as_one_and_one_that_dies_comes_back(bundles: Path, tm
 
 
 def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, tmp_path: Path) -> None:
-    """There is no gateway; and a node that is killed leaves no server behind."""
+    """There is no gateway; a node that is killed leaves no server behind; and all that is rsrv's in its log are objects."""
     start = free_block(10)
-    with running_node(bundles, tmp_path, public(start), "--cpu-workers", 1) as node:
+    settings = f"{public(start)}logs: {{format: json}}\n"
+    with running_node(bundles, tmp_path, settings, "--cpu-workers", 1) as node:
         assert node.wait_answer(start + 1, MODEL) == 1
         assert "rsrv_gateway" not in node.log_text
+        wait_until(lambda: "worker0 serves: 1 of 1 models are ready" in node.log_text, what=node.tail())
+        lines = node.log_text.split("\n")[:-1]
+        told = [json.loads(line) for line in lines if line.startswith("{")]
+        assert {(line["process"], line["logger"]) for line in told} >= {
+            ("node", "rsrv.node"),
+            ("worker0", "rsrv.runtime"),
+            ("worker0", "rsrv.control"),
+        }
+        assert [line for line in lines if not line.startswith(("{", "[worker0] "))] == []
+        assert [line for line in lines if re.search(r"\] \d{4}-\d\d-\d\d .* rsrv", line)] == []
         left = node.pids()
 
         node.process.kill()

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from rsrv.wire import calls, frames
+from rsrv.wire import calls, frames, traces
 from rsrv.wire.calls import Where
 from rsrv.wire.frames import HEADER, MAX_FRAME, Completion, Kind, ProtocolError, Status, Submission
 from rsrv.wire.memory import create_sealed
 
 Random = random.Random
 
-#: from here on kinds are for stubs
-_TO_STUB = 16
+#: kinds for stubs; the others are for runtimes
+_TO_STUB = frozenset(kind for kind in Kind if Kind.WELCOME <= kind <= Kind.REPORTED)
 _WILD_IDS = (0, 1, 2, 77, 2**31, 2**32 - 1, 2**40 - 1, 2**40, 2**63, 2**64 - 1)
 #: what fields of a frame's entries hold: good values, and wild ones
 _FIELDS: Mapping[str, tuple[Sequence[int], Sequence[int]]] = {
@@ -69,10 +69,10 @@ class Speaker:
     def _kinds(self) -> list[Kind]:
         """What may come once it is registered, also kinds that nobody here has heard of."""
         if not self.key:
-            return [kind for kind in Kind if kind >= _TO_STUB]
+            return sorted(_TO_STUB)
         never = {Kind.HELLO, Kind.REGISTER, Kind.SEGMENT, Kind.DROP_SEGMENT}
         never |= {Kind.SUBMIT} if self._meta else {Kind.ENTER, Kind.CALL, Kind.LEAVE, Kind.RELEASE}
-        return [kind for kind in Kind if kind < _TO_STUB and kind not in never]
+        return [kind for kind in Kind if kind not in _TO_STUB and kind not in never]
 
     def _good(self, kind: Kind) -> bytes:
         """As a stub would send it, but for wild numbers."""
@@ -91,6 +91,9 @@ class Speaker:
                 )
             case Kind.RELEASE:
                 return calls.pack_releases([calls.Release(self._run(), rng.randrange(20)) for _ in many])
+            case Kind.TRACE:
+                marks = [traces.Mark(self._request(), f"{rng.getrandbits(128):032x}", "0" * 16) for _ in many]
+                return traces.pack_marks(marks)
             case Kind.CANCEL | Kind.SEGMENT | Kind.DROP_SEGMENT:
                 return frames.pack_ids(kind, [self._one(range(200), _WILD_IDS) for _ in many])
             case Kind.DONE:
@@ -141,6 +144,7 @@ class Speaker:
                 {"model": "m", "bundle": "/dev/zero", "calls": {"m": "/", "n": 1}},
                 {"key": self.key},
                 {"discipline": "fair", "depth": 2},
+                {"spans": [["a" * 32, "b" * 16, "", "s", 1, 2, "", {"k": 1}]] * 3, "dropped": 1},
                 {"cost_ema_alpha": 0.1, "residency_factor": 1e308},
                 {"compaction_interval": 1, "launch_ahead_ms": 0},
                 {},
@@ -186,7 +190,7 @@ class Speaker:
 
 
 _COMMANDS = (
-    "residency", "compact", "ping", "policy", "prefetch", "evict", "pause", "continue", "abort", "story", "load", "profile", "nothing"
+    "residency", "compact", "ping", "policy", "prefetch", "evict", "pause", "continue", "abort", "story", "load", "profile", "traces", "nothing"
 )  # fmt: skip
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"residency": "device"}, {"residency": "unpinned"}, {"mode": "drain"}, {"mode": "hold"}, {"mode": "reject"}, {"mode": 1},

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from ruamel.yaml import YAML
 
@@ -89,6 +89,10 @@ CHANGEABLE = (
 )
 
 
+#: in what precision models multiply f32
+Numerics = Literal["auto", "f32", "tf32"]
+
+
 class RuntimeSection(Section):
     """The process that owns the device."""
 
@@ -98,6 +102,12 @@ class RuntimeSection(Section):
     compilation_cache_dir: Path | None = Field(
         Path("~/.cache/rsrv/xla"),
         description="Compiled executables, kept for the next start. Whoever can write it can run code. null: none.",
+    )
+    numerics: Numerics = Field(
+        "auto",
+        description="In what precision models multiply f32. auto: as their modules say, else as the hardware likes, "
+        "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on "
+        "hardware with TF32. docs/numerics.md has more.",
     )
     memory_fraction: float = Field(
         0.9,
@@ -154,6 +164,12 @@ class RuntimeSection(Section):
         "take, if that is longer, hangs: the runtime ends, and the next one does not load that model. null: executions "
         "may take as long as they like.",
     )
+
+    @model_validator(mode="after")
+    def _has_tf32(self) -> "RuntimeSection":
+        if self.numerics == "tf32" and self.platform == "cpu":
+            raise ValueError("numerics: tf32 cannot be had with platform: cpu, which has no TF32")
+        return self
 
 
 class StubSection(Section):
@@ -298,6 +314,26 @@ class MetricsSection(Section):
     )
 
 
+class LogsSection(Section):
+    """What the processes write into the server's log."""
+
+    format: Literal["human", "json"] = Field(
+        "human",
+        description="Lines for people, or JSON objects for programs, one a line. Triton's own lines stay as they are.",
+    )
+
+
+class TracesSection(Section):
+    """Traces of requests, as OpenTelemetry has them."""
+
+    endpoint: str | None = Field(
+        None,
+        description="URL that takes spans by OTLP over HTTP, as http://localhost:4318/v1/traces. A request is traced if "
+        "its client's trace context says so. It needs the extra `traces` and a control process (control.enabled). null: "
+        "nothing is traced. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME are heeded.",
+    )
+
+
 #: where the weights of a model are for sure
 Residency = Literal["unpinned", "system", "device"]
 
@@ -351,6 +387,8 @@ class Settings(BaseSettings):
     lifecycle: LifecycleSection = LifecycleSection()
     control: ControlSection = ControlSection()
     metrics: MetricsSection = MetricsSection()
+    logs: LogsSection = LogsSection()
+    traces: TracesSection = TracesSection()
     gateway: GatewaySection = GatewaySection()
     node: NodeSection = NodeSection()
     models: dict[str, ModelSection] = Field(default_factory=dict, description="Per model, by name.")
@@ -365,6 +403,11 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return env_settings, init_settings
+
+    @property
+    def traced(self) -> bool:
+        """Whether there is anybody who wants traces, and would get them."""
+        return self.traces.endpoint is not None and self.control.enabled
 
     def for_model(self, name: str) -> ModelSection:
         return self.models.get(name, ModelSection())

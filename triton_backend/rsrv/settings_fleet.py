@@ -173,6 +173,13 @@ class GatewaySection(Section):
     worker_token_file: Path | None = Field(
         None, description="File with the secret of the workers' control services."
     )
+    worker_repository_key: str | None = Field(
+        None,
+        pattern="^[a-z0-9_.-]+$",
+        description="KEY, in small letters, where the workers' tritonservers have --grpc-restricted-protocol=model-repository:KEY=VALUE: "
+        "without, they do not tell the gateway which models are ready; null: they are not restricted.",
+    )
+    worker_repository_value_file: Path | None = Field(None, description="File with its VALUE.")
     control_listen: str | None = Field(
         None,
         description="HOST:PORT of the gateway's control service, beside its Unix socket. As control.listen it needs "
@@ -194,6 +201,8 @@ class GatewaySection(Section):
             raise ValueError(
                 "worker_certificate and worker_key need worker_ca: without it, workers are spoken to without TLS"
             )
+        if (self.worker_repository_key is None) != (self.worker_repository_value_file is None):
+            raise ValueError("worker_repository_key and worker_repository_value_file: both or neither")
         if self.control_listen is not None and self.tls_client_ca is None and self.token_file is None:
             raise ValueError("control_listen needs tls_client_ca or token_file: TLS alone lets everybody in")
         return self

@@ -5,6 +5,7 @@ import ipaddress
 import logging
 from collections.abc import Iterable
 
+from rsrv.address import parse_address
 from rsrv_gateway.members import Resolve, addresses_of
 
 log = logging.getLogger("rsrv.gateway")
@@ -35,9 +36,9 @@ class Names:
         """Host, as an IP address, and port; None: there is no address, or it is a Unix socket, which slots cannot be."""
         if target.startswith("unix:"):
             return None
-        host, port = _split(target)
-        found = self._found.get(host) if name_in(target) else host
-        return None if found is None else (found, port)
+        address = parse_address(target)
+        found = self._found.get(address.host) if name_in(target) else address.host
+        return None if found is None else (found, address.port)
 
     async def _ask(self, names: Iterable[str | None]) -> None:
         """At the same time, so that a DNS that says nothing is waited for once."""
@@ -59,14 +60,9 @@ def name_in(target: str) -> str | None:
     """The host, where that is a name; None: it is an address."""
     if target.startswith("unix:"):
         return None
-    host, _ = _split(target)
+    host = parse_address(target).host
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return host
     return None
-
-
-def _split(target: str) -> tuple[str, int]:
-    host, _, port = target.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -17,9 +17,9 @@ import jax
 
 from rsrv.runtime.device import JaxDevice
 from tests.bench.figures import Target
-from tests.bench.gpu import transfer
+from tests.bench.gpu import numerics, transfer
 from tests.bench.gpu.models import Shape
-from tests.bench.gpu.report import cold_table, rates_table, traffic_table, turns_table
+from tests.bench.gpu.report import cold_table, products_table, rates_table, traffic_table, turns_table
 from tests.bench.gpu.serving import (
     Cold,
     Traffic,
@@ -32,7 +32,7 @@ from tests.bench.gpu.serving import (
 from tests.bench.gpu.transfer import BUSY, LIMIT, LIMIT_BUSY, LOCKED, Rate, Scratch
 from tests.bench.report import targets_table
 
-PARTS = ("transfer", "cold", "turns", "traffic")
+PARTS = ("transfer", "numerics", "cold", "turns", "traffic")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Results:
     #: whether jax computes with memory that its allocator does not know
     imported: str = ""
     scratch: Scratch | None = None
+    products: list[numerics.Product] = field(default_factory=list)
     cold: list[Cold] = field(default_factory=list)
     turns: list[Turns] = field(default_factory=list)
     traffic: Traffic | None = None
@@ -102,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--weight-memory", choices=("jax", "driver"), default="jax", help="as runtime.weight_memory"
     )
+    parser.add_argument(
+        "--numerics", choices=("auto", "f32", "tf32"), default="auto", help="as runtime.numerics"
+    )
     parser.add_argument("--traffic-models", type=int)
     parser.add_argument("--traffic-bytes", type=int)
     options = parser.parse_args(argv)
@@ -114,13 +118,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rsrv-gpu-", dir=options.directory) as directory:
         os.environ["RSRV_RUNTIME_DIR"] = str(Path(directory, "runtime"))
-        device = JaxDevice(cache_dir=Path(directory, "cache"), weight_memory=options.weight_memory)
+        device = JaxDevice(
+            cache_dir=Path(directory, "cache"),
+            weight_memory=options.weight_memory,
+            numerics=options.numerics,
+        )
         on_gpu = jax.devices()[0].platform != "cpu"
         plan = Plan() if on_gpu and not options.small else SMALL
         chosen = {key: getattr(options, key) for key in ("traffic_models", "traffic_bytes")}
         plan = replace(plan, **{key: value for key, value in chosen.items() if value is not None})
-        results = Results(transfer.describe() | {"weight_memory": options.weight_memory})
+        results = Results(
+            transfer.describe() | {"weight_memory": options.weight_memory, "numerics": options.numerics}
+        )
         measure(device, plan, parts, Path(directory), results)
+        if results.products:
+            results.wrong += numerics.check(device, options.numerics, results.products)
     check(results, device, on_gpu)
     targets = make_targets(results, plan) if on_gpu else []
 
@@ -150,6 +162,9 @@ def measure(device: JaxDevice, plan: Plan, parts: Sequence[str], directory: Path
     print(rates_table(results.rates))
     print(f"jax computes with memory that is not its own: {results.imported}\n", flush=True)
     limit = results.rate(LIMIT, plan.tensors[0])
+    if "numerics" in parts:
+        results.products = numerics.measure(device)
+        print(products_table(results.products), "\n", flush=True)
     if "cold" in parts:
         results.cold = measure_cold(device, directory, plan.cold_bytes, plan.rounds, limit)
         print(cold_table(results.cold), "\n", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tests.bench.gpu.numerics import Product
 from tests.bench.gpu.serving import Cold, Traffic, Turns
 from tests.bench.gpu.transfer import LIMIT, Rate
 from tests.bench.report import table
@@ -24,6 +25,11 @@ def rates_table(rates: Sequence[Rate]) -> str:
         for rate in rates
     ]
     return table(["host to device", "tensors", "GB", "GB/s median", "best", "of the limit"], rows)
+
+
+def products_table(products: Sequence[Product]) -> str:
+    rows = [[one.module, one.treatment, one.precision, one.computes] for one in products]
+    return table(["512 x 512 of f32", "treatment", "what is in it then", "computed in"], rows)
 
 
 def cold_table(results: Sequence[Cold]) -> str:

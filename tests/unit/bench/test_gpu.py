@@ -33,6 +33,9 @@ def test_it_runs_in_small_without_a_gpu(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["wrong"] == []
     assert {rate["way"] for rate in document["rates"]} >= {"limit", "page-locked", "pageable"}
+    assert {(one["treatment"], one["computes"]) for one in document["products"]} == {
+        (treatment, "f32") for treatment in ("keep", "strip", "pin")
+    }
     assert len(document["cold"]) == 2
     assert [turns["loads_per_s"] > 0 for turns in document["turns"]] == [True, True]
     assert 0 < document["traffic"]["hit_rate"] < 1

@@ -19,8 +19,9 @@ from rsrv_bundle import Bundle, BundleError, cli, read_bundle
 from rsrv_bundle.agreement import SourceError, Wanted, agree
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import signature_of
-from rsrv_bundle.numerics import in_batches
+from rsrv_bundle.numerics import TOLERANCE, in_batches
 from rsrv_bundle.samples import read_samples, rows_of
+from tests.pages import ROOT
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle, tensor
 
 Array = np.ndarray[Any, Any]
@@ -104,6 +105,28 @@ def test_an_answer_that_depends_on_other_requests_is_found(
     assert any(problem in line for line in found.value.problems)
 
 
+def test_the_page_has_the_tolerances_of_the_code() -> None:
+    """One column for each element type that may differ at all."""
+    lines = (ROOT / "docs" / "bundle-tools.md").read_text().splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("| f64 |"))
+    names, values = ([cell.strip() for cell in lines[row].strip("|").split("|")] for row in (head, head + 2))
+    assert {name: float(value) for name, value in zip(names[:-1], values[:-1], strict=True)} == TOLERANCE
+    assert (names[-1], values[-1]) == ("integers, bool", "equal")
+
+
+def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
+    """It calls into libraries that are not here; the message is the compiler's."""
+    lowered = jax.export.export(jax.jit(jnp.linalg.qr), platforms=["cuda"])(np.zeros((3, 3), np.float32))
+    square = {"name": "x", "dtype": "f32", "shape": "ac", "dims": {"a": 3, "c": 3}}
+    document = changed(
+        MANIFEST, executable_inputs=[square], executable_outputs=[{**square, "name": name} for name in "qr"]
+    )
+    modules = {"model.mlir": bytes(lowered.mlir_module_serialized)}
+    bundle = read_bundle(make_bundle(tmp_path, document, modules=modules))
+    with pytest.raises(BundleError, match=r"model\.mlir: cannot be compiled for this machine: "):
+        lines_of(bundle, Wanted(lambda x: (x, x)))
+
+
 def test_a_wider_tolerance_lets_more_through(tmp_path: Path) -> None:
     """Of its element type."""
     bundle = forged(tmp_path, {1: lambda x: x, 4: lambda x: x * 1.001})
@@ -183,6 +206,30 @@ def test_a_source_may_be_what_the_exporter_takes(
     assert " from its source" in capsys.readouterr().out
 
 
+def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
+    """Of the samples, or else of what the source came with; zeros fill a batch up."""
+    table = np.arange(8, dtype=np.float32)[:, np.newaxis]
+    bundle = export_bundle(
+        lambda p, i: {"y": p[i]},
+        table,
+        {"i": np.array([3, 7], np.int32)},
+        batch_sizes=[1, 4],
+        out_dir=tmp_path / "table",
+    )
+    seen: set[int] = set()
+
+    def source(i: Array) -> Array:
+        seen.update(i.tolist())
+        return table[i]
+
+    with pytest.raises(SourceError, match="IndexError"):
+        lines_of(bundle, Wanted(source))
+    for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
+        seen.clear()
+        lines_of(bundle, Wanted(source, samples, examples))
+        assert seen <= ({0, 1, 5} if samples else {3, 7})
+
+
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
     """Beside what is in the manifest already, comments too; a bundle beyond its tolerance keeps its numbers."""
     manifest = exported / "manifest.yaml"
@@ -203,6 +250,20 @@ def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> 
     with pytest.raises(BundleError):
         lines_of(after, Wanted(lambda x: 2 * (x @ KERNEL), store=True))
     assert read_bundle(copy).digest == after.digest
+
+
+@pytest.mark.parametrize("text", ["", "numerics:\n", "numerics: {rows: {model.b1: 1}, other: 2} # Kept.\n"])
+def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
+    """Whatever it had before; what was not measured now stays."""
+    bundle = forged(tmp_path, {1: lambda x: x, 2: lambda x: x})
+    with (bundle.path / "manifest.yaml").open("a") as file:
+        file.write(text)
+    before = read_bundle(bundle.path)
+    lines_of(before, Wanted(store=True))
+    after = read_bundle(bundle.path).manifest
+    zeros = {"model.b2": 0.0}
+    assert after.numerics == {**before.manifest.numerics, "buckets": zeros, "rows": zeros}
+    assert after.inputs == before.manifest.inputs
 
 
 def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:

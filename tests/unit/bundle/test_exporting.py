@@ -209,6 +209,7 @@ def test_what_is_not_yet_committed_is_stored_on_request(
     provenance = read_bundle("out/with").manifest.provenance
     assert provenance["git_dirty"] is True
     assert len(provenance["git_commit"]) == 40
+    assert load("jax", f"{models}:pair").export.keywords["code"] is sys.modules[models]
     # What is not known or too much is left out.
     factory = sys.modules[models].with_examples
     monkeypatch.setattr("rsrv_bundle.provenance.MAX_PATCH_BYTES", len(patch) - 1)

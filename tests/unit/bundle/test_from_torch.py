@@ -61,14 +61,15 @@ class Encoder(nn.Module):
         x = self.embed(ids) + self.get_buffer("place")
         x = self.layer(x, src_key_padding_mask=mask == 0) * self.scale
         x = self.norm(x.transpose(1, 2)).transpose(1, 2) + torch.tensor([0.5])
-        return {"words": self.head(x), "pair": (x.mean(1), None), "best": x.argmax(2)}
+        large = torch.tensor([2**40, 1]).sum()
+        return {"words": self.head(x), "pair": (x.mean(1), None), "best": x.argmax(2) + large}
 
 
 IDS = {"ids": torch.tensor([[49, 1, 7, 20]]), "mask": torch.tensor([[1, 1, 1, 0]])}
 
 
 def test_a_text_encoder_answers_as_in_pytorch(tmp_path: Path) -> None:
-    """Indices stay 64 bits wide and within the example's, shared weights are stored once, those without use not."""
+    """Integers stay 64 bits wide, and indices within the example's, shared weights are stored once, those without use not."""
     settings = (
         jax.config.read("jax_enable_x64"),
         torch.backends.mha.get_fastpath_enabled(),
@@ -118,6 +119,18 @@ def test_two_image_sizes_share_weights(tmp_path: Path) -> None:
     assert sorted(path.name for path in bundle.modules.values()) == ["model.v0.b2.mlir", "model.v1.b2.mlir"]
     assert len(bundle.weights) == 5
     assert bundle.manifest.outputs[0].dims == (-1, 4)
+
+
+def test_fourier_transforms_and_inverses_are_exported(tmp_path: Path) -> None:
+    """Complex numbers stay inside; PyTorch's question whether there is an inverse is left out."""
+    matrix = torch.eye(3) * 2
+
+    def forward(x: torch.Tensor) -> Any:
+        transformed = torch.fft.irfft(torch.fft.rfft(x) * (1 + 2j), n=3)
+        return {"x": transformed @ torch.linalg.inv(matrix), "y": x @ torch.linalg.cholesky(matrix)}
+
+    bundle = export(tmp_path / "m", Function(forward))
+    assert [spec.dims for spec in bundle.manifest.outputs] == [(-1, 3), (-1, 3)]
 
 
 @pytest.mark.parametrize(("dtype", "token"), [(torch.bfloat16, "bf16"), (torch.float64, "f64")])
@@ -171,6 +184,12 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
         export_torch(module, X, batch_sizes=[1], out_dir=tmp_path / "m")
     with pytest.raises(BundleError, match="is in training mode"):
         eager_torch(module)(input=np.zeros((1, 3), np.float32))
+
+
+def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Only here, a device without memory stands for a GPU."""
+    with pytest.raises(BundleError, match=r"module: is on meta; export module.cpu\(\), for any platform"):
+        export(tmp_path / "m", nn.Linear(3, 2, device="meta"), {"input": X["x"]})
 
 
 class Counter(nn.Module):

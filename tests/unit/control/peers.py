@@ -93,6 +93,7 @@ def model_status(**differs: Any) -> dict[str, Any]:
         "load_seconds": 0.125,
         "sizes": {"0/8": 4},
         "costs": {"0/1": 0.001, "0/8": 0.002, "0/16": 0.003},
+        "precisions": {"0/8": {"f32": 5, "pinned": 4, "ungovernable": {"cholesky": 1}}},
         **differs,
     }
 
@@ -243,6 +244,8 @@ class FakeRuntime:
             "connections": len(self._sockets),
             "compiled": 3,
             "from_cache": 4,
+            "numerics": "auto",
+            "computes": None,
             "memory": {
                 "device": {
                     "limit_bytes": None,
@@ -347,7 +350,7 @@ async def served(
             repository,
             os.getpid(),
             lifecycle,
-            Metrics(link, lambda: lifecycle.failures.keys()),
+            Metrics(link, lambda: lifecycle.failures.keys(), {}),
             live := Live(link, dict, every=0.1),
             clock=lambda: 0.0,
         )

@@ -121,7 +121,7 @@ def test_the_status_of_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert "policy      weight 1, max_delay_us 0, max_queue_depth 1024" in said.out
             rows = [line.split() for line in said.out.splitlines()]
             assert ["a@1", "ready", "resident", "100"] in rows
-            assert ["0", "8", "4", "2", "ms"] in rows
+            assert ["0", "8", "4", "2", "ms", "f32", "5,", "pinned", "4,", "cholesky", "1"] in rows
 
             assert await rsrv("status", "x") == Said(1, "", "rsrv: there is no model 'x'\n")
 
@@ -163,7 +163,17 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
             }
             assert set(status["server"]) == {"pid", "controlPid", "version", "mode", "repository"}
             assert set(status["runtime"]) == {
-                *("pid", "instance", "revision", "uptimeS", "connections", "compiled", "fromCache")
+                *(
+                    "pid",
+                    "instance",
+                    "revision",
+                    "uptimeS",
+                    "connections",
+                    "compiled",
+                    "fromCache",
+                    "numerics",
+                    "computes",
+                )
             }
             assert set(status["device"]) == {
                 *("budgetBytes", "pinnedBytes", "logicalBytes", "physicalBytes", "heldBytes")
@@ -186,7 +196,14 @@ def test_the_status_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert set(model["versions"][0]) == {
                 *("key", "digest", "state", "error", "weights", "paused", "stubs", "calls")
             }
-            assert model["executables"][0] == {"variant": 0, "size": 1, "count": 0, "costS": 0.001}
+            executable = model["executables"][1]
+            assert (executable["variant"], executable["size"], executable["costS"]) == (0, 8, 0.002)
+            assert executable["precision"] == {
+                **dict.fromkeys(("tf32", "hardware", "algorithm", "rewritten", "stripped"), 0),
+                "f32": 5,
+                "pinned": 4,
+                "ungovernable": {"cholesky": 1},
+            }
             assert model["policy"] == {"weight": 1.0, "maxDelayUs": 0, "maxQueueDepth": 1024}
 
     run()

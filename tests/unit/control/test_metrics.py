@@ -21,7 +21,7 @@ from tests.unit.control.peers import looped, served, until
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {family.name for family in FAMILIES}
-ALONE = Server(restarts=2, models=["a"], failed=["b"], version="1.2.3")
+ALONE = Server(restarts=2, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
 
 
 def measured(bounds: tuple[float, ...], *values: float) -> list[float]:
@@ -127,7 +127,11 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_deadline_missed_total", (model, ("stage", "load"))] == 2
     assert found["rsrv_meta_calls_total", (("model", "chain"),)] == 7
     assert ("rsrv_device_memory_bytes", (("kind", "limit"),)) not in found
+    assert found["rsrv_requests_waiting", ()] == sum(
+        value for (name, _), value in found.items() if name == "rsrv_queue_depth"
+    )
     assert found["rsrv_reload_failed", (("model", "b"),)] == 1
+    assert found["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
     assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1
 
 
@@ -139,6 +143,7 @@ def test_without_a_runtime_there_is_what_is_known() -> None:
         "rsrv_reload_failed",
         "rsrv_runtime_up",
         "rsrv_runtime_restarts_total",
+        "rsrv_trace_spans_total",
         "rsrv_build_info",
     }
     assert (found["rsrv_runtime_up", ()], found["rsrv_runtime_restarts_total", ()]) == (0, 2)

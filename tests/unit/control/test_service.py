@@ -63,6 +63,11 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             (8, 4, 0.002),
             (16, 0, 0.003),
         ]
+        assert [(one.precision.f32, one.precision.pinned) for one in a.executables] == [
+            (0, 0),
+            (5, 4),
+            (0, 0),
+        ]
         assert a.policy == pb.Policy(weight=1.0, max_delay_us=0, max_queue_depth=1024)
         assert (b.versions[0].error, b.versions[0].state) == ("no room", pb.STATE_FAILED)
         (m,) = status.metas
@@ -71,6 +76,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             name="c", text="manifest.yaml: not YAML", since_unix_s=1000.0, tries=2
         )
         assert (status.runtime.instance, status.runtime.pid) == ("11" * 8, 4711)
+        assert (status.runtime.numerics, status.runtime.computes) == (pb.NUMERICS_AUTO, "")
         assert status.device.budget_bytes == 5000
         assert not status.device.HasField("limit_bytes")
         assert (status.scheduler.discipline, status.scheduler.depth) == (pb.DISCIPLINE_FAIR, 2)

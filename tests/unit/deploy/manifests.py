@@ -40,6 +40,16 @@ _RELABELING = _closed(
         "action": {"enum": ["drop", "keep"]},
     },
 )
+_RULE = _closed(
+    ["alert", "expr"],
+    {
+        "alert": _TEXT,
+        "expr": _TEXT,
+        "for": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"},
+        "labels": _LABELS,
+        "annotations": _LABELS,
+    },
+)
 _TRIGGER = _closed(
     ["type", "metadata"],
     {
@@ -67,6 +77,18 @@ OPERATORS: dict[tuple[str, str], Manifest] = {
                     },
                 ),
             },
+        },
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _closed(
+        ["groups"],
+        {
+            "groups": {
+                "type": "array",
+                "items": _closed(
+                    ["name", "rules"],
+                    {"name": _TEXT, "rules": {"type": "array", "minItems": 1, "items": _RULE}},
+                ),
+            }
         },
     ),
     ("keda.sh/v1alpha1", "ScaledObject"): _closed(

@@ -9,6 +9,7 @@ from typing import Any
 
 import promql_parser
 import pytest
+from ruamel.yaml import YAML
 
 from rsrv.settings import load_settings
 from rsrv_node.plan import needs_gateway
@@ -24,6 +25,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "keda": {"autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True, "labels": {"team": "a"}}},
     "hpa": {"autoscaling": {"kind": "hpa", "queueWait": 0.25}},
     "gateway-keda": {**GATEWAY, "autoscaling": {"kind": "keda"}, "podMonitor": {"enabled": True}},
+    "alerts-and-dashboards": {
+        "prometheusRule": {"enabled": True, "labels": {"release": "monitoring"}},
+        "dashboards": {"enabled": True, "annotations": {"grafana_folder": "rsrv"}},
+    },
     "bundles-in-an-image": {"bundles": {"volume": {"hostPath": {"path": "/srv"}}, "subPath": "bundles"}},
     "own-secrets": {
         "restrict": {"existingSecret": "mine"},
@@ -163,7 +168,7 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
     env = environment(manifests)
     assert env["RSRV_CONTROL__LISTEN"].endswith(f":{ports['control']}")
     secrets = [v["secret"] for pod in pods(manifests) for v in pod["spec"]["volumes"] if "secret" in v]
-    assert secrets == [{"secretName": "demo-rsrv-control", "defaultMode": 0o440}] * 2
+    assert secrets.count({"secretName": "demo-rsrv-control", "defaultMode": 0o440}) == 2
 
 
 def test_clients_go_to_the_gateway_if_there_is_one() -> None:
@@ -173,18 +178,10 @@ def test_clients_go_to_the_gateway_if_there_is_one() -> None:
         assert selector["app.kubernetes.io/component"] == component
 
 
-@pytest.mark.parametrize(
-    ("values", "closed"),
-    [
-        ({}, "shared-memory,logging,trace,model-repository"),
-        (GATEWAY, "shared-memory,logging,trace"),
-        ({"gpu": {"perPod": 2}}, "shared-memory,logging,trace"),
-    ],
-    ids=["alone", "gateway", "gateway-in-the-pod"],
-)
-def test_what_only_operators_may_ask_wants_a_key(values: dict[str, Any], closed: str) -> None:
-    """Triton's dangerous calls want the key of a Secret; a gateway keeps the one by which it sees what is ready."""
-    manifests = render(values)
+def test_what_only_operators_may_ask_wants_a_key() -> None:
+    """Triton's dangerous calls want the key of a Secret."""
+    manifests = render()
+    closed = "shared-memory,model-repository,logging,trace"
     flags = json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])
     assert flags == [
         f"--http-restricted-api={closed}:rsrv-key=$(RSRV_RESTRICT_KEY)",
@@ -192,6 +189,28 @@ def test_what_only_operators_may_ask_wants_a_key(values: dict[str, Any], closed:
     ]
     names = [each["name"] for each in server(manifests)["containers"][0]["env"]]
     assert names.index("RSRV_RESTRICT_KEY") < names.index("RSRV_NODE__ARGUMENTS")
+
+
+@pytest.mark.parametrize("values", [GATEWAY, {"gpu": {"perPod": 2}}], ids=["gateway", "gateway-in-the-pod"])
+def test_a_gateway_has_the_key(values: dict[str, Any]) -> None:
+    """By which it sees what is ready: its name, and its value in a file from the Secret, which not everybody can read."""
+    manifests = render(values)
+    if values is GATEWAY:
+        text = one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]
+        own = YAML(typ="safe").load(text)["gateway"]
+        pod = one(manifests, "Deployment", "demo-rsrv-gateway")["spec"]["template"]["spec"]
+    else:
+        own = {
+            key.removeprefix("RSRV_GATEWAY__").lower(): value for key, value in environment(manifests).items()
+        }
+        pod = server(manifests)
+    (flag,) = [f for f in json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"]) if "grpc" in f]
+    assert f":{own['worker_repository_key']}=" in flag
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    folder, _, entry = own["worker_repository_value_file"].rpartition("/")
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mounts[folder]]
+    assert volume["secret"] == {"secretName": "demo-rsrv-restrict", "defaultMode": 0o440}
+    assert entry in one(manifests, "Secret", "demo-rsrv-restrict")["data"]
 
 
 def test_a_pod_has_time_to_drain() -> None:
@@ -283,6 +302,27 @@ def test_the_adapters_metric_is_the_one_that_is_scaled_on() -> None:
     query = rule["metricsQuery"]
     promql_parser.parse(query.replace("<<.LabelMatchers>>", f'namespace="prod",{label}="{release}"'))
     assert query.count("{") == query.count("{<<.LabelMatchers>>}")
+
+
+def test_the_operator_gets_the_same_alerts() -> None:
+    """The PrometheusRule says what the file of the rules says, braces and all, under the labels that are asked for."""
+    rule = one(render(VARIANTS["alerts-and-dashboards"]), "PrometheusRule", "demo-rsrv")
+    assert rule["metadata"]["labels"]["release"] == "monitoring"
+    (rules,) = read((CHART / "files" / "rules" / "rsrv.yml").read_text())
+    assert rule["spec"] == rules
+
+
+def test_grafanas_sidecar_gets_the_same_dashboards() -> None:
+    """The ConfigMap has the label that the sidecar looks for, and each dashboard as its file is; none fills it."""
+    boards = one(render(VARIANTS["alerts-and-dashboards"]), "ConfigMap", "demo-rsrv-dashboards")
+    assert boards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert boards["metadata"]["annotations"] == {"grafana_folder": "rsrv"}
+    files = {
+        path.name: path.read_text(encoding="utf-8") for path in (CHART / "files" / "dashboards").iterdir()
+    }
+    assert boards["data"] == files
+    # What Kubernetes takes in one.
+    assert sum(map(len, files.values())) < 1 << 20
 
 
 def test_servers_connect_to_nobody() -> None:

@@ -101,9 +101,9 @@ def test_the_wheel_is_built_of_all_its_packages() -> None:
 
 
 def test_what_is_installed_is_what_the_project_wants() -> None:
-    """The locked versions fit the extras that the server and the gateway need; jax comes with CUDA, and everything with hashes."""
+    """The locked versions fit the extras that the server, the gateway and traces need; jax comes with CUDA, and everything with hashes."""
     versions = locked("requirements.txt")
-    for extra in ("runtime", "gateway"):
+    for extra in ("runtime", "gateway", "traces"):
         for requirement in wanted(extra):
             assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
     assert versions["jax-cuda13-plugin"] == versions["jax"]

@@ -17,7 +17,7 @@ from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.contract import ModelView, Weights, WorkerView
 from rsrv_gateway.merging import merge
-from rsrv_gateway.metrics import Leavers
+from rsrv_gateway.metrics import Leavers, expose
 from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
@@ -218,6 +218,16 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
     assert found["nv_cpu_utilization", ("worker", "one")] == 0.25
     assert sum(key[0] == "rsrv_gateway_model_placed" for key in found) == 1
     assert found["rsrv_gateway_repacks_total", ("trigger", "start")] == 1
+
+
+def test_a_gateway_that_knows_no_server_says_so() -> None:
+    """The numbers of servers are there also when all are 0, for an alert to see them."""
+    nobody = expose(Counts(), {}, None, {})
+    assert 'rsrv_gateway_workers{state="up"} 0.0' in nobody.splitlines()
+    three = {"a": WorkerView(True), "b": WorkerView(False), "c": WorkerView(True)}
+    some = expose(Counts(), three, None, {}).splitlines()
+    assert 'rsrv_gateway_workers{state="up"} 2.0' in some
+    assert 'rsrv_gateway_workers{state="down"} 1.0' in some
 
 
 def test_who_left_is_forgotten_after_a_while() -> None:

@@ -1,6 +1,7 @@
 """The program: its command line, its settings, its life and its end."""
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -153,8 +154,11 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     "plane", ["processes: 1", "processes: 2", f"data_plane: haproxy, haproxy: '{get_haproxy_binary()}'"]
 )
 @looped
-async def test_it_carries_requests_and_ends_when_they_have(tmp_path: Path, base: Path, plane: str) -> None:
-    """After SIGTERM the one under way is answered; metrics know of it, and nothing is left."""
+async def test_it_carries_requests_and_ends_when_they_have(
+    tmp_path: Path, base: Path, plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After SIGTERM the one under way is answered; metrics know of it, and nothing is left. Its log is as it was asked for."""
+    monkeypatch.setenv("RSRV_LOGS__FORMAT", "json")
     triton = FakeTriton()
     async with (
         serving(triton) as port,
@@ -174,7 +178,8 @@ async def test_it_carries_requests_and_ends_when_they_have(tmp_path: Path, base:
             await asyncio.sleep(0.01)
         triton.gate.set()
         assert (await waiting).id == "1"
-        await ending
+        told = [json.loads(line) for line in (await ending).splitlines()]
+        assert {line["logger"] for line in told} >= {"rsrv.gateway"}
         assert running.process.returncode == 0
         assert list(base.iterdir()) == []
 

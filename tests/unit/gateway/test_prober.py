@@ -185,6 +185,71 @@ async def test_the_token_of_the_workers_goes_with_each_question(tmp_path: Path) 
         await one.close()
 
 
+@pytest.fixture
+def value(tmp_path: Path) -> Path:
+    """A file that holds the value of a restriction."""
+    path = tmp_path / "value"
+    path.write_text("sesame=1\n")
+    path.chmod(0o600)
+    return path
+
+
+@looped
+async def test_a_restricted_repository_is_opened_with_its_key(value: Path) -> None:
+    """The gateway brings KEY and VALUE along, as tritonserver's flag has them."""
+    triton = FakeTriton()
+    triton.restricted = ("admin-key", "sesame=1")
+    async with serving(triton) as port:
+        one = prober(port, worker_repository_key="admin-key", worker_repository_value_file=value)
+        assert await one.look() == WorkerView(alive=True, ready=frozenset({"m"}))
+        await one.close()
+
+
+@looped
+async def test_a_repository_that_stays_closed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Why a worker that answers gets no requests, and what to do; again only after it was open."""
+    triton = FakeTriton()
+    triton.restricted = ("admin-key", "sesame")
+    async with serving(triton) as port:
+        one = prober(port)
+        for _ in range(2):
+            assert await one.look() == WorkerView(alive=True)
+        (line,) = caplog.messages
+        assert line.startswith("worker w answers, but does not tell which models are ready")
+        assert "set gateway.worker_repository_key to admin-key" in line
+        assert "sesame" not in line
+        triton.restricted = None
+        assert (await one.look()).ready
+        triton.restricted = ("admin-key", "sesame")
+        await one.look()
+        assert len(caplog.messages) == 2
+        await one.close()
+
+
+@looped
+async def test_a_server_that_starts_has_refused_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It has no index yet, and nobody has to do anything."""
+    triton = FakeTriton()
+    triton.ready = False
+    async with serving(triton) as port:
+        one = prober(port)
+        assert await one.look() == WorkerView(alive=True)
+        assert caplog.messages == []
+        await one.close()
+
+
+def test_a_key_needs_its_value(value: Path) -> None:
+    """And a value its key, which gRPC takes; nobody else may read it."""
+    with pytest.raises(ValueError, match="pattern"):
+        GatewaySection(worker_repository_key="Admin-Key", worker_repository_value_file=value)
+    with pytest.raises(ValueError, match="both or neither"):
+        GatewaySection(worker_repository_key="k")
+    value.chmod(0o644)
+    section = GatewaySection(worker_repository_key="k", worker_repository_value_file=value)
+    with pytest.raises(ContactError, match=r"gateway\.worker_repository_value_file: everybody can read"):
+        Contacts(section)
+
+
 @pytest.mark.parametrize("key", ["worker_ca", "worker_token_file"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
     """With the setting."""

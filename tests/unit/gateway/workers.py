@@ -32,6 +32,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     def __init__(self) -> None:
         self.index: dict[str, str] = {"m": "READY"}
         self.index_hangs = False
+        #: what its index takes, as KEY and VALUE of --grpc-restricted-protocol
+        self.restricted: tuple[str, str] | None = None
         #: as while a server starts or ends
         self.ready = True
         #: requests that came, and what they wait for
@@ -52,6 +54,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
             await asyncio.Event().wait()
         if not self.ready:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Server not ready")
+        if self.restricted is not None:
+            header, value = f"triton-grpc-protocol-{self.restricted[0]}", self.restricted[1]
+            if dict(context.invocation_metadata()).get(header) != value:
+                reason = f"This protocol is restricted, expecting header '{header}'"
+                await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
         response = service_pb2.RepositoryIndexResponse()
         for name, state in self.index.items():
             if state == "READY" or not request.ready:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rsrv_node.logs import Prefixer
@@ -17,6 +17,15 @@ def test_lines_come_when_they_are_whole() -> None:
     assert lines.feed(b"one\ntw") == b"[worker0] one\n"
     assert lines.feed(b"o\n\n") == b"[worker0] two\n[worker0] \n"
     assert lines.end() == b""
+
+
+def test_what_is_json_stays_json() -> None:
+    """As with logs.format: json; Triton's own lines between are as they are otherwise."""
+    lines = Prefixer("worker0")
+
+    assert lines.feed(b'{"level": "info"}\nI1122 ...\n{}\n') == (
+        b'{"process": "worker0", "level": "info"}\n[worker0] I1122 ...\n[worker0] {}\n'
+    )
 
 
 def test_a_last_line_without_an_end_is_kept() -> None:
@@ -39,6 +48,7 @@ def test_a_line_without_an_end_is_cut_somewhere() -> None:
 def test_it_does_not_matter_how_the_text_arrives(text: bytes, cuts: list[int]) -> None:
     """Nothing is lost, and every line has its name."""
     lines = Prefixer("w")
+    assume(b'{"' not in text)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     out = b"".join(lines.feed(text[a:b]) for a, b in pairwise(edges)) + lines.end()
 

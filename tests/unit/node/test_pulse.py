@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-from rsrv_node.plan import Address
+from rsrv.address import Address
 from rsrv_node.pulse import hangs
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

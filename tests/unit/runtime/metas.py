@@ -72,10 +72,17 @@ class FakeTriton:
     _entries: dict[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
     def start(
-        self, name: str, inputs: dict[str, Any], *, deadline_ns: int = 0, run: int = 0, **_: Any
+        self,
+        name: str,
+        inputs: dict[str, Any],
+        *,
+        deadline_ns: int = 0,
+        run: int = 0,
+        traceparent: str = "",
+        **_: Any,
     ) -> Future[dict[str, Any]]:
         if name in self.engines:
-            return self._threads.submit(self._infer, name, inputs, deadline_ns, run)
+            return self._threads.submit(self._infer, name, inputs, deadline_ns, run, traceparent)
         future: Future[dict[str, Any]] = Future()
         if name in self.models:
             future.set_result(self.models[name](inputs))
@@ -83,10 +90,12 @@ class FakeTriton:
             future.set_exception(Failure(Status.NOT_FOUND, f"there is no model {name!r}"))
         return future
 
-    def _infer(self, name: str, inputs: dict[str, Any], deadline_ns: int, run: int) -> dict[str, Any]:
+    def _infer(
+        self, name: str, inputs: dict[str, Any], deadline_ns: int, run: int, traceparent: str
+    ) -> dict[str, Any]:
         self.tokens.append(run)
         timeout_us = max(1, (deadline_ns - time.monotonic_ns()) // 1000) if deadline_ns else 0
-        answer = self.ask(name, FakeRequest(inputs, timeout_us, with_token(run)))
+        answer = self.ask(name, FakeRequest(inputs, timeout_us, with_token(run, traceparent)))
         if answer.error is not None:
             raise untag(answer.error.message) or Failure(Status.INTERNAL, answer.error.message)
         return answer.arrays
@@ -103,9 +112,9 @@ class FakeTriton:
             engine.close()
 
 
-def with_token(run: int) -> str:
+def with_token(run: int, traceparent: str = "") -> str:
     """A request's parameters, as Triton hands them over."""
-    return json.dumps({"rsrv_run": str(run)})
+    return json.dumps({"rsrv_run": str(run), "traceparent": traceparent})
 
 
 def model_engine(

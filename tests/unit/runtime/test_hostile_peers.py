@@ -274,9 +274,14 @@ def test_address_space_without_end_closes_its_connection(runtime: Runtime, doubl
 
 
 def test_connections_without_end_wait_outside(
-    start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
+    start_runtime: StartRuntime,
+    doubling: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """They get half of the descriptors; those that are there are served, and a place that gets free is taken."""
+    """They get half of the descriptors, which the log tells with what to raise; those that are there are served, and a
+    place that gets free is taken."""
+    caplog.set_level("INFO")
     monkeypatch.setattr("rsrv.runtime.transport.resource.getrlimit", lambda of: (256 + 40, 256 + 40))
     runtime = start_runtime()
     client = Client(runtime, doubling)
@@ -289,6 +294,10 @@ def test_connections_without_end_wait_outside(
     waiting.settimeout(0.1)
     with pytest.raises(TimeoutError):
         Receiver(waiting).receive()
+    assert "room for 20 connections (about 6 models), with the 296 files that may be open" in caplog.messages
+    (line,) = {line for line in caplog.messages if "cannot take another connection" in line}
+    assert "20 connections (about 6 models) already" in line
+    assert "raise the hard limit of open files (296)" in line
     for sock in crowd[:40]:
         sock.close()
     waiting.settimeout(10)

@@ -62,14 +62,11 @@ def unsafe(source: str) -> Iterator[str]:
                 yield module
             case ast.Call(func=function, keywords=keywords):
                 name = ast.unparse(function)
-                if name in _UNSAFE_CALLS:
+                given = {(keyword.arg, ast.unparse(keyword.value)) for keyword in keywords}
+                if name in _UNSAFE_CALLS and ("allow_pickle", "False") not in given:
                     yield name
-                for keyword in keywords:
-                    if (keyword.arg, ast.unparse(keyword.value)) in {
-                        ("shell", "True"),
-                        ("allow_pickle", "True"),
-                    }:
-                        yield f"{name}({keyword.arg}=True)"
+                for keyword, value in sorted(given & {("shell", "True"), ("allow_pickle", "True")}, key=str):
+                    yield f"{name}({keyword}={value})"
 
 
 def test_nothing_turns_data_into_code() -> None:

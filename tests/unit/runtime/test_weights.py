@@ -1,5 +1,6 @@
 """Weights on both tiers while the runtime serves: shared, moved by command, short of memory, and gone."""
 
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from tests.unit.runtime.metas import meta_engine, write_meta
 from tests.unit.runtime.test_residency import answered, ask, register
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused
 
+ROOT = Path(__file__).resolve().parents[3]
 #: of one weight of `export_doubling`: three f32
 _BYTES = 12
 _RESIDENCIES = ("unpinned", "system", "device")
@@ -90,6 +92,37 @@ def house(start_runtime: StartRuntime) -> Iterator[House]:
     house = House(start_runtime)
     yield house
     house.close()
+
+
+def test_each_load_has_a_line_with_its_numbers(
+    house: House, relatives: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What came, which others have not; whose weights gave way for it; and how many requests waited."""
+    with caplog.at_level(logging.INFO, "rsrv.placement"):
+        house.start(f"weight_budget_bytes: {3 * _BYTES}")
+        engines = {name: house.engine(relatives[name]) for name in "abc"}
+        assert answered(ask(engines["a"])) == 1
+
+    lines = [record for record in caplog.records if record.__dict__["fields"].get("event") == "loaded"]
+    told = [record.__dict__["fields"] for record in lines]
+    assert [
+        (one["model"], one["bytes"], [key[0] for key in one["evicted"]], one["waiting"]) for one in told
+    ] == [
+        ("a", 2 * _BYTES, [], 0),
+        ("b", _BYTES, [], 0),
+        ("c", _BYTES, ["a"], 0),
+        ("a", _BYTES, ["b"], 1),
+    ]
+    for one in told:
+        assert one["version"].startswith(f"{one['model']}@")
+        assert one["bytes_per_second"] > 0 < one["seconds"]
+    (shown,) = re.findall(r"I rsrv.placement: (.*)", (ROOT / "docs" / "control.md").read_text("utf-8"))
+    assert template(lines[-1].getMessage()) == template(shown)
+
+
+def template(line: str) -> str:
+    """A line of the log without its versions and numbers."""
+    return re.sub(r"[\d.]+", "N", re.sub(r"\w+@\w+", "K", line))
 
 
 # --- sharing -----------------------------------------------------------------------------------------------

@@ -160,10 +160,11 @@ def test_a_call_says_what_it_has_to(triton: FakeTriton, make: Callable[..., Bls]
         return {"y": X}
 
     triton.models["note"] = note
-    make().start("note", {"x": X}, outputs=["y"], deadline_ns=in_ns(10), run=2**64 - 1).result()
+    terms: dict[str, Any] = {"deadline_ns": in_ns(10), "run": 2**64 - 1, "traceparent": "00-1-2-01"}
+    make().start("note", {"x": X}, outputs=["y"], **terms).result()
     make().start("note", {"x": X}).result()
 
-    assert seen[0]["parameters"] == {"rsrv_run": "18446744073709551615"}
+    assert seen[0]["parameters"] == {"rsrv_run": "18446744073709551615", "traceparent": "00-1-2-01"}
     assert 0 < seen[0]["timeout"] <= 10_000_000
     assert seen[0]["requested_output_names"] == ["y"]
     assert seen[0]["preferred_memory"] == ("cpu", 0)

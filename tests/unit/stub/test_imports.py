@@ -31,6 +31,7 @@ def test_the_stub_loads_neither_jax_nor_the_runtime() -> None:
         "safetensors",
         "google",
         "grpc",
+        "opentelemetry",
         "rsrv_bundle",
         "rsrv_gen",
     }

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.stub.launch import Launcher, LaunchError
+from rsrv.stub.launch import Launcher, LaunchError, greet
 from rsrv.stub.session import Session
+from rsrv.wire.socket import connect, listen
 
 #: what the interpreter does each time; the shell's "$0.starts" has a line for each
 _SCRIPT = """#!/bin/sh
@@ -44,3 +45,10 @@ def test_a_first_load_outlives_runtimes_that_are_killed_while_they_start(
         session.begin()
 
     assert (tmp_path / "python.starts").read_text().splitlines() == ["started"] * 3
+
+
+def test_a_runtime_that_takes_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits in vain is told what may be the reason, and what to raise."""
+    monkeypatch.setattr("rsrv.stub.launch._GREETING_TIMEOUT", 0.01)
+    with listen(tmp_path / "socket"), pytest.raises(LaunchError, match=r"took no connection .* \(ulimit -Hn"):
+        greet(connect(tmp_path / "socket"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.wire import calls, frames
+from rsrv.wire import calls, frames, traces
 from rsrv.wire.frames import HEADER, Kind, ProtocolError
 
 READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
@@ -21,6 +21,7 @@ READERS: list[Callable[[bytes, int], Iterable[Any]]] = [
     calls.unpack_leavings,
     calls.unpack_calls,
     calls.unpack_releases,
+    traces.unpack_marks,
 ]
 
 

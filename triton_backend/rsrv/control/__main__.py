@@ -8,9 +8,15 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rsrv import logs
 from rsrv.wire import paths
+
+if TYPE_CHECKING:
+    from rsrv.control.exporting import Exporting
+    from rsrv.control.runtime import RuntimeLink
+    from rsrv.settings import Settings
 
 log = logging.getLogger("rsrv.control")
 
@@ -31,9 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     os.nice(5)
     # gRPC's own complaints are about clients that leave.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    logs.setup()
     # It counts the files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
@@ -92,6 +96,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
 
     text = options.settings.read_text() if options.settings.exists() else ""
     settings = load_settings(text, str(options.settings))
+    logs.setup(settings.logs.format)
     repository = options.settings.parent
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(server, gone.set)
@@ -106,7 +111,8 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         decides=settings.lifecycle.mode != "explicit",
     )
     health = Health(link, readiness)
-    metrics = Metrics(link, lambda: lifecycle.failures.keys())
+    exporting = _exporting(settings, link)
+    metrics = Metrics(link, lambda: lifecycle.failures.keys(), {} if exporting is None else exporting.counts)
     live = Live(link, lambda: {name: one.text for name, one in lifecycle.failures.items()})
     service = ControlService(link, settings, repository, options.server_pid, lifecycle, metrics, live)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
@@ -134,10 +140,10 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.server_pid,
         options.directory,
     )
-    tasks = [
-        asyncio.create_task(work)
-        for work in (gone.wait(), link.run(), health.run(), lifecycle.run(), live.run())
-    ]
+    works = [gone.wait(), link.run(), health.run(), lifecycle.run(), live.run()]
+    if exporting is not None:
+        works.append(exporting.run())
+    tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -148,6 +154,23 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         for listener in listeners:
             with suppress(TimeoutError):
                 await asyncio.wait_for(listener.stop(_GRACE), 10 * _GRACE)
+
+
+def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
+    """None: there is nobody to send traces to, or nothing to do it with."""
+    endpoint = settings.traces.endpoint
+    if endpoint is None:
+        return None
+    try:
+        from rsrv.control.exporting import Collector, Exporting
+    except ModuleNotFoundError as error:
+        log.error(
+            "traces.endpoint is set, and the runtime's environment has no %s: pip install 'rsrv[traces]' there. "
+            "Nothing is traced",
+            error.name,
+        )
+        return None
+    return Exporting(link, Collector(endpoint).send)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rsrv.control.output import one_line, print_json
 from rsrv.control.trace import chrome_trace
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.progress import steps
 
 #: seconds to wait for what the server only has to note, and for what it has to do first
 _SOON = 10.0
@@ -91,6 +92,11 @@ class Server:
         """The answer. Raises grpc.RpcError."""
         timeout = getattr(self.options, "timeout", seconds)
         return getattr(self._control, call)(request, timeout=timeout, metadata=self._metadata)
+
+    def wait(self, call: str, request: Message, what: str, seconds: float = _LATE) -> Any:
+        """As `ask`, where the server has to do something first: `what`, which a terminal shows meanwhile."""
+        with steps(what):
+            return self.ask(call, request, seconds)
 
     def stream(self, call: str, request: Message) -> Any:
         timeout = getattr(self.options, "timeout", None)
@@ -219,13 +225,15 @@ def _top(server: Server) -> int:
 def _set_residency(server: Server, residency: str, wait: bool = False) -> int:
     model = server.options.model
     request = pb.SetResidencyRequest(model=model, residency=member(pb.Residency, residency), wait=wait)
-    answer = server.ask("SetResidency", request, _LATE if wait else _SOON)
+    call = "SetResidency"
+    answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
     return server.done(answer, f"{model}: residency {residency}")
 
 
 def _prefetch(server: Server) -> int:
     model, wait = server.options.model, server.options.wait
-    answer = server.ask("Prefetch", pb.PrefetchRequest(model=model, wait=wait), _LATE if wait else _SOON)
+    call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait)
+    answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
     return server.done(answer, f"{model}: the weights are {'there' if wait else 'loaded'}")
 
 
@@ -298,7 +306,8 @@ def _abort(server: Server) -> int:
 
 def _reload(server: Server) -> int:
     model = server.options.model
-    answer = server.ask("ReloadWeights", pb.ReloadWeightsRequest(model=model), _LATE)
+    request = pb.ReloadWeightsRequest(model=model)
+    answer = server.wait("ReloadWeights", request, f"{model}: being compiled and loaded")
     return server.done(answer, f"{model}: served as its bundle is now")
 
 
@@ -311,9 +320,9 @@ def _profile(server: Server) -> int:
         return server.done(answer, f"recording into {answer.directory}")
     if seconds is not None:
         server.ask("StartProfile", pb.StartProfileRequest(), _LATE)
-        with suppress(KeyboardInterrupt):  # what there is will do
+        with suppress(KeyboardInterrupt), steps("recording"):  # what there is will do
             time.sleep(seconds)
-    answer = server.ask("StopProfile", pb.StopProfileRequest(), _LATE)
+    answer = server.wait("StopProfile", pb.StopProfileRequest(), "writing the profile")
     return server.done(answer, answer.directory)
 
 

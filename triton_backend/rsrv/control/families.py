@@ -38,6 +38,12 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("rsrv_queue_depth", "gauge", ("model",), "Requests that wait. Of a meta model: runs that wait."),
     Family(
+        "rsrv_requests_waiting",
+        "gauge",
+        (),
+        "The same of all models together, for who takes one number of a server and cannot add up.",
+    ),
+    Family(
         "rsrv_queue_wait_seconds",
         "histogram",
         ("model",),
@@ -151,6 +157,13 @@ FAMILIES: tuple[Family, ...] = (
         "counter",
         (),
         "Runtimes that came after the first one that this control process knew. All counts above begin anew with each.",
+    ),
+    Family(
+        "rsrv_trace_spans_total",
+        "counter",
+        ("outcome",),
+        "Spans of traces, if there are to be any (traces.endpoint): exported; failed (the collector did not take them); "
+        "dropped (there were more than are kept until they are exported).",
     ),
     Family("rsrv_build_info", "gauge", ("version",), "Always 1."),
 )

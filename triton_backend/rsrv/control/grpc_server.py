@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from rsrv.address import parse_address
+
 log = logging.getLogger("rsrv.control")
 
 #: As Triton's, so that a client's keepalive that suits a tritonserver suits all that stand beside or before it.
@@ -70,11 +72,12 @@ class GrpcServer:
         return port
 
     def _bind(self, server: Any, address: str, credentials: Any) -> int:
-        port, socket = address.rpartition(":")[2], _path(address)
-        if not (port.isdigit() and int(port) < 65536) and socket is None:
-            raise ListenError(
-                f"{self._setting}: {address!r} is not HOST:PORT"
-            )  # gRPC would take another port
+        socket = _path(address)
+        if socket is None:
+            try:
+                parse_address(address, any_host=True, any_port=True)  # gRPC would take another port
+            except ValueError as error:
+                raise ListenError(f"{self._setting}: {error}") from None
         try:
             bound: int = (
                 server.add_insecure_port(address)

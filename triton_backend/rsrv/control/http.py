@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
+from rsrv.address import parse_address
 from rsrv.live.routes import Page
 
 log = logging.getLogger("rsrv.control")
@@ -34,14 +35,10 @@ class HttpServer:
 
     async def start(self, address: str) -> int:
         """Listen on HOST:PORT; the port. Raises OSError, and ValueError: that is no address."""
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"{address!r} is not HOST:PORT")
+        where = parse_address(address, any_port=True)
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            self._accept, host.removeprefix("[").removesuffix("]"), int(port), reuse_address=True
-        )
+        self._server = await loop.create_server(self._accept, where.host, where.port, reuse_address=True)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self, grace: float = 0.0) -> None:

@@ -23,6 +23,7 @@ from rsrv.control.rounds import Failure, Rounds
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.view import RuntimeView
 from rsrv.control.watching import look, sign, watch
+from rsrv.logs import fields
 from rsrv.settings import Settings
 from rsrv_gen.aside import version_of
 from rsrv_gen.sources import SETTINGS_FILE
@@ -301,7 +302,7 @@ class Lifecycle:
             text = f"its stub process is dead, and it can't be loaded anew: {self._barred}"
             self._loads.fail(name, text, again=False)
         elif self._loads.mend(name):
-            log.warning("%s: its stub process is dead; loading it anew", name)
+            log.warning("%s: its stub process is dead; loading it anew", name, extra=fields(model=name))
         else:
             return
         self._mending.pardon(name, self._now() + _PARDON[self._triton.mode])
@@ -412,7 +413,7 @@ class Lifecycle:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)
         for name, failure in self._rounds.broken(done.broken, time.time()).items():
-            log.error("%s stays as it was: %s", name, failure.text)
+            log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
         for name, text in done.failed.items():
             self._loads.fail(
                 name, f"{text}: {self._barred}" if self._barred else text, again=not self._barred

@@ -14,6 +14,7 @@ from typing import Any
 
 from rsrv.control.rounds import Rounds
 from rsrv.control.triton import Triton, TritonError
+from rsrv.logs import fields
 from rsrv_gen.aside import Replaced, unfinished, version_of
 from rsrv_gen.plan import LinkMode
 from rsrv_gen.update import remove
@@ -118,7 +119,13 @@ class Loads:
         failure = self._rounds.failed(name, text, self._now(), time.time(), again=again)
         # The same again and again is worth a line now and then.
         if failure.tries & (failure.tries - 1) == 0:
-            log.error("%s (attempt %d): %s", name, failure.tries, failure.text)
+            log.error(
+                "%s (attempt %d): %s",
+                name,
+                failure.tries,
+                failure.text,
+                extra=fields(model=name, event="failed", attempt=failure.tries),
+            )
 
     # --- what is done -----------------------------------------------------------------------------------------
 
@@ -146,7 +153,9 @@ class Loads:
                 await asyncio.to_thread(self._put.pop(name).forget)
                 anew = True
             if anew:
-                log.info("%s is loaded, after %.1f s", name, self._now() - started)
+                took = self._now() - started
+                said = fields(model=name, event="replaced", seconds=round(took, 3))
+                log.info("%s is loaded, after %.1f s", name, took, extra=said)
             self.served[name] = version
             self._rounds.done(name)
 
@@ -169,7 +178,7 @@ class Loads:
         else:
             self.served.pop(name, None)
             self._rounds.done(name)
-            log.info("%s is unloaded: its bundle is gone", name)
+            log.info("%s is unloaded: its bundle is gone", name, extra=fields(model=name))
         finally:
             self.unloading.discard(name)
 
@@ -186,7 +195,7 @@ class Loads:
         try:
             await work
         except Exception as error:
-            log.exception("%s: unexpected", name)
+            log.exception("%s: unexpected", name, extra=fields(model=name))
             self.fail(name, f"unexpected: {error!r}")
 
     def _ended(self, name: str) -> None:

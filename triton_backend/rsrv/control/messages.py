@@ -57,7 +57,7 @@ def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy)
     found = list(versions.values())
     # What is served, or else what is about to be.
     ready = [entry for entry in found if entry["state"] == "ready"] or found
-    costs = status.get("costs", {})
+    costs, precisions = status.get("costs", {}), status.get("precisions", {})
     return pb.ModelStatus(
         name=name,
         versions=version_list(versions),
@@ -65,7 +65,9 @@ def model_status(name: str, status: Json, versions: Versions, policy: pb.Policy)
         weights=member(pb.Weights, ready[-1]["weights"] if ready else status.get("weights")),
         paused=member(pb.Pause, ready[-1]["paused"] if ready else None),
         executables=[
-            _executable(which, status.get("sizes", {}).get(which, 0), costs.get(which))
+            _executable(
+                which, status.get("sizes", {}).get(which, 0), costs.get(which), precisions.get(which, {})
+            )
             for which in sorted({*costs, *status.get("sizes", {})}, key=_variant_and_size)
         ],
         policy=policy,
@@ -209,9 +211,11 @@ def _names(message: Any, but: frozenset[str]) -> frozenset[str]:
     return frozenset(field.name for field in message.DESCRIPTOR.fields) - but
 
 
-def _executable(which: str, count: int, cost: float | None) -> pb.Executable:
+def _executable(which: str, count: int, cost: float | None, precision: Json) -> pb.Executable:
     variant, size = _variant_and_size(which)
-    return pb.Executable(variant=variant, size=size, count=count, cost_s=cost)
+    return pb.Executable(
+        variant=variant, size=size, count=count, cost_s=cost, precision=pb.Precision(**precision)
+    )
 
 
 def _variant_and_size(which: str) -> tuple[int, int]:

@@ -25,15 +25,20 @@ class Server:
     models: Collection[str]
     failed: Collection[str]
     version: str
+    #: of traces, by what became of them; of none that are not wanted
+    spans: Mapping[str, int]
 
 
 class Metrics:
     """The text for whoever asks; many at once are given the same."""
 
-    def __init__(self, link: RuntimeLink, failed: Callable[[], Collection[str]]) -> None:
-        """`failed`: names of models that are not as their bundles say."""
+    def __init__(
+        self, link: RuntimeLink, failed: Callable[[], Collection[str]], spans: Mapping[str, int]
+    ) -> None:
+        """`failed`: names of models that are not as their bundles say; `spans` as `Server`'s, whenever it is read."""
         self._link = link
         self._failed = failed
+        self._spans = spans
         self._version = rsrv.__version__
         self._underway: asyncio.Task[str] | None = None
 
@@ -61,6 +66,7 @@ class Metrics:
             models=frozenset(e["name"] for e in link.entries.values() if link.up and e["state"] != "failed"),
             failed=frozenset(self._failed()),
             version=self._version,
+            spans=dict(self._spans),
         )
         # Of hundreds of models that takes longer than a probe should wait.
         return await asyncio.to_thread(expose, said, server)
@@ -76,6 +82,8 @@ def expose(said: Mapping[str, Any] | None, server: Server) -> str:
             _put_common(page, name, meta)
             page.put("rsrv_meta_runs", (name,), meta["running"])
             page.put("rsrv_meta_calls_total", (name,), meta["calls"])
+        waiting = sum(one["queued"] for one in (*said["models"].values(), *said["metas"].values()))
+        page.put("rsrv_requests_waiting", (), waiting)
         _put_memory(page, said["memory"])
         page.measure("rsrv_compile_seconds", (), LONG_SECONDS, said["compile"])
         page.put_each("rsrv_executables_total", (), said["executables"])
@@ -83,6 +91,7 @@ def expose(said: Mapping[str, Any] | None, server: Server) -> str:
         page.put("rsrv_reload_failed", (name,), float(name in server.failed))
     page.put("rsrv_runtime_up", (), float(said is not None))
     page.put("rsrv_runtime_restarts_total", (), server.restarts)
+    page.put_each("rsrv_trace_spans_total", (), server.spans)
     page.put("rsrv_build_info", (server.version,), 1.0)
     return page.text()
 

@@ -87,13 +87,14 @@ def model_page(answer: pb.GetStatusResponse) -> None:
         if model.executables:
             print()
             print_table(
-                ("VARIANT", "SIZE", "EXECUTIONS", "COST"),
+                ("VARIANT", "SIZE", "EXECUTIONS", "COST", "PRODUCTS OF F32"),
                 (
                     (
                         str(one.variant),
                         str(one.size),
                         str(one.count),
                         duration(one.cost_s) if one.HasField("cost_s") else "-",
+                        _precision(one.precision),
                     )
                     for one in model.executables
                 ),
@@ -204,6 +205,11 @@ def _print_server(answer: pb.GetStatusResponse) -> None:
                     f"{amount(answer.host.physical_bytes)} in host memory"
                 ),
             ),
+            (
+                "numerics",
+                _word(pb.Numerics, runtime.numerics)
+                + (f"; the device multiplies in {runtime.computes}" if runtime.computes else ""),
+            ),
             ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
         ]
     )
@@ -236,6 +242,13 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
                 for one in versions
             ),
         )
+
+
+def _precision(precision: pb.Precision) -> str:
+    """The counts that are not 0, by the keys of docs/numerics.md."""
+    counts = [(field.name, value) for field, value in precision.ListFields() if field.name != "ungovernable"]
+    ungovernable = sorted(precision.ungovernable.items())
+    return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
 
 
 def _model_row(model: pb.ModelStatus) -> tuple[str, ...]:

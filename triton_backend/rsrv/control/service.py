@@ -78,6 +78,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 connections=status["connections"],
                 compiled=status["compiled"],
                 from_cache=status["from_cache"],
+                numerics=member(pb.Numerics, status["numerics"]),
+                computes=status["computes"] or "",
             ),
             host=messages.host_memory(status["memory"]["host"]),
             device=messages.device_memory(status["memory"]["device"]),

@@ -106,8 +106,13 @@ def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
         apis, _, secret = value.partition(":")
         key, _, word = secret.partition("=")
         if "model-repository" in apis.split(","):
-            headers.append((f"triton-grpc-protocol-{key.lower()}", word))
+            headers.append(restriction(key, word))
     return headers
+
+
+def restriction(key: str, value: str) -> tuple[str, str]:
+    """What a call of an API that was restricted with KEY=VALUE has to bring along."""
+    return f"triton-grpc-protocol-{key.lower()}", value
 
 
 def _state(state: str, reason: str) -> State:

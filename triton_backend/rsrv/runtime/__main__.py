@@ -13,6 +13,8 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from rsrv import logs
+from rsrv.limits import raise_limit
 from rsrv.runtime.heap import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
@@ -34,19 +36,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     # The limit of a stub's memory is for its hooks.
-    _raise_limit(resource.RLIMIT_DATA)
+    raise_limit(resource.RLIMIT_DATA)
     # The stub that starts this process must not be its parent: it may be unloaded at any time, and would
     # keep a zombie if we died first.
     if os.fork():
         return 0
     os.setsid()
     use_one_arena()
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    # Loads of weights are told as they come: they must not wait for the log.
+    logs.setup(aside=True)
     # A warning is a line of the log, whatever the environment wants warnings to be.
     warnings.simplefilter("default")
-    logging.captureWarnings(True)
     log = logging.getLogger("rsrv.runtime")
     try:
         server = os.pidfd_open(options.server_pid)
@@ -65,13 +65,14 @@ def main(argv: list[str] | None = None) -> int:
 
         text = options.settings.read_text() if options.settings and options.settings.exists() else ""
         settings = load_settings(text, str(options.settings))
+        logs.setup(settings.logs.format)
         if paths.hold(options.directory) is None:
             # Its starter died before it could say so: the other stubs will find it.
             _say(options.ready_fd, "ready")
             return 0
         paths.sweep(options.directory.parent)
-        # A model takes about five descriptors; the customary 1024 would be too few for hundreds of models.
-        _raise_limit(resource.RLIMIT_NOFILE)
+        # The customary 1024 open files would be too few for hundreds of models.
+        raise_limit(resource.RLIMIT_NOFILE)
         (options.directory / paths.SOCKET).unlink(missing_ok=True)
         listener = listen(options.directory / paths.SOCKET)
         box = BlackBox(options.directory)
@@ -100,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             memory_fraction=settings.runtime.memory_fraction,
             preallocate=settings.runtime.preallocate,
             weight_memory=settings.runtime.weight_memory,
+            numerics=settings.runtime.numerics,
         ),
         blackbox=box,
         inspector=Inspector(),
@@ -118,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             loop.clear()
         # Again: whoever steers may have looked for the control process meanwhile, and left its lock.
         paths.remove(options.directory)
+        logging.shutdown()  # what was logged is to be written
         os._exit(0)
 
     def end_what_hangs(place: Place, task: Task, seconds: float) -> None:
@@ -151,12 +154,6 @@ def main(argv: list[str] | None = None) -> int:
     with suppress(Exception):
         loop.clear()
     os._exit(70)
-
-
-def _raise_limit(resource_: int) -> None:
-    """As far as it may be."""
-    _, hard = resource.getrlimit(resource_)
-    resource.setrlimit(resource_, (hard, hard))
 
 
 def _say(fd: int, text: str) -> None:

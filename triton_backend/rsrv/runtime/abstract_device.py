@@ -30,6 +30,25 @@ class Abandoned(Exception):
     """Whoever wanted an upload does not want it any more; nothing of it is left on the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What computes. `platform`: cpu, cuda, or as jax calls it; `capability`: CUDA's, None if it is not known."""
+
+    platform: str
+    capability: tuple[int, int] | None = None
+
+    @property
+    def has_tf32(self) -> bool:
+        """For sure."""
+        return self.platform == "cuda" and self.capability is not None and self.capability >= (8, 0)
+
+    def __str__(self) -> str:
+        if self.platform != "cuda":
+            return f"a device of the platform {self.platform}"
+        known = "unknown" if self.capability is None else ".".join(map(str, self.capability))
+        return f"a CUDA device of compute capability {known}"
+
+
 def never() -> bool:
     return False
 
@@ -48,6 +67,9 @@ class Device(Protocol):
 
     Executions run one after the other, in the order of their launches.
     """
+
+    @property
+    def hardware(self) -> Hardware: ...
 
     @property
     def asynchronous(self) -> bool:

@@ -24,6 +24,7 @@ from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import load
 from rsrv.runtime.timeline import Timeline, answer
+from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
@@ -102,6 +103,10 @@ class _Timeline(_Command):
     since: int = Field(0, ge=0)
 
 
+class _Traces(_Command):
+    since: int = Field(0, ge=0)
+
+
 class _Metrics(_Command):
     pass
 
@@ -130,6 +135,7 @@ _KINDS: dict[str, type[_Command]] = {
     "overview": _Overview,
     "profile": _Profile,
     "timeline": _Timeline,
+    "traces": _Traces,
 }
 
 
@@ -146,6 +152,7 @@ class Commands:
         transport: Transport,
         inbox: Inbox,
         timeline: Timeline,
+        traces: Traces,
         feed: Callable[[ev.Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -159,6 +166,7 @@ class Commands:
         self._watching = watching
         self._transport = transport
         self._timeline = timeline
+        self._traces = traces
         self._feed = feed
         self._clock = clock
         self._profiler = Profiler(inbox)
@@ -254,6 +262,8 @@ class Commands:
                 return load(self._registry, self._watching.instance, self._scheduler.load(), backlog)
             case _Timeline(since=since):
                 return answer(self._timeline, self._watching.instance, since, self._clock())
+            case _Traces(since=since):
+                return self._traces.answer(self._watching.instance, since)
             case _Metrics():
                 kept = self._requests.runs.kept_bytes
                 return metrics(self._registry, self._scheduler, self._reports, kept)

@@ -3,12 +3,14 @@
 import os
 import socket
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rsrv.wire.frames import Completion, Kind, ProtocolError, pack_completions, pack_json
 from rsrv.wire.memory import Bytes, SharedMemoryError, create_document, map_segment
 from rsrv.wire.socket import Closed, Receiver, send
+from rsrv.wire.traces import Mark
 
 #: what may wait for a stub that does not read: frames, their bytes, and descriptors; beyond, it is taken for dead
 _MAX_BACKLOG = 4096
@@ -18,6 +20,8 @@ _MAX_BACKLOG_FDS = 64
 #: which are address space only until somebody touches them
 _MAX_SEGMENTS = 1024
 _MAX_SEGMENT_BYTES = 1 << 40
+#: marks of traced requests whose requests have not come; beyond, those that never came are in it
+_MAX_MARKS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +66,8 @@ class Connection:
         self.group: Group | None = None  # once it is registered
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
+        #: traced requests that come next, by the connection's own numbers
+        self.marks: dict[int, Mark] = {}
         self._receiver = Receiver(sock, buffer)
         self._backlog: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._backlog_bytes = 0
@@ -86,6 +92,12 @@ class Connection:
             self.segments[id] = map_segment(fds[0], left)
         except SharedMemoryError as error:
             raise ProtocolError(str(error)) from None
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        """Requests that come next are traced."""
+        self.marks.update((mark.request, mark) for mark in marks)
+        if len(self.marks) > _MAX_MARKS:
+            self.marks.clear()
 
     def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
         """Send, or keep for later when the stub is slow: nobody else waits for it."""

@@ -34,6 +34,8 @@ from rsrv.runtime.aligned import Reuse
 from rsrv.runtime.compiled import CompiledCache, CompiledCacheError, make_private
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv.runtime.cuda_memory import Moving, WeightMemory
+from rsrv.runtime.numerics import OVERRIDE, hardware_of
+from rsrv.settings import Numerics
 from rsrv_bundle.modules import Signature
 
 log = logging.getLogger("rsrv.device")
@@ -66,7 +68,8 @@ class JaxDevice:
     A CPU executes within `launch`; with `asynchronous_cpu` it does as a GPU does. jax decides that once per
     process, when it is first used. Of a GPU's memory it may take `memory_fraction`, if `preallocate` at once,
     unless the environment has jax's own variables for that. With the `weight_memory` of the driver, weights lie
-    outside of jax's allocator, which then takes its share as it needs it.
+    outside of jax's allocator, which then takes its share as it needs it. `numerics` is what libraries, and whatever
+    is traced in this process, keep to; modules of models are compiled as they are.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class JaxDevice:
         memory_fraction: float = 0.9,
         preallocate: bool = True,
         weight_memory: Literal["jax", "driver"] = "jax",
+        numerics: Numerics = "auto",
         asynchronous_cpu: bool = False,
     ) -> None:
         import jax
@@ -89,6 +93,11 @@ class JaxDevice:
             preallocate = preallocate and weight_memory == "jax"
             options = client_options(memory_fraction, preallocate, os.environ)
             jax.config.update("jax_pjrt_client_create_options", options)
+        if numerics == "f32":
+            # Before there is a client.
+            os.environ[OVERRIDE] = "0"
+        # Whatever JAX_DEFAULT_MATMUL_PRECISION says.
+        jax.config.update("jax_default_matmul_precision", "highest" if numerics == "f32" else None)
         # f64 and i64 tensors are what the manifest says, not what jax narrows them to.
         jax.config.update("jax_enable_x64", True)
         # A CPU that executes is not free for anything else; another thread would only add two switches.
@@ -113,6 +122,11 @@ class JaxDevice:
             self._device = jax.devices()[0]
         except RuntimeError as error:
             raise DeviceError(f"jax finds no device: {error}") from None
+        self.hardware = hardware_of(
+            self._device.platform,
+            self._device.client.platform_version,
+            getattr(self._device, "compute_capability", None),
+        )
         self.asynchronous = asynchronous_cpu or self._device.platform != "cpu"
         self.launcher: int | None = None
         self._lock = Lock()

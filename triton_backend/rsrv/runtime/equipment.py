@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from rsrv.runtime.abstract_device import Device, DeviceError
 from rsrv.runtime.host_memory import HostMemoryError
+from rsrv.runtime.numerics import Computes, probe
 from rsrv.runtime.tiers import Tiers
 from rsrv.runtime.underway import Place
 from rsrv.runtime.workers import Inbox
@@ -24,7 +25,7 @@ class Equipment:
         make_device: Callable[[], Device],
         settings: Settings,
         inbox: Inbox,
-        ready: Callable[[Device, Tiers], None],
+        ready: Callable[[Device, Tiers, Computes | None], None],
         place: Place,
     ) -> None:
         self._make_device = make_device
@@ -57,7 +58,8 @@ class Equipment:
                         f"the runtime has no device: {type(error).__name__}: {error}"
                     ) from error
             device = self._device
+            computes = probe(device, self._settings.runtime.numerics)
             tiers = Tiers(device, self._settings, self._inbox, self._place)
             self._whole = device, tiers
-            self._inbox.post(lambda: self._ready(device, tiers))
+            self._inbox.post(lambda: self._ready(device, tiers, computes))
         return self._whole

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rsrv.runtime.abstract_device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
+from rsrv.runtime.models import about
 from rsrv.runtime.underway import Phase, Place, Underway
 from rsrv.runtime.workers import Inbox, Worker
 
@@ -146,8 +147,12 @@ def _failure(job: Job, error: Exception) -> Failure:
         # As text: whoever keeps the record would with the error keep the execution's tensors, just now.
         why = str(error)
         log.warning(
-            "%s: no memory on the device for an execution of %d rows: %s", job.model.key, job.size, why
+            "%s: no memory on the device for an execution of %d rows: %s",
+            job.model.key,
+            job.size,
+            why,
+            extra=about(job.model, rows=job.size),
         )
         return Failure(str(error), out_of_memory=True)
-    log.exception("%s: execution failed", job.model.key)
+    log.exception("%s: execution failed", job.model.key, extra=about(job.model, rows=job.size))
     return Failure(f"{type(error).__name__}: {error}")

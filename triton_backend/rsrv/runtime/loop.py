@@ -27,6 +27,7 @@ from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import status
 from rsrv.runtime.timeline import Timeline
+from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.watching import Watching
@@ -44,6 +45,7 @@ from rsrv.wire.frames import (
     unpack_submissions,
 )
 from rsrv.wire.memory import Board
+from rsrv.wire.traces import read_spans, unpack_marks
 from rsrv_bundle.inspection import Inspector
 
 #: seconds; a deadline may be further away than epoll can wait
@@ -93,8 +95,10 @@ class Loop:
             inspector,
         )
         self._catalog, self._placement = self._registry.catalog, self._registry.placement
-        self._requests = Requests(self._registry, self._transport, self._feed)
         self._timeline = Timeline()
+        self._traces = Traces(self._timeline)
+        self._traced = settings.traced
+        self._requests = Requests(self._registry, self._transport, self._feed, self._traces)
         self._reports = Reports()
         self._commands = Commands(
             self._registry,
@@ -105,6 +109,7 @@ class Loop:
             self._transport,
             self._inbox,
             self._timeline,
+            self._traces,
             self._feed,
             clock,
         )
@@ -210,6 +215,13 @@ class Loop:
                 self._commands.take(connection, unpack_json(frame))
             case Kind.REPORT:
                 self._report(connection, unpack_json(frame))
+            case Kind.TRACE:
+                if self._traced:
+                    connection.mark(unpack_marks(frame, count))
+            case Kind.SPANS:
+                if connection.group is None:
+                    raise ProtocolError("SPANS before REGISTERED")
+                self._traces.told(*read_spans(unpack_json(frame)))
             case Kind.WATCH:
                 self._watching.watch(connection)
             case _:
@@ -257,13 +269,20 @@ class Loop:
     def _handle(self, event: ev.Event, finished: Job | None = None, seconds: float = 0.0) -> None:
         now = self._clock()
         instructions = self._scheduler.handle(event, now)
-        self._timeline.happened(event, now)
+        ended = self._timeline.happened(event, now)
+        traces = self._traces if self._traces.live else None
+        if traces is not None:
+            traces.happened(event, ended, now)
         for instruction in instructions:
             match instruction:
                 case ev.Finish():
+                    if traces is not None:
+                        traces.finished(instruction, now)
                     self._requests.finish(instruction, finished, seconds)
                 case ev.Execute():
                     self._timeline.begins(instruction, now)
+                    if traces is not None:
+                        traces.executes(instruction, now)
                     self._execute(instruction)
                 case ev.LoadWeights(key, epoch):
                     self._timeline.begins(instruction, now)

@@ -4,14 +4,16 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rsrv.logs import fields
 from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
+from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
 from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.underway import Phase, Place
@@ -19,7 +21,9 @@ from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
-from rsrv_bundle.modules import Look, Signature, check_signatures, read_module, signature_of
+from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module, signature_of
+from rsrv_bundle.precision import treat
+from rsrv_bundle.products import Precision
 
 log = logging.getLogger("rsrv.models")
 
@@ -41,6 +45,8 @@ class Model:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
+    #: of each of them, as compiled
+    precisions: Mapping[tuple[int, int], Precision]
     #: what clients send that tells the rows of a request: an input and its batch axis; None: none has one
     batch_input: tuple[str, int] | None
     #: device bytes that its largest execution takes beside the weights
@@ -49,6 +55,11 @@ class Model:
     host: HostWeights
     #: in argument order, while they are on the device
     weights: Sequence[Buffer] | None = None
+
+
+def about(model: Model, **more: Any) -> dict[str, Any]:
+    """For `extra` of a line of the log about a model."""
+    return fields(model=model.name, version=model.key, **more)
 
 
 def model_key(name: str, bundle: Bundle) -> str:
@@ -109,17 +120,41 @@ def build(
 ) -> Model:
     """Compile every module, and know the weights by their content; nothing of them is on the device yet.
 
-    What `look` has seen of a module is what is compiled. What executions cost is not known before `warm_up`. Raises
+    What `look` has seen of a module is what is compiled, but for what `runtime.numerics` changes. What executions cost is not known before `warm_up`. Raises
     BundleError, HostMemoryError, DeviceError, and whatever `look` and the compiler raise.
     """
     started = time.perf_counter()
     signatures = check_signatures(bundle, look)
     of_model = settings.for_model(name)
-    executables = {}
+    executables, precisions = {}, {}
     wanted = usable(signatures, of_model.max_batch_size)
+    how = treatment(settings.runtime.numerics, device.hardware)
+    own = {"model": name, "version": model_key(name, bundle)}
     for done, key in enumerate(wanted, 1):
-        executables[key] = device.compile(read_module(bundle, key, signatures[key]), signatures[key])
-        log.info("%s: compiled %d/%d (variant %d, size %d)", name, done, len(wanted), *key)
+        began = time.perf_counter()
+        found = read_module(bundle, key, signatures[key])
+        module, precisions[key] = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
+        executables[key] = device.compile(module, signatures[key])
+        seconds = time.perf_counter() - began
+        log.info(
+            "%s: compiled %d/%d in %.2f s (variant %d, size %d): %s",
+            name,
+            done,
+            len(wanted),
+            seconds,
+            *key,
+            precisions[key],
+            extra=fields(
+                **own,
+                event="compiled",
+                variant=key[0],
+                size=key[1],
+                seconds=round(seconds, 6),
+                done=done,
+                of=len(wanted),
+                products=asdict(precisions[key]),
+            ),
+        )
     compiled = time.perf_counter() - started
     nbytes = sum(weight.nbytes for weight in bundle.weights)
     scratch = max(device.scratch_bytes(executable, nbytes) for executable in executables.values())
@@ -143,6 +178,14 @@ def build(
         compiled,
         weights.nbytes,
         scratch,
+        extra=fields(
+            **own,
+            event="built",
+            seconds=round(time.perf_counter() - started, 6),
+            compile_seconds=round(compiled, 6),
+            bytes=weights.nbytes,
+            scratch_bytes=scratch,
+        ),
     )
     return Model(
         program.model,
@@ -151,6 +194,7 @@ def build(
         interface,
         program,
         executables,
+        precisions,
         batch_input(bundle),
         scratch,
         of_model.residency,
@@ -182,6 +226,7 @@ def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tu
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
     place = place or Place()
+    started = time.perf_counter()
     costs = {}
     for (variant, size), executable in model.executables.items():
         inputs = zeros(model.interface.variants[variant].inputs, size)
@@ -191,7 +236,18 @@ def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tu
                 seconds.append(run(device, executable, weights, inputs)[1])
         costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
     _smooth(costs)
-    log.info("%s: costs %s", model.name, {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()})
+    log.info(
+        "%s: warmed up in %.2f s, costs %s",
+        model.name,
+        time.perf_counter() - started,
+        {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()},
+        extra=about(
+            model,
+            event="warmed_up",
+            seconds=round(time.perf_counter() - started, 6),
+            costs={f"{v}/{s}": round(c, 9) for (v, s), c in costs.items()},
+        ),
+    )
     return costs
 
 

@@ -8,11 +8,12 @@ from functools import partial
 from rsrv.runtime.abstract_device import CacheCounts, Device
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.catalog import Catalog
-from rsrv.runtime.models import Model
+from rsrv.runtime.models import Model, about
+from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.tiers import Tiers
+from rsrv.runtime.tiers import Ended, Tiers
 from rsrv.runtime.workers import Worker
 
 log = logging.getLogger("rsrv.placement")
@@ -39,17 +40,21 @@ class Placement:
         self._let_go = let_go
         #: the latest complaint about the budget
         self._tight: str | None = None
+        #: keys of the models whose weights gave way, by that of the model whose load needed the room
+        self._evicted: dict[str, list[str]] = {}
         #: None until they are made
         self.device: Device | None = None
         self.tiers: Tiers | None = None
+        #: how the device multiplies by default, where there is a question
+        self.computes: Computes | None = None
         #: bytes of the device that executions may take beside weights
         self.scratch = 0
         #: models that are built or warmed up now
         self.builds = 0
 
-    def equip(self, device: Device, tiers: Tiers) -> None:
+    def equip(self, device: Device, tiers: Tiers, computes: Computes | None) -> None:
         """There is a device."""
-        self.device, self.tiers = device, tiers
+        self.device, self.tiers, self.computes = device, tiers, computes
         self.decide()
 
     @property
@@ -74,7 +79,7 @@ class Placement:
         """Bring a model's weights to the device."""
         model = self._catalog.get(key)
         self._catalog.moved(key, "loading")
-        self._tiers.load(model, epoch, lambda event: self._loaded(event, model))
+        self._tiers.load(model, epoch, lambda event, moved: self._loaded(event, model, moved))
 
     def abandon(self, epoch: int) -> None:
         """Nobody waits for this load any more."""
@@ -83,19 +88,61 @@ class Placement:
     def evict(self, key: str, heir: str | None) -> None:
         """Give the memory of a model's weights back, but for what the next load needs; nothing executes on them."""
         self._catalog.moved(key, "absent")
-        self._tiers.free(self._catalog.get(key), None if heir is None else self._catalog.get(heir))
+        model = self._catalog.get(key)
+        self._tiers.free(model, None if heir is None else self._catalog.get(heir))
+        if heir is None:
+            log.info("%s: weights evicted", key, extra=about(model, event="evicted"))
+        else:
+            self._evicted.setdefault(heir, []).append(key)
 
     def when_moved(self, action: Callable[[], None]) -> None:
         """Do something on the loop when all that was asked for before has been loaded or freed."""
         self._tiers.when_moved(action)
 
-    def _loaded(self, event: ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned, model: Model) -> None:
+    def _loaded(self, event: Ended, model: Model, moved: int) -> None:
+        self._report(event, model, moved)
         # First: the scheduler may have something to say about it at once.
         self._catalog.moved(model.key, "resident" if isinstance(event, ev.WeightsLoaded) else "absent")
         self._feed(event)
         if model.weights is not None and model.residency == "device":
             self.follow(model)
         self._let_go(model.key)
+
+    def _report(self, event: Ended, model: Model, moved: int) -> None:
+        """A line for each swap: what came, in which time, in place of what, for how many."""
+        evicted = self._evicted.pop(model.key, [])
+        place = f", in place of {', '.join(evicted)}" if evicted else ""
+        match event:
+            case ev.WeightsLoaded(seconds=seconds):
+                waiting = self._scheduler.queued(model.key)
+                rate = moved / max(seconds, 1e-9)
+                log.info(
+                    "%s: weights loaded: %.1f MB in %.1f ms (%.0f MB/s)%s; requests that wait: %d",
+                    model.key,
+                    moved / 1e6,
+                    seconds * 1e3,
+                    rate / 1e6,
+                    place,
+                    waiting,
+                    extra=about(
+                        model,
+                        event="loaded",
+                        bytes=moved,
+                        seconds=round(seconds, 6),
+                        bytes_per_second=round(rate),
+                        evicted=evicted,
+                        waiting=waiting,
+                    ),
+                )
+            case ev.LoadAbandoned():
+                log.info(
+                    "%s: loading weights given up, nobody waits for them any more%s",
+                    model.key,
+                    place,
+                    extra=about(model, event="abandoned", evicted=evicted),
+                )
+            case ev.LoadFailed():
+                pass  # who failed has said why
 
     # --- what operators say -------------------------------------------------------------------------------
 
@@ -105,7 +152,7 @@ class Placement:
         for key in self._catalog.built(names):
             model = self._catalog.get(key)
             wanted = self._catalog.policy.residency(model.name)
-            log.info("%s: residency %s, was %s", key, wanted, model.residency)
+            log.info("%s: residency %s, was %s", key, wanted, model.residency, extra=about(model))
             # Again, if nothing changes: its load, or its copy, may have failed before.
             model.residency = wanted
             if wanted != "device" or model.weights is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rsrv.logs import fields
 from rsrv.runtime.abstract_device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.blackbox import Deaths
 from rsrv.runtime.catalog import Catalog, Listed
@@ -14,7 +15,7 @@ from rsrv.runtime.connection import Connection, Group, MetaCounts
 from rsrv.runtime.equipment import Equipment
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
-from rsrv.runtime.models import Model, Wanted, build, identify, to_json, warm_up, wire_tensors
+from rsrv.runtime.models import Model, Wanted, about, build, identify, to_json, warm_up, wire_tensors
 from rsrv.runtime.placement import Placement
 from rsrv.runtime.policy import Policy
 from rsrv.runtime.scheduler import events as ev
@@ -136,8 +137,10 @@ class Registry:
             except BundleError as error:
                 result = str(error)
             except Exception as error:
-                log.exception("%s: cannot read the bundle", name)
+                log.exception("%s: cannot read the bundle", name, extra=fields(model=name))
                 result = f"{type(error).__name__}: {error}"
+            if isinstance(result, str):
+                _say_not_loaded(name, None, result)
             self._inbox.post(lambda: self._identified(connection, result, verdicts))
 
         self._builder.put(read)
@@ -155,7 +158,7 @@ class Registry:
             entry = self.catalog.listed[key]
             del entry.connections[connection.id]
             if not entry.connections and entry.model is not None and not entry.leaving:
-                log.info("%s: unloaded", entry.name)
+                log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
                 self._remove(key, entry)
 
     def _remove(self, key: str, entry: Listed) -> None:
@@ -201,6 +204,7 @@ class Registry:
         for key, why in verdicts.items():
             name, bundle = wanted.models[key]
             self.catalog.refuse(key, name, bundle.digest, why)
+            _say_not_loaded(name, key, why)
             text = f"{key}: {why}"
             if group.counts is not None:
                 self._tell(group, text)
@@ -270,7 +274,7 @@ class Registry:
         except (BundleError, InspectorError, DeviceError, HostMemoryError) as error:
             result = str(error)
         except Exception as error:
-            log.exception("%s: cannot be loaded", name)
+            log.exception("%s: cannot be loaded", name, extra=fields(model=name, version=key))
             result = f"{type(error).__name__}: {error}"
         self._inbox.post(lambda: self._built(key, result))
 
@@ -310,10 +314,11 @@ class Registry:
                 self._deaths.survived(key)
             except Exception as caught:
                 if isinstance(caught, OutOfMemory) and not again:
-                    log.warning("%s: no memory on the device to warm it up: %s", model.name, caught)
+                    text = "%s: no memory on the device to warm it up: %s"
+                    log.warning(text, model.name, caught, extra=about(model))
                     self._inbox.post(lambda: self._feed(ev.WarmUpEnded(key, None, out_of_memory=True)))
                     return
-                log.exception("%s: cannot be warmed up", model.name)
+                log.exception("%s: cannot be warmed up", model.name, extra=about(model))
                 error = f"{type(caught).__name__}: {caught}"
             self._inbox.post(lambda: self._warmed_up(model, costs, error))
 
@@ -356,7 +361,8 @@ class Registry:
             if self.catalog.listed.get(key) is not entry or entry.leaving:
                 return  # it left meanwhile, and may be there anew
             if entry.ready:
-                log.error("%s: its weights should be on the device, and do not get there: %s", key, error)
+                text = "%s: its weights should be on the device, and do not get there: %s"
+                log.error(text, key, error, extra=fields(model=entry.name, version=key))
             else:
                 self._fail(key, entry, f"its weights cannot be loaded: {error}")
 
@@ -364,7 +370,7 @@ class Registry:
 
     def _fail(self, key: str, entry: Listed, reason: str) -> None:
         """A model does not get ready: say why to all that want it, and forget it."""
-        log.error("%s: not loaded: %s", entry.name, reason)
+        _say_not_loaded(entry.name, key, reason)
         reason = reason[:_MAX_REASON]
         waiting = [(connection, connection.group) for connection in entry.connections.values()]
         entry.connections = {}
@@ -393,12 +399,18 @@ class Registry:
         settings = {
             "stub": self.catalog.policy.settings.stub.model_dump(mode="json"),
             "metrics": {"triton": self.catalog.policy.settings.metrics.triton},
+            "logs": self.catalog.policy.settings.logs.model_dump(mode="json"),
             "meta": {**self.catalog.policy.settings.meta.model_dump(mode="json"), "concurrency": concurrency},
+            "traces": {"enabled": self.catalog.policy.settings.traced},
         }
         connection.send_document(
             Kind.REGISTERED,
             {"key": group.key, "client": group.client, "models": models, "settings": settings},
         )
+
+
+def _say_not_loaded(name: str, key: str | None, reason: str) -> None:
+    log.error("%s: not loaded: %s", name, reason, extra=fields(model=name, version=key, event="not_loaded"))
 
 
 def _rejected(reason: str, client: str = "") -> bytes:

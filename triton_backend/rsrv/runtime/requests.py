@@ -11,6 +11,7 @@ from rsrv.runtime.execution import AnyPart, CallPart, Job, Part
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run, Runs, find_sources, find_targets
 from rsrv.runtime.scheduler import events as ev
+from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
 from rsrv.wire.calls import Call, Entrance
 from rsrv.wire.frames import Completion, ProtocolError, Status
@@ -25,11 +26,18 @@ _ABORTED = "the request was aborted"
 class Requests:
     """`feed` takes the scheduler's events, after all that has arrived before."""
 
-    def __init__(self, registry: Registry, transport: Transport, feed: Callable[[ev.Event], None]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        transport: Transport,
+        feed: Callable[[ev.Event], None],
+        traces: Traces,
+    ) -> None:
         self._registry = registry
         self._catalog = registry.catalog
         self._transport = transport
         self._feed = feed
+        self._traces = traces
         #: by global id; runs by that of their ENTER
         self._pending: dict[int, AnyPart | Run] = {}
         self._arrived: list[ev.Request] = []
@@ -80,6 +88,14 @@ class Requests:
             self._arrived.append(
                 ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id)
             )
+            if connection.marks:
+                self._trace(connection, request, id, key)
+
+    def _trace(self, connection: Connection, request: int, id: int, key: str) -> None:
+        """If it was said that this one is traced."""
+        mark = connection.marks.pop(request, None)
+        if mark is not None:
+            self._traces.begin(id, mark, key)
 
     def cancel(self, connection: Connection, requests: Iterable[int]) -> None:
         ids = tuple(_global_id(connection, id) for id in requests)
@@ -140,6 +156,8 @@ class Requests:
         except ProtocolError:
             del self._pending[id]
             raise
+        if connection.marks:
+            self._trace(connection, call.request, id, model.key)
 
     def leave(self, connection: Connection, token: int, status: Status) -> None:
         """A run is over."""
@@ -244,6 +262,7 @@ class Requests:
     def _done(self, id: int, status: Status, text: str) -> None:
         """Answer a request that was not executed, or tell a run how its asking ended."""
         part = self._pending.pop(id)
+        self._traces.live.pop(id, None)  # the scheduler may never have known it
         if isinstance(part, CallPart):
             part.give_up()
         self._answer_with(part.connection, Completion(part.request, status, text=text))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from rsrv.runtime.abstract_device import Device
@@ -24,6 +25,8 @@ def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dic
         "compiled": counts.compiled,
         "from_cache": counts.from_cache,
         "shared": counts.shared,
+        "numerics": catalog.policy.settings.runtime.numerics,
+        "computes": placement.computes,
         "memory": memory(snapshot, placement.tiers, placement.device),
         "models": {
             listed.name: _model(key, listed, snapshot.models[key], catalog.policy.residency(listed.name))
@@ -92,6 +95,10 @@ def _model(key: str, listed: Listed, model: ModelSnapshot, residency: str) -> di
         "load_seconds": model.load_seconds,
         "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
+        "precisions": {
+            f"{variant}/{size}": asdict(precision)
+            for (variant, size), precision in (listed.model.precisions if listed.model else {}).items()
+        },
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from rsrv.runtime.abstract_device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
-from rsrv.runtime.models import Model
+from rsrv.runtime.models import Model, about
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.underway import Phase, Place
 from rsrv.runtime.workers import Inbox, Worker
@@ -48,8 +48,11 @@ class Tiers:
         self._epoch = 0
         self._abandoned = False
 
-    def load(self, model: Model, epoch: int, ended: Callable[[Ended], None]) -> None:
-        """Bring a model's weights to the device; `ended` is called on the loop, when `model.weights` says how."""
+    def load(self, model: Model, epoch: int, ended: Callable[[Ended, int], None]) -> None:
+        """Bring a model's weights to the device; `ended` is called on the loop, when `model.weights` says how.
+
+        It is also told the bytes that have come to the device.
+        """
         assert model.weights is None, "the scheduler loads absent weights only"
         self._epoch, self._abandoned = epoch, False
         largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
@@ -71,7 +74,7 @@ class Tiers:
                 begin()
 
         def load() -> None:
-            started = time.monotonic()
+            started, before = time.monotonic(), self.device.nbytes
             weights: Sequence[Buffer] | None = None
             event: Ended
             try:
@@ -81,20 +84,23 @@ class Tiers:
             except Abandoned:
                 event = ev.LoadAbandoned(model.key, epoch)
             except OutOfMemory as error:
-                log.warning("%s: no memory on the device for its weights: %s", model.key, error)
+                log.warning(
+                    "%s: no memory on the device for its weights: %s", model.key, error, extra=about(model)
+                )
                 event = ev.LoadFailed(model.key, epoch, str(error), out_of_memory=True)
             except (BundleError, HostMemoryError) as error:
-                log.error("%s: loading weights failed: %s", model.key, error)
+                log.error("%s: loading weights failed: %s", model.key, error, extra=about(model))
                 event = ev.LoadFailed(model.key, epoch, str(error))
             except Exception as error:
-                log.exception("%s: loading weights failed", model.key)
+                log.exception("%s: loading weights failed", model.key, extra=about(model))
                 event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
 
             self._place.end()
+            moved = max(0, self.device.nbytes - before)
 
             def end() -> None:
                 model.weights = weights
-                ended(event)
+                ended(event, moved)
 
             self._inbox.post(end)
 
@@ -125,8 +131,15 @@ class Tiers:
                 model.host.drop()
         except (BundleError, HostMemoryError) as error:
             log.warning(
-                "%s: the host keeps no copy of its weights, so each load reads the file: %s", model.key, error
+                "%s: the host keeps no copy of its weights, so each load reads the file: %s",
+                model.key,
+                error,
+                extra=about(model),
             )
         except Exception:
             # As when a 2.0 bundle's weight finds no memory to be transposed in: that is no reason to end.
-            log.exception("%s: the host keeps no copy of its weights, so each load reads the file", model.key)
+            log.exception(
+                "%s: the host keeps no copy of its weights, so each load reads the file",
+                model.key,
+                extra=about(model),
+            )

@@ -1,9 +1,8 @@
 """What the device did of late: executions, warm-ups, loads of weights and evictions, one after the other."""
 
-from collections import deque
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from rsrv.runtime.latest import Latest
 from rsrv.runtime.scheduler import events as ev
 
 #: spans that are kept: half a minute of a thousand a second. About 5 MB.
@@ -33,9 +32,7 @@ class Timeline:
     """Belongs to the loop, which tells it all events, and those instructions that begin something."""
 
     def __init__(self, length: int = LENGTH) -> None:
-        self._spans: deque[Span] = deque(maxlen=length)
-        #: spans that there ever were: the number of the next one
-        self.next = 0
+        self._spans: Latest[Span] = Latest(length)
         self._executing: dict[int, ev.Execute] = {}
         self._loading: dict[tuple[str, int], float] = {}
         self._warming: dict[str, float] = {}
@@ -53,12 +50,12 @@ class Timeline:
             case ev.EvictWeights():
                 self._add(Span("evict", instruction.model, now, now))
 
-    def happened(self, event: ev.Event, now: float) -> None:
-        """Events that end nothing of what is shown are nothing here."""
+    def happened(self, event: ev.Event, now: float) -> Span | None:
+        """What ended with it; events that end nothing of what is shown are nothing here."""
         match event:
             case ev.ExecutionFinished():
                 begun = self._executing.pop(event.dispatch)
-                self._add(
+                return self._add(
                     Span(
                         "execute",
                         begun.model,
@@ -75,25 +72,30 @@ class Timeline:
                 # The link's own time where it is known: a load may have waited for evictions.
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)
-                self._add(
+                return self._add(
                     Span("load", event.model, start, now, failed=not isinstance(event, ev.WeightsLoaded))
                 )
             case ev.WarmUpEnded():
                 start = self._warming.pop(event.model, now)
-                self._add(Span("warm_up", event.model, start, now, failed=event.costs is None))
+                return self._add(Span("warm_up", event.model, start, now, failed=event.costs is None))
+        return None
+
+    @property
+    def next(self) -> int:
+        """The number of the next span."""
+        return self._spans.next
+
+    def loading(self, model: str) -> float | None:
+        """When the load of a model's weights that is under way began."""
+        return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
     def since(self, number: int, most: int = MOST) -> tuple[int, list[Span]]:
-        """The spans from this number on, oldest first and at most so many, and the number of the first of them.
+        """As `Latest.since`."""
+        return self._spans.since(number, most)
 
-        That is more than `number` where older ones are forgotten.
-        """
-        oldest = self.next - len(self._spans)
-        first = min(max(number, oldest), self.next)
-        return first, list(islice(self._spans, first - oldest, first - oldest + most))
-
-    def _add(self, span: Span) -> None:
-        self._spans.append(span)
-        self.next += 1
+    def _add(self, span: Span) -> Span:
+        self._spans.add(span)
+        return span
 
 
 def answer(timeline: Timeline, instance: str, since: int, now: float) -> dict[str, Any]:

@@ -16,6 +16,9 @@ log = logging.getLogger("rsrv.transport")
 
 #: frames read from one connection before the others get their turn
 _BURST = 32
+#: connections of one model: its stub's for requests, for answers that come later, and for reports. A meta model has one
+#: more for each run.
+_EACH = 3
 #: descriptors that are not for connections but for what these bring along: weights' files, documents under way
 _SPARE = 256
 
@@ -43,6 +46,8 @@ class Transport:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         #: of descriptors, half of what there are
         self._most = max(1, (limit - _SPARE) // 2)
+        self._files = limit
+        log.info("room for %s, with the %d files that may be open", self._room(), limit)
         # A frame is dealt with before the next one is received, from whomever.
         self._buffer = bytearray(MAX_FRAME)
         self._epoll = select.epoll()
@@ -102,13 +107,18 @@ class Transport:
         while True:
             try:
                 if len(self._targets) > self._most:
-                    raise OSError(f"there are {self._most} already")
+                    raise OSError(f"there are {self._room()} already")
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
                 # No descriptor may be taken: listen again when a connection has ended, or epoll would spin.
-                log.error("cannot take another connection: %s", error)
+                log.error(
+                    "cannot take another connection: %s. Whoever comes waits until one has ended. For more, raise the hard limit of "
+                    "open files (%d) where tritonserver is started: ulimit -Hn, a container's --ulimit nofile",
+                    error,
+                    self._files,
+                )
                 self._epoll.modify(self._listener, 0)
                 return
             sock.setblocking(False)
@@ -121,6 +131,9 @@ class Transport:
             self._next_id += 1
             self._targets[sock.fileno()] = Connection(self._next_id, sock, peer, self._buffer)
             self._epoll.register(sock, select.EPOLLIN)
+
+    def _room(self) -> str:
+        return f"{self._most} connections (about {self._most // _EACH} models)"
 
     def _serve(self, connection: Connection, mask: int) -> None:
         if mask & select.EPOLLOUT:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rsrv.logs import fields
 from rsrv.stub.replies import Failure, untag
 from rsrv.stub.tensors import Array, Tensors
-from rsrv.stub.terms import RUN
+from rsrv.stub.terms import RUN, TRACEPARENT
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -117,6 +118,9 @@ class _Call:
     outputs: Sequence[str]
     deadline_ns: int  # 0: none
     run: int
+    #: the id of the request that it is made for
+    who: str
+    traceparent: str
     #: when it has taken longer than any call should
     hung_ns: int
     #: resolved when the answer is there or the time is over, whichever comes first
@@ -169,17 +173,20 @@ class Bls:
         dtypes: Mapping[str, str] | None = None,
         deadline_ns: int = 0,
         run: int = 0,
+        who: str = "",
+        traceparent: str = "",
     ) -> Future[Arrays]:
         """The answer of `model`: the `outputs` in their order, or all that it gives if none are named.
 
         `dtypes` names those of inputs that numpy has no type for (bf16, as its bits). Shapes go and come as Triton
         has them: a scalar per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` the token
-        of the caller's run, 0 for none. The future ends when the call's time is over at the latest, with Failure if
+        of the caller's run, 0 for none; `who` the id of its request, and `traceparent` its trace context, "" for
+        none. The future ends when the call's time is over at the latest, with Failure if
         there is no answer. Cancelling it helps only while the call waits for its turn.
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
-        call = _Call(model, inputs, dtypes or {}, outputs, deadline_ns, run, hung_ns)
+        call = _Call(model, inputs, dtypes or {}, outputs, deadline_ns, run, who, traceparent, hung_ns)
         with self._lock:
             refused = self._refuse(call, now)
             if refused is None:
@@ -278,7 +285,7 @@ class Bls:
     def _watch(self) -> None:
         while late := self._sleep():
             for call, failure in late:
-                log.warning("%s", failure.text)
+                log.warning("request %r: %s", call.who, failure.text, extra=_about(call))
                 _settle(call.future, failure)
             del late, call, failure
 
@@ -296,7 +303,7 @@ class Bls:
             # Without the exception itself: its traceback would keep the call's arrays alive.
             outcome = Failure(failure.status, failure.text)
         except Exception:
-            log.exception("calling model %r", call.model)
+            log.exception("request %r: calling model %r", call.who, call.model, extra=_about(call))
             outcome = Failure(
                 Status.INTERNAL, f"model {call.model!r} could not be called; the server's log says why"
             )
@@ -311,7 +318,9 @@ class Bls:
             message = response.error().message()
             failure = failure_of(call.model, message)
             if failure.status is Status.INTERNAL:
-                log.error("calling model %r: %s", call.model, message)
+                log.error(
+                    "request %r: calling model %r: %s", call.who, call.model, message, extra=_about(call)
+                )
             return failure
         # Copies: what is held of the response would keep Triton's shared memory from being used again, and that
         # grows for good.
@@ -323,8 +332,13 @@ class Bls:
 
     def _request(self, call: _Call) -> Any:
         options: dict[str, Any] = {}
+        parameters = {}
         if call.run:
-            options["parameters"] = {RUN: str(call.run)}  # as text: integers there are signed
+            parameters[RUN] = str(call.run)  # as text: integers there are signed
+        if call.traceparent:
+            parameters[TRACEPARENT] = call.traceparent
+        if parameters:
+            options["parameters"] = parameters
         if call.deadline_ns:
             options["timeout"] = max(1, (call.deadline_ns - time.monotonic_ns()) // 1000)
         return self._pb.InferenceRequest(
@@ -340,7 +354,8 @@ class Bls:
         try:
             return self._tensors.make(name, array, call.dtypes.get(name))
         except Exception:
-            log.exception("calling model %r: input %r of %s", call.model, name, array.dtype)
+            text = "request %r: calling model %r: input %r of %s"
+            log.exception(text, call.who, call.model, name, array.dtype, extra=_about(call))
             raise Failure(
                 Status.INVALID,
                 f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's",
@@ -358,3 +373,8 @@ def _settle(future: Future[Arrays], outcome: Arrays | Failure) -> None:
 
 def _closed() -> Failure:
     return Failure(Status.RUNTIME_DOWN, "the model is being unloaded")
+
+
+def _about(call: _Call) -> dict[str, Any]:
+    """For `extra` of a line of the log."""
+    return fields(request=call.who, calls=call.model)

@@ -18,6 +18,7 @@ from rsrv.stub.replies import Failure
 from rsrv.stub.session import DOWN
 from rsrv.stub.shapes import Plan
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
+from rsrv.stub.tracing import Trace, end_call
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
 from rsrv.wire.frames import Completion, ProtocolError, Status, request_tag
 from rsrv.wire.layout import NUMPY, Tensor
@@ -79,15 +80,33 @@ class _Sent:
     inputs: list[Array]
     #: by output; None: on the device
     outputs: dict[str, Array | DeviceTensor]
+    #: of time.perf_counter, when it was asked for, and what it is in a trace
+    since: float
+    trace: Trace | None
     outcome: Results | Failure | None = None
     future: asyncio.Future[Results] | None = None
+
+    def end(self, outcome: Results | Failure) -> None:
+        self.outcome = outcome
+        failure = outcome if isinstance(outcome, Failure) else None
+        end_call(self.trace, self.stage.remote.name, self.since, failure)
 
 
 class DirectRun:
     """One run on a connection of its own. For one thread; `released` is for any."""
 
-    def __init__(self, lane: Lane, token: int, deadline_ns: int, priority: int, who: str) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        token: int,
+        deadline_ns: int,
+        priority: int,
+        who: str,
+        trace: Trace | None = None,
+    ) -> None:
+        """`trace`: what calls are parts of."""
         self._lane = lane
+        self.trace = trace
         self._token = token
         self._deadline_ns = deadline_ns
         self._priority = priority
@@ -95,6 +114,8 @@ class DirectRun:
         #: how it was turned away, once it was
         self._refused: Failure | None = None
         self._entering: int | None = None
+        #: when it asked, of time.perf_counter
+        self._asked = 0.0
         self.entered = False
         self._sent: dict[int, _Sent] = {}
         #: those that were given up: the runtime, if it is there, may still write to their memory
@@ -113,6 +134,7 @@ class DirectRun:
             return
         self.entered = True
         (self._entering,) = self._lane.next_ids(1)
+        self._asked = time.perf_counter()
         tag = request_tag(self._who)
         entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, tag)
         if not self._guard(lambda: self._lane.enter([entrance])):
@@ -146,12 +168,22 @@ class DirectRun:
 
     def start(self, stage: Stage, inputs: Mapping[str, Any], keep: Keep) -> "_Waiting":
         """Send a call. Raises Failure."""
+        since, trace = time.perf_counter(), None if self.trace is None else self.trace.child()
+        try:
+            return self._start(stage, inputs, keep, since, trace)
+        except Failure as failure:
+            end_call(trace, stage.remote.name, since, failure)
+            raise
+
+    def _start(
+        self, stage: Stage, inputs: Mapping[str, Any], keep: Keep, since: float, trace: Trace | None
+    ) -> "_Waiting":
         arrays = check_inputs(stage, inputs)
         kept = check_keep(stage, keep)
-        values, plan = stage.endpoint.prepare(arrays, self._who)
+        values, plan = stage.endpoint.prepare(arrays, self._who, trace)
         rows = arrays[stage.remote.inputs[0].name].shape[0] if stage.remote.batched else None
         (id,) = self._lane.next_ids(1)
-        sent = _Sent(stage, plan, rows, [], {})
+        sent = _Sent(stage, plan, rows, [], {}, since, trace)
         try:
             spots = [
                 self._place(value, tensor, plan.rows, sent.inputs)
@@ -163,10 +195,12 @@ class DirectRun:
         except OSError:
             raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
         if not plan.rows:
-            sent.outcome = self._finish(sent)
+            sent.end(self._finish(sent))
             return _Waiting(self, sent)
         self.enter()
         self._sent[id] = sent
+        if trace is not None:
+            self._lane.mark([trace.mark(id)])
         call = Call(id, self._token, stage.index, plan.index, plan.rows, spots, targets)
         self._guard(lambda: self._lane.call([call], self._releases()))
         return _Waiting(self, sent)
@@ -210,9 +244,9 @@ class DirectRun:
             return dict(sent.outputs)
         arrays: Any = sent.outputs
         try:
-            results = sent.stage.endpoint.results(arrays, self._who)
+            results = sent.stage.endpoint.results(arrays, self._who, sent.trace)
             remote = sent.stage.remote
-            checked = check_results(results, remote.outputs, sent.client_rows, "postprocess")
+            checked = check_results(results, remote.outputs, sent.client_rows, "postprocess", self._who)
         except Failure as failure:
             return failure
         return {wire.name: array for wire, array in zip(remote.outputs, checked, strict=True)}
@@ -236,15 +270,17 @@ class DirectRun:
     def _take(self, done: Completion) -> None:
         if done.request == self._entering:
             self._entering = None
+            if self.trace is not None:
+                self.trace.part("queue", self._asked, done.text)
             if done.status is not Status.OK:
                 self._refused = Failure(done.status, done.text)
             return
         sent = self._sent.pop(done.request)
         if done.status is not Status.OK:
             # A call of a run that was not let in fails for that reason.
-            sent.outcome = self._refused or Failure(done.status, done.text)
+            sent.end(self._refused or Failure(done.status, done.text))
         else:
-            sent.outcome = self._finish(sent)
+            sent.end(self._finish(sent))
         sent.inputs.clear()
         _resolve(sent)
 
@@ -255,7 +291,7 @@ class DirectRun:
         lost, self._sent = self._sent, {}
         self._lost += lost.values()
         for sent in lost.values():
-            sent.outcome = failure
+            sent.end(failure)
             _resolve(sent)
 
     def _guard(self, action: Callable[[], T]) -> T:

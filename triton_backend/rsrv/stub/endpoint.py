@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.hooks import BadInput
+from rsrv.logs import fields
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
 from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
+from rsrv.stub.tracing import Trace
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY, Interface
 
@@ -69,56 +71,64 @@ class Endpoint:
         self.preprocess_seconds = 0.0
         self.postprocess_seconds = 0.0
 
-    def prepare(self, arrays: Mapping[str, Value], who: str) -> tuple[list[Any], Plan]:
-        """The module's inputs, in its order, and how they are executed. Raises Failure."""
+    def prepare(
+        self, arrays: Mapping[str, Value], who: str, trace: Trace | None = None
+    ) -> tuple[list[Any], Plan]:
+        """The module's inputs, in its order, and how they are executed; hooks are parts of `trace`. Raises Failure."""
         if self.hooks.preprocess is not None:
-            started = time.perf_counter()
-            try:
-                arrays = run_hook("preprocess", self.hooks.preprocess, arrays, who, self._guard)
-            finally:
-                seconds = time.perf_counter() - started
-                self._measure("pre", seconds)
+            arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, who, trace)
             self.preprocess_seconds += _EMA * (seconds - self.preprocess_seconds)
         inputs: list[Any] = []
         for spec in self._interface.variants[0].inputs.tensors:
             array = arrays.get(spec.name)
             if array is None:
-                raise self._wrong_input(f"has no tensor {spec.name!r}")
+                raise self._wrong_input(f"has no tensor {spec.name!r}", who)
             if array.dtype != NUMPY[spec.dtype]:
-                raise self._wrong_input(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}")
+                raise self._wrong_input(f"has {spec.name!r} of {array.dtype}, expected {spec.dtype}", who)
             inputs.append(array)
-        return inputs, self._resolve(tuple([array.shape for array in inputs]))
+        return inputs, self._resolve(tuple([array.shape for array in inputs]), who)
 
-    def _resolve(self, shapes: tuple[tuple[int, ...], ...]) -> Plan:
+    def _resolve(self, shapes: tuple[tuple[int, ...], ...], who: str) -> Plan:
         plan = self._plans.get(shapes)
         if plan is None:
             try:
                 plan = resolve(self._interface, shapes)
             except BadShape as error:
                 if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
-                    raise self._wrong_input(f"does not fit: {error}") from None
+                    raise self._wrong_input(f"does not fit: {error}", who) from None
                 raise Failure(Status.INVALID, str(error)) from None
             if len(self._plans) < _MAX_SHAPES:
                 self._plans[shapes] = plan
         return plan
 
-    def _wrong_input(self, what: str) -> Failure:
+    def _wrong_input(self, what: str, who: str) -> Failure:
         if self.hooks.preprocess is None:
             return Failure(Status.INVALID, f"the request {what}")
-        return hook_failed("preprocess", f"its result {what}")
+        return hook_failed("preprocess", f"its result {what}", who)
 
-    def results(self, arrays: Mapping[str, Array], who: str) -> Mapping[str, Array]:
+    def results(
+        self, arrays: Mapping[str, Array], who: str, trace: Trace | None = None
+    ) -> Mapping[str, Array]:
         """What clients get of the module's outputs. Raises Failure."""
         if self.hooks.postprocess is None:
             return arrays
-        started = time.perf_counter()
-        try:
-            arrays = run_hook("postprocess", self.hooks.postprocess, arrays, who, self._guard)
-        finally:
-            seconds = time.perf_counter() - started
-            self._measure("post", seconds)
+        arrays, seconds = self._run("postprocess", "post", self.hooks.postprocess, arrays, who, trace)
         self.postprocess_seconds += _EMA * (seconds - self.postprocess_seconds)
         return arrays
+
+    def _run(
+        self, name: str, short: str, hook: Hook, arrays: Mapping[str, Any], who: str, trace: Trace | None
+    ) -> tuple[dict[str, Array], float]:
+        """Its result, and the seconds that it took, which is measured also when it raises Failure."""
+        started, error = time.perf_counter(), f"the {name} hook failed"
+        try:
+            result, error = run_hook(name, hook, arrays, who, self._guard), ""
+        finally:
+            seconds = time.perf_counter() - started
+            self._measure(short, seconds)
+            if trace is not None:
+                trace.part(name, started, error)
+        return result, seconds
 
 
 def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor]) -> dict[str, Array]:
@@ -136,17 +146,17 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
 
 
 def check_results(
-    arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str
+    arrays: Mapping[str, Array], outputs: Sequence[WireTensor], rows: int | None, hook: str, who: str
 ) -> list[Array]:
     """The tensors for clients, in order, as the interface has them; `rows`: as many as each must have.
 
-    Raises Failure: the function `hook` of model.py made something else.
+    Raises Failure: the function `hook` of model.py made something else for the request `who`.
     """
     checked = []
     for wire in outputs:
         array = arrays.get(wire.name)
         if array is None:
-            raise hook_failed(hook, f"its result has no {wire.name!r}")
+            raise hook_failed(hook, f"its result has no {wire.name!r}", who)
         if array.ndim == len(wire.dims) - 1:
             array = array.reshape(*array.shape, 1)
         if array.dtype != NUMPY[wire.dtype] or not wire.fits(array.shape):
@@ -154,18 +164,19 @@ def check_results(
                 hook,
                 f"its result has {wire.name!r} of {array.dtype} {list(array.shape)}, "
                 f"expected {wire.dtype} {list(wire.dims)}",
+                who,
             )
         if rows is not None and len(array) != rows:
             raise hook_failed(
-                hook, f"its result has {wire.name!r} of {len(array)} rows for a request of {rows}"
+                hook, f"its result has {wire.name!r} of {len(array)} rows for a request of {rows}", who
             )
         checked.append(array)
     return checked
 
 
-def hook_failed(hook: str, why: str) -> Failure:
-    """What a client hears of a hook's fault; the log says why."""
-    log.error("model.py: %s: %s", hook, why)
+def hook_failed(hook: str, why: str, who: str) -> Failure:
+    """What the client of the request `who` hears of a hook's fault; the log says why."""
+    log.error("request %r: model.py: %s: %s", who, hook, why, extra=fields(request=who, hook=hook))
     return Failure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
 
 
@@ -193,7 +204,8 @@ def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> 
             who,
             name,
             error,
+            extra=fields(request=who, hook=name),
         )
         return Failure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
-    log.exception("request %r: model.py: %s raised", who, name)
+    log.exception("request %r: model.py: %s raised", who, name, extra=fields(request=who, hook=name))
     return Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")

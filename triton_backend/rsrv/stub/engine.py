@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from rsrv.logs import fields
+from rsrv.stub.complaints import Complaints
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
@@ -23,6 +25,7 @@ from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
+from rsrv.stub.tracing import end_request
 from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
@@ -39,6 +42,8 @@ _QUEUE_FACTOR = 5
 _RISE = 0.01
 #: bytes of the direct lane's memory: the least, and how much of it stays after a large batch
 _LEAST, _KEEP = 64 << 10, 16 << 20
+#: requests of a batch that a line of the log names
+_MOST_NAMED = 16
 _OUR_FAULT = "the request could not be handled; the server's log says why"
 _INTERNAL = "this model is a part of meta models and not served by itself; `public: true` in its manifest changes that"
 
@@ -66,6 +71,7 @@ class Engine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
+        self._complaints = Complaints()
         self._farewell = Farewell(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
@@ -91,6 +97,7 @@ class Engine:
         if self._direct is not None:
             self._direct.close()
         self._link, self._direct, self._slab = link, link.direct, None
+        self._traced = link.settings["traces"]["enabled"]
         (model,) = link.models
         self._largest = model.interface.variants[0].sizes[-1]
         self._endpoint = endpoint = Endpoint(
@@ -123,27 +130,29 @@ class Engine:
         """Triton's entry: a list of responses, or None when they come later."""
         now, link = time.perf_counter(), self._session.link
         if link is None:
-            return [self._end(now, Status.RUNTIME_DOWN, self._session.down) for _ in requests]
+            return self._end(requests, now, Status.RUNTIME_DOWN, self._session.down)
         if link is not self._link:
             self._switch(link)
         try:
             if self._direct is link.direct and self._soon(link, len(requests)):
                 return self._in_place(link, link.direct, requests)
-        except Exception:
-            log.exception("a batch failed")
+        except Exception:  # noqa: BLE001 - logged by _say_failed
+            _say_failed(requests)
             self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
-            return [self._end(now, Status.INTERNAL, _OUR_FAULT) for _ in requests]
+            return self._end(requests, now, Status.INTERNAL, _OUR_FAULT)
         try:
             self._answer_later(link, requests)
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged by _say_failed
             # Those that have no answer yet get it when their replies are dropped.
-            log.exception("a batch failed")
+            _say_failed(requests)
         return None
 
-    def _end(self, since: float, status: Status, text: str) -> Any:
-        """The response of a request that came at `since` and gets no further."""
-        self.meters.answered(status, since)
-        return self._responses.failure(status, text)
+    def _end(self, requests: list[Any], since: float, status: Status, text: str) -> list[Any]:
+        """The responses of requests that came at `since` and get no further."""
+        for request in requests:
+            self.meters.answered(status, since)
+            self._complaints.ended(status, text, request.request_id())
+        return [self._responses.failure(status, text) for _ in requests]
 
     def _soon(self, link: Link, count: int) -> bool:
         """Whether to wait inside execute(): the executions take at most stub.in_place_ms and start before long.
@@ -173,6 +182,8 @@ class Engine:
         jobs = self._receive(lane, requests)
         placed = self._place_all(jobs, lane, self._take_direct)
         waiting = {job.id: job for job in placed}
+        if self._traced:
+            _mark(lane, placed)
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
@@ -244,6 +255,8 @@ class Engine:
         for job in jobs:
             if job.id not in waiting:
                 self._later.finish(job)
+        if self._traced:
+            _mark(link.later, placed)
         self._later.submit(link, placed)
 
     # --- one request --------------------------------------------------------------------------------------
@@ -263,7 +276,9 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - logged by _blame
                 _blame(job, error)
             else:
-                job.deadline_ns, job.priority, job.run = terms
+                job.deadline_ns, job.priority, job.run, parent = terms
+                if self._traced:
+                    job.trace = self.meters.spans.begin(job.request, parent)
         return jobs
 
     def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:
@@ -301,7 +316,7 @@ class Engine:
             job.client_rows = len(next(iter(arrays.values())))
         who = job.request.request_id()
         job.tag = request_tag(who)
-        job.inputs, plan = self._endpoint.prepare(arrays, who)
+        job.inputs, plan = self._endpoint.prepare(arrays, who, job.trace)
         job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes
@@ -312,25 +327,32 @@ class Engine:
         if job.failure is None and job.reply is not None and job.reply.sent:
             job.fail(Status.DEADLINE, LATE)
         if job.failure is not None:
-            if job.failure.status is Status.INTERNAL:
-                log.error("request %r failed: %s", job.request.request_id(), job.failure.text)
             return self._failed(job, job.failure)
         if job.execute_ns:
             self._learn(job.execute_ns)
         try:
             response = self._responses.answer(self._outputs_of(job))
-            self.meters.answered(Status.OK, job.since)
+            self._ended(job, Status.OK)
             return response
         except Failure as failure:
             return self._failed(job, failure)
         except Exception:
-            log.exception("answering a request failed")
+            who = job.request.request_id()
+            log.exception("request %r: answering failed", who, extra=fields(request=who))
             why = "the answer could not be made; the server's log says why"
             return self._failed(job, Failure(Status.INTERNAL, why))
 
     def _failed(self, job: Job, failure: Failure) -> Any:
-        self.meters.answered(failure.status, job.since)
+        self._ended(job, failure.status, failure.text)
+        self._complaints.ended(failure.status, failure.text, job.request.request_id())
         return self._responses.failure(failure.status, failure.text, sub_call=job.run != 0)
+
+    def _ended(self, job: Job, status: Status, text: str = "") -> None:
+        self.meters.answered(status, job.since)
+        if job.trace is not None:
+            rows = {} if job.plan is None else {"rsrv.rows": job.plan.rows}
+            who = job.request.request_id()
+            end_request(job.trace, self._link.key, job.since, status, text, who, rows)
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.plan is not None
@@ -339,13 +361,32 @@ class Engine:
             spec.name: job.slab.view(job.outputs_at + offset, spec, job.plan.rows)
             for spec, offset in job.plan.outputs
         }
-        results = self._endpoint.results(arrays, job.request.request_id())
+        who = job.request.request_id()
+        results = self._endpoint.results(arrays, who, job.trace)
         rows = job.client_rows if self._batched else None
-        checked = check_results(results, self._outputs, rows, "postprocess")
+        checked = check_results(results, self._outputs, rows, "postprocess", who)
         return [
             self._tensors.make(wire.name, array, wire.dtype)
             for wire, array in zip(self._outputs, checked, strict=True)
         ]
+
+
+def _say_failed(requests: list[Any]) -> None:
+    """To be called while the exception is handled."""
+    named = [who for request in requests if (who := request.request_id())][:_MOST_NAMED]
+    log.exception(
+        "a batch of %d requests failed: %s",
+        len(requests),
+        ", ".join(map(repr, named)),
+        extra=fields(requests=named),
+    )
+
+
+def _mark(lane: Lane, jobs: Sequence[Job]) -> None:
+    """Tell the runtime which of the jobs that come next are traced."""
+    marks = [job.trace.mark(job.id) for job in jobs if job.trace is not None]
+    if marks:
+        lane.mark(marks)
 
 
 def _blame(job: Job, error: Exception) -> None:
@@ -354,5 +395,6 @@ def _blame(job: Job, error: Exception) -> None:
         # Without the exception itself: its traceback would keep the whole batch alive.
         job.fail(error.status, error.text)
     else:
-        log.exception("preparing a request failed")
+        who = job.request.request_id()
+        log.exception("request %r: preparing failed", who, extra=fields(request=who))
         job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from rsrv.logs import fields
 from rsrv.stub.farewell import Backstop, Faulthandler
 from rsrv.stub.machine import can_have, limit_private_bytes, stack_bytes, total_memory
 
@@ -168,6 +169,7 @@ class HookGuard:
             stretch.hook,
             self._timeout,
             stack,
+            extra=fields(request=stretch.request, hook=stretch.hook),
         )
         self._end(f"the model's {stretch.hook} hook hangs; the model is being restarted")
 

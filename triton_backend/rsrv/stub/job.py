@@ -7,6 +7,7 @@ from typing import Any
 from rsrv.stub.lane import Array, Lane, Slab
 from rsrv.stub.replies import Failure, Reply
 from rsrv.stub.shapes import Plan
+from rsrv.stub.tracing import Trace
 from rsrv.wire.frames import Completion, Status, Submission
 
 
@@ -20,6 +21,7 @@ class Job:
     priority: int = 0
     run: int = 0  # token of the meta model's run that it belongs to
     tag: int = 0  # stands for its client's id
+    trace: Trace | None = None  # if it is traced
     #: what the request asks for, once its shapes are known
     inputs: Sequence[Array] = ()
     plan: Plan | None = None

@@ -33,6 +33,7 @@ from rsrv.wire.frames import Completion, Kind, ProtocolError, Submission
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.memory import Arena, Bytes, Place, read_document
 from rsrv.wire.socket import Closed, send
+from rsrv.wire.traces import Mark, Span, pack_marks, pack_spans
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -127,6 +128,11 @@ class Lane:
             raise ProtocolError("something else where REPORTED was expected")
         return frames.unpack_json(frame)
 
+    def tell_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
+        """What was seen of traced requests, on a lane as `report`'s. Raises TimeoutError, Closed."""
+        if not all(self._send(frame, patience) for frame in pack_spans(spans, dropped)):
+            raise TimeoutError("the runtime does not read")
+
     # --- memory -------------------------------------------------------------------------------------------
 
     def take(self, nbytes: int, users: int) -> Slab:
@@ -191,6 +197,12 @@ class Lane:
     def enter(self, entrances: Sequence[Entrance]) -> int:
         """Ask to let runs of a meta model in. As `submit`."""
         return self._request(entrances, pack_entrances)
+
+    def mark(self, marks: Sequence[Mark]) -> None:
+        """These requests, which are sent next, are traced. If that cannot be said now, they are not."""
+        with suppress(Closed, OSError), self._lock:
+            for at in range(0, len(marks), frames.MAX_ENTRIES):
+                self._send(pack_marks(marks[at : at + frames.MAX_ENTRIES]), 0)
 
     def _request(self, entries: Sequence[T], pack: Callable[[Sequence[T]], bytes]) -> int:
         with self._lock:

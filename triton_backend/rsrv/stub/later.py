@@ -114,7 +114,7 @@ class Later(Generic[W]):
 
     def reply(self, request: Any, deadline_ns: int) -> Reply:
         """For a request that is answered later. From now on it is looked after."""
-        reply = Reply(request.get_response_sender(), self._responses, deadline_ns)
+        reply = Reply(request.get_response_sender(), self._responses, deadline_ns, request.request_id())
         if self._asleep:
             os.eventfd_write(self._wake, 1)
         return reply

@@ -145,7 +145,7 @@ def interpreter() -> str:
 
 
 def greet(sock: socket.socket) -> Greeted:
-    """Exchange the first frames on a new connection. Raises Closed, ProtocolError, OSError; then it is closed."""
+    """Exchange the first frames on a new connection. Raises LaunchError, Closed, ProtocolError, OSError; then it is closed."""
     sock.settimeout(_GREETING_TIMEOUT)
     try:
         send(sock, hello())
@@ -159,6 +159,12 @@ def greet(sock: socket.socket) -> Greeted:
         finally:
             for fd in fds:
                 os.close(fd)
+    except TimeoutError:
+        sock.close()
+        raise LaunchError(
+            f"the runtime took no connection within {_GREETING_TIMEOUT:.0f} s: it is stopped, or there are as many as its limit "
+            "of open files allows, which the server's log says; raise that (ulimit -Hn, a container's --ulimit nofile)"
+        ) from None
     except BaseException:
         sock.close()
         raise

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rsrv.limits import raise_limit
+
 _libc = ctypes.CDLL(None)
 #: bytes of a thread's stack where the system sets no limit
 _STACK = 2 << 20
@@ -51,8 +53,7 @@ def stack_bytes() -> int:
 
 def lift_limit() -> None:
     """Take back what `limit_private_bytes` did."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    raise_limit(resource.RLIMIT_DATA)
 
 
 def can_have(nbytes: int) -> bool:

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from rsrv.logs import fields
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
+from rsrv.stub.complaints import Complaints
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs
 from rsrv.stub.farewell import Farewell
@@ -33,6 +35,7 @@ from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import read_terms
+from rsrv.stub.tracing import Trace, end_request
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
 from rsrv.wire.frames import Completion, Status, request_tag
@@ -61,6 +64,7 @@ class Visit:
     since: float  # when it came, of time.perf_counter
     deadline_ns: int = 0
     priority: int = 0
+    trace: Trace | None = None  # if it is traced
     #: random, so that nobody else can name it
     token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
     let_in: bool = False
@@ -81,6 +85,8 @@ class Visit:
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK
+        if self.trace is not None:
+            self.trace.part("queue", self.since, done.text)
         if not self.let_in:
             self.failure = Failure(done.status, done.text)
 
@@ -130,6 +136,7 @@ class MetaEngine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
+        self._complaints = Complaints()
         self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
@@ -192,7 +199,11 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            return [self._end(time.perf_counter(), Status.RUNTIME_DOWN, self._session.down) for _ in requests]
+            now, down = time.perf_counter(), self._session.down
+            for request in requests:
+                self.meters.answered(Status.RUNTIME_DOWN, now)
+                self._complaints.ended(Status.RUNTIME_DOWN, down, request.request_id())
+            return [self._responses.failure(Status.RUNTIME_DOWN, down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
@@ -214,11 +225,15 @@ class MetaEngine:
     def _receive(self, link: Link, id: int, request: Any) -> Visit:
         visit = Visit(id, request, link, link.later, time.perf_counter())
         try:
-            visit.deadline_ns, visit.priority, _ = read_terms(request, time.monotonic_ns(), time.time_ns())
+            terms = read_terms(request, time.monotonic_ns(), time.time_ns())
+            visit.deadline_ns, visit.priority, _, parent = terms
+            if link.settings["traces"]["enabled"]:
+                visit.trace = self.meters.spans.begin(request, parent)
         except Failure as failure:
             visit.fail(failure.status, failure.text)
         except Exception:
-            log.exception("preparing a request failed")
+            who = request.request_id()
+            log.exception("request %r: preparing failed", who, extra=fields(request=who))
             visit.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
         return visit
 
@@ -286,27 +301,34 @@ class MetaEngine:
 
     def _failed(self, visit: Visit) -> Any:
         assert visit.failure is not None
-        return self._end(visit.since, visit.failure.status, visit.failure.text)
+        return self._end(visit, visit.failure.status, visit.failure.text)
 
-    def _end(self, since: float, status: Status, text: str) -> Any:
-        """The response of a request that came at `since` and fails."""
-        self.meters.answered(status, since)
+    def _end(self, visit: Visit, status: Status, text: str) -> Any:
+        """The response of a request that fails."""
+        self._ended(visit, status, text)
+        self._complaints.ended(status, text, visit.request.request_id())
         return self._responses.failure(status, text)
+
+    def _ended(self, visit: Visit, status: Status, text: str = "") -> None:
+        self.meters.answered(status, visit.since)
+        if visit.trace is not None:
+            who = visit.request.request_id()
+            end_request(visit.trace, visit.link.key, visit.since, status, text, who, {})
 
     def _serve(self, visit: Visit) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
             response = self._responses.answer(self._answer(visit))
-            self.meters.answered(Status.OK, visit.since)
+            self._ended(visit, Status.OK)
             return response
         except Failure as failure:
-            if failure.status is Status.INTERNAL:
-                log.error("request %r failed: %s", visit.request.request_id(), failure.text)
-            return self._end(visit.since, failure.status, failure.text)
+            return self._end(visit, failure.status, failure.text)
         except Exception:
-            log.exception("request %r failed", visit.request.request_id())
-            return self._end(visit.since, Status.INTERNAL, "the request failed; the server's log says why")
+            who = visit.request.request_id()
+            log.exception("request %r: its run failed", who, extra=fields(request=who))
+            text = "the request failed; the server's log says why"
+            return self._end(visit, Status.INTERNAL, text)
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -316,7 +338,10 @@ class MetaEngine:
 
     def _answer(self, visit: Visit) -> list[Any]:
         lane = self._take_lane(visit)
-        run = DirectRun(lane, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id())
+        trace = None if visit.trace is None else visit.trace.child()
+        run = DirectRun(
+            lane, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id(), trace
+        )
         run.entered = visit.let_in
         status = Status.INTERNAL
         try:
@@ -336,7 +361,8 @@ class MetaEngine:
     def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
         arrays = read_inputs(self._tensors, visit.request, visit.link.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        checked = check_results(self._call_user(visit, run, arrays), self._outputs, rows, "run")
+        results, who = self._call_user(visit, run, arrays), visit.request.request_id()
+        checked = check_results(results, self._outputs, rows, "run", who)
         visit.results = checked
         return [
             self._tensors.make(wire.name, array, wire.dtype)
@@ -344,7 +370,8 @@ class MetaEngine:
         ]
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns)
+        who = visit.request.request_id()
+        triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns, who, run.trace)
         stages = Routes(
             run,
             self._stages,
@@ -355,7 +382,7 @@ class MetaEngine:
             self._guard,
             through_triton=self._through_triton,
         )
-        who, started = visit.request.request_id(), time.perf_counter()
+        who, started, error = visit.request.request_id(), time.perf_counter(), ""
         try:
             with self._guard.within("run", who):
                 if inspect.iscoroutinefunction(self._run):
@@ -363,11 +390,19 @@ class MetaEngine:
                 else:
                     results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
                 return {key: np.asarray(value) for key, value in results.items()}
-        except BaseException as error:  # noqa: BLE001 - logged by _failure_of
-            raise _failure_of(error, who, self._guard) from None
+        except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
+            failure = _failure_of(raised, who, self._guard)
+            error = failure.text
+            try:
+                raise failure from None
+            finally:
+                # Its traceback leads here: the arrays would live until somebody looks for such rings.
+                del failure
         finally:
             stages.over = True
             self.meters.hook(self._session.model, "run", time.perf_counter() - started)
+            if run.trace is not None:
+                run.trace.end("run", started, error, {})
 
     # --- connections --------------------------------------------------------------------------------------
 
@@ -381,7 +416,8 @@ class MetaEngine:
         try:
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
-            log.error("no connection for a run: %s", error)
+            who = visit.request.request_id()
+            log.error("request %r: no connection for its run: %s", who, error, extra=fields(request=who))
             self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 

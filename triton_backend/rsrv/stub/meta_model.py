@@ -52,6 +52,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError, ValueError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        setup.log_as_set(session)
         self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
         self._engine.guard_hooks()
 

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
+from rsrv.stub.tracing import Spans
 from rsrv.wire.frames import Status
 
 Report = dict[str, Any]
@@ -15,6 +16,7 @@ class Meters:
 
     def __init__(self) -> None:
         self.some = threading.Event()
+        self.spans = Spans(self.some.set)
         self._lock = threading.Lock()
         self._clear()
 

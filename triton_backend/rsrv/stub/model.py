@@ -2,7 +2,6 @@
 
 import asyncio  # noqa: F401  Triton's stub imports it lazily, which would cost the first request 25 ms
 import json
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rsrv import logs
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import HookError, load_hooks
@@ -50,6 +50,7 @@ class TritonPythonModel:
         except (*UNREACHABLE, BrokenPairing, HookError) as error:
             session.close()
             raise pb_utils.TritonModelException(f"{args['model_name']}: {error}") from None
+        setup.log_as_set(session)
         self._reporting = Reporting(session, self._engine.meters, setup.mirror(session, pb_utils))
         self._engine.guard_hooks()
 
@@ -84,6 +85,12 @@ class Setup:
         """`calls`: of a meta model, the bundles of those that it calls, by name."""
         return Session(self.launcher.open, self.name, str(self.bundle), calls)
 
+    def log_as_set(self, session: Session) -> None:
+        """From now on as the settings say: `session` has been told them."""
+        link = session.link
+        if link is not None:
+            logs.setup(link.settings["logs"]["format"], self.name)
+
     def mirror(self, session: Session, pb_utils: Any) -> TritonMirror | None:
         """If the settings want one: `session` has been told them."""
         link = session.link
@@ -98,7 +105,7 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     # they would look like a change.
     sys.dont_write_bytecode = True
     name = args["model_name"]
-    _log_to_server(name)
+    logs.setup(model=name)
     config = json.loads(args["model_config"])
     # As the server sees it, wherever hooks go.
     directory = Path(args["model_repository"]).absolute()
@@ -128,15 +135,6 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
 def _wire(tensor: dict[str, Any], batched: bool) -> WireTensor:
     dims = (int(extent) for extent in tensor["dims"])
     return WireTensor(tensor["name"], _DTYPES[tensor["data_type"]], (-1, *dims) if batched else tuple(dims))
-
-
-def _log_to_server(model: str) -> None:
-    """The stub's stderr is the server's log."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname).1s %(name)s {model}: %(message)s",
-    )
 
 
 __all__ = ["TritonPythonModel"]

@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
+from rsrv.logs import fields
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -100,13 +101,14 @@ class Reply:
     A request without an answer blocks its client, the model's unload and the server's shutdown; and asking
     whether a request is cancelled after its answer kills the server. Hence the lock.
 
-    `deadline_ns` is the request's, of CLOCK_MONOTONIC, 0 for none.
+    `deadline_ns` is the request's, of CLOCK_MONOTONIC, 0 for none; `who` the id that its client gave it.
     """
 
-    def __init__(self, sender: Any, responses: Responses, deadline_ns: int = 0) -> None:
+    def __init__(self, sender: Any, responses: Responses, deadline_ns: int = 0, who: str = "") -> None:
         self._sender = sender
         self._responses = responses
         self.deadline_ns = deadline_ns
+        self._who = who
         self._lock = Lock()
         self._sent = False
         responses._owed[id(self)] = ref(self)
@@ -141,7 +143,7 @@ class Reply:
         try:
             self.send(self._responses.failure(status, text))
         except Exception:
-            log.exception("a request could not be answered")
+            log.exception("request %r could not be answered", self._who, extra=fields(request=self._who))
 
     def cancelled(self) -> bool:
         with self._lock:
@@ -149,4 +151,5 @@ class Reply:
 
     def __del__(self) -> None:
         if not self._sent:
+            log.error("request %r was dropped", self._who, extra=fields(request=self._who))
             self.send_failure(Status.INTERNAL, "the request was dropped; this is a fault of rsrv")

@@ -106,6 +106,8 @@ class Reporting:
         try:
             if self._lane is None:
                 self._lane, self._link = self._session.open_lane(link.key), link
+            while (told := self._meters.spans.take()) != ([], 0):
+                self._lane.tell_spans(*told, _PATIENCE)
             return self._lane.report({**report, "figures": self._mirror is not None}, _PATIENCE)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)

@@ -8,6 +8,8 @@ from rsrv.wire.frames import Status
 
 #: parameter of sub-calls that go through Triton: the token of their run, in decimal
 RUN = "rsrv_run"
+#: likewise their trace context, and that of requests whose header Triton forwards
+TRACEPARENT = "traceparent"
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
 
@@ -17,6 +19,8 @@ class Terms(NamedTuple):
     priority: int = 0
     #: token of the meta model's run that it is a sub-call of; 0: none
     run: int = 0
+    #: the trace context that came as a parameter: a header that Triton forwards, or that of a meta model's call
+    traceparent: str = ""
 
 
 def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
@@ -42,7 +46,9 @@ def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
     run = str(parameters.get(RUN, "0"))
     if not (run.isascii() and run.isdecimal() and len(run) <= 20 and int(run) < 1 << 64):
         raise Failure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
-    return Terms(deadline, priority, int(run))
+    # Triton leaves headers as they were spelled.
+    traceparent = str(parameters.get(TRACEPARENT) or parameters.get("Traceparent") or "")
+    return Terms(deadline, priority, int(run), traceparent)
 
 
 def _integer(parameters: dict[str, Any], name: str, limit: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 #: "RSRV", and the version of this protocol. Both ends must agree.
 MAGIC = 0x56525352
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 #: bytes; well under the kernel's default socket buffer, so that one frame always fits.
 MAX_FRAME = 128 * 1024
@@ -42,6 +42,9 @@ class Kind(IntEnum):
     WATCH = 14
     # of whoever answers clients: what it has measured
     REPORT = 15
+    # of requests that are traced (`traces`)
+    TRACE = 25
+    SPANS = 26
     # runtime -> stub
     WELCOME = 16
     REGISTERED = 17

@@ -30,10 +30,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- default (include "rsrv.fullname" .) .Values.serviceAccount.name -}}
 {{- end }}
 
-{{/* Triton's repository API too, unless a gateway has to read it. */}}
-{{- define "rsrv.restricted" -}}
-{{- $fronted := or .Values.gateway.enabled (gt (int .Values.gpu.perPod) 1) -}}
-{{- join "," (ternary .Values.restrict.apis (append .Values.restrict.apis "model-repository" | uniq) $fronted) -}}
+{{/* What a restricted API of Triton's wants to see, with the value that is in the Secret. */}}
+{{- define "rsrv.restrictKey" -}}
+rsrv-key
 {{- end }}
 
 {{- define "rsrv.restrictSecret" -}}

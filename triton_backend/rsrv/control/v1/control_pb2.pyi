@@ -56,6 +56,13 @@ class Eviction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVICTION_LRU: _ClassVar[Eviction]
     EVICTION_COST: _ClassVar[Eviction]
 
+class Numerics(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NUMERICS_UNSPECIFIED: _ClassVar[Numerics]
+    NUMERICS_AUTO: _ClassVar[Numerics]
+    NUMERICS_F32: _ClassVar[Numerics]
+    NUMERICS_TF32: _ClassVar[Numerics]
+
 class SpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SPAN_KIND_UNSPECIFIED: _ClassVar[SpanKind]
@@ -91,6 +98,10 @@ DISCIPLINE_EDF: Discipline
 EVICTION_UNSPECIFIED: Eviction
 EVICTION_LRU: Eviction
 EVICTION_COST: Eviction
+NUMERICS_UNSPECIFIED: Numerics
+NUMERICS_AUTO: Numerics
+NUMERICS_F32: Numerics
+NUMERICS_TF32: Numerics
 SPAN_KIND_UNSPECIFIED: SpanKind
 SPAN_KIND_EXECUTE: SpanKind
 SPAN_KIND_WARM_UP: SpanKind
@@ -138,7 +149,7 @@ class Server(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., control_pid: _Optional[int] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., repository: _Optional[str] = ...) -> None: ...
 
 class Runtime(_message.Message):
-    __slots__ = ("pid", "instance", "revision", "uptime_s", "connections", "compiled", "from_cache")
+    __slots__ = ("pid", "instance", "revision", "uptime_s", "connections", "compiled", "from_cache", "numerics", "computes")
     PID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +157,8 @@ class Runtime(_message.Message):
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     COMPILED_FIELD_NUMBER: _ClassVar[int]
     FROM_CACHE_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_FIELD_NUMBER: _ClassVar[int]
     pid: int
     instance: str
     revision: int
@@ -153,7 +166,9 @@ class Runtime(_message.Message):
     connections: int
     compiled: int
     from_cache: int
-    def __init__(self, pid: _Optional[int] = ..., instance: _Optional[str] = ..., revision: _Optional[int] = ..., uptime_s: _Optional[float] = ..., connections: _Optional[int] = ..., compiled: _Optional[int] = ..., from_cache: _Optional[int] = ...) -> None: ...
+    numerics: Numerics
+    computes: str
+    def __init__(self, pid: _Optional[int] = ..., instance: _Optional[str] = ..., revision: _Optional[int] = ..., uptime_s: _Optional[float] = ..., connections: _Optional[int] = ..., compiled: _Optional[int] = ..., from_cache: _Optional[int] = ..., numerics: _Optional[_Union[Numerics, str]] = ..., computes: _Optional[str] = ...) -> None: ...
 
 class HostMemory(_message.Message):
     __slots__ = ("logical_bytes", "physical_bytes", "tensors")
@@ -275,16 +290,45 @@ class Version(_message.Message):
     def __init__(self, key: _Optional[str] = ..., digest: _Optional[str] = ..., state: _Optional[_Union[State, str]] = ..., error: _Optional[str] = ..., weights: _Optional[_Union[Weights, str]] = ..., paused: _Optional[_Union[Pause, str]] = ..., stubs: _Optional[_Iterable[int]] = ..., calls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Executable(_message.Message):
-    __slots__ = ("variant", "size", "count", "cost_s")
+    __slots__ = ("variant", "size", "count", "cost_s", "precision")
     VARIANT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     COST_S_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     variant: int
     size: int
     count: int
     cost_s: float
-    def __init__(self, variant: _Optional[int] = ..., size: _Optional[int] = ..., count: _Optional[int] = ..., cost_s: _Optional[float] = ...) -> None: ...
+    precision: Precision
+    def __init__(self, variant: _Optional[int] = ..., size: _Optional[int] = ..., count: _Optional[int] = ..., cost_s: _Optional[float] = ..., precision: _Optional[_Union[Precision, _Mapping]] = ...) -> None: ...
+
+class Precision(_message.Message):
+    __slots__ = ("f32", "tf32", "hardware", "algorithm", "pinned", "rewritten", "stripped", "ungovernable")
+    class UngovernableEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    F32_FIELD_NUMBER: _ClassVar[int]
+    TF32_FIELD_NUMBER: _ClassVar[int]
+    HARDWARE_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    REWRITTEN_FIELD_NUMBER: _ClassVar[int]
+    STRIPPED_FIELD_NUMBER: _ClassVar[int]
+    UNGOVERNABLE_FIELD_NUMBER: _ClassVar[int]
+    f32: int
+    tf32: int
+    hardware: int
+    algorithm: int
+    pinned: int
+    rewritten: int
+    stripped: int
+    ungovernable: _containers.ScalarMap[str, int]
+    def __init__(self, f32: _Optional[int] = ..., tf32: _Optional[int] = ..., hardware: _Optional[int] = ..., algorithm: _Optional[int] = ..., pinned: _Optional[int] = ..., rewritten: _Optional[int] = ..., stripped: _Optional[int] = ..., ungovernable: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Policy(_message.Message):
     __slots__ = ("weight", "max_delay_us", "max_queue_depth")

@@ -518,6 +518,11 @@ class Scheduler:
         """Whether a model is loaded or draining: only when it is neither may its key be added again."""
         return model in self._models or model in self._draining
 
+    def queued(self, model: str) -> int:
+        """Requests that wait for a loaded model; 0 for others."""
+        state = self._models.get(model)
+        return 0 if state is None else state.queued
+
     def story(self, model: str) -> list[str]:
         """The latest events and instructions of a loaded or draining model, oldest first; [] for others."""
         state = self._models.get(model) or self._draining.get(model)

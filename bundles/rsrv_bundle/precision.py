@@ -1,0 +1,121 @@
+"""Modules changed so that they multiply f32 in the precision that is wanted, and checked as they are compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal
+
+from rsrv_bundle.errors import BundleError
+from rsrv_bundle.modules import Signature, parsed, signature_of
+from rsrv_bundle.products import COMPOSITE, RAGGED, Precision, holder, kind_of, precision_of, visit_products
+
+#: keep: as exported; strip: TF32 algorithms removed, so that hardware without TF32 runs the module; pin: all in f32
+Treatment = Literal["keep", "strip", "pin"]
+
+
+def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tuple[bytes, Precision]:
+    """The module to be compiled, and what is in it; the same bytes, unparsed, if nothing has to change.
+
+    `blob` is a module in which `signature_of` has `seen` that, and `file` the name of its file. Raises BundleError if
+    `pin` leaves a product of f32 that is not in f32.
+    """
+    if not {"keep": 0, "strip": seen.tf32, "pin": seen.tf32 + seen.hardware}[treatment]:
+        return blob, seen
+    changed: Counter[str] = Counter()
+    try:
+        with parsed(blob) as module:
+            visit_products(module, lambda operation: changed.update(_change(operation, treatment)))
+            blob = _written(module)
+        # Not what was to be written: what the compiler will read.
+        with parsed(blob) as module:
+            precision = precision_of(module)
+            left = _not_in_f32(module) if treatment == "pin" else ""
+    except ValueError as e:
+        raise BundleError(f"{file}: {e}") from None
+    if left:
+        raise BundleError(
+            f"{file}: {left}: multiplies f32, and nothing in a module can have it do so in f32; export the model anew, "
+            "so that it has stablehlo.dot_general there, or do without runtime.numerics: f32"
+        )
+    return blob, replace(
+        precision,
+        pinned=changed["pinned"],
+        rewritten=changed["rewritten"],
+        stripped=changed["stripped"],
+    )
+
+
+def product(n: int) -> tuple[bytes, Signature]:
+    """A module that multiplies two square matrices of f32 as the hardware does by default."""
+    import jax
+    import jax.export
+    import jax.numpy as jnp
+
+    square: Any = jax.ShapeDtypeStruct  # has no types
+    # Said outright: the process may have another default.
+    default = jax.lax.Precision.DEFAULT
+    exported = jax.export.export(jax.jit(lambda x, y: jnp.matmul(x, y, precision=default)))(
+        *[square((n, n), jnp.float32)] * 2
+    )
+    blob = bytes(exported.mlir_module_serialized)
+    return blob, signature_of(blob, "product")
+
+
+def _written(module: Any) -> bytes:
+    from jaxlib.mlir.dialects import stablehlo
+
+    # Whoever compiles it reads with the same library, whichever version it was exported for. Sharding attributes
+    # are of another dialect.
+    version = stablehlo.get_current_version()
+    return bytes(stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True))
+
+
+def _not_in_f32(module: Any) -> str:
+    """The products of f32 that may be computed in less, by name; empty if there are none."""
+    left: Counter[str] = Counter()
+
+    def visit(operation: Any) -> None:
+        if kind_of(operation) in ("hardware", "tf32"):
+            left[operation.name] += 1
+
+    visit_products(module, visit)
+    return ", ".join(f"{count} {name}" for name, count in sorted(left.items()))
+
+
+def _change(operation: Any, treatment: Treatment) -> list[str]:
+    """Do to an operation what is to be done; returns the changes, as `Precision` names them."""
+    kind = kind_of(operation)
+    if kind == "tf32":
+        if treatment == "strip":
+            del operation.attributes["algorithm"]
+            return ["stripped"]
+        operation.attributes["algorithm"] = _f32_algorithm()
+        return ["rewritten"]
+    if kind == "hardware" and treatment == "pin" and operation.name != "stablehlo.einsum":
+        _pin(operation)
+        return ["pinned"]
+    return []
+
+
+def _f32_algorithm() -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    f32 = ir.F32Type.get()
+    return stablehlo.DotAlgorithm.get(f32, f32, f32, 1, 1, 1, False)
+
+
+def _pin(operation: Any) -> None:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import chlo, stablehlo
+
+    if operation.name == COMPOSITE:
+        highest: Any = ir.StringAttr.get("HIGHEST")
+        kept = {one.name: one.attr for one in holder(operation)}
+        kept["precision_config"] = ir.ArrayAttr.get([highest, highest])
+        operation.attributes["composite_attributes"] = ir.DictAttr.get(kept)
+        return
+    dialect = chlo if operation.name == RAGGED else stablehlo
+    highest = dialect.PrecisionAttr.get("HIGHEST")
+    operation.attributes["precision_config"] = ir.ArrayAttr.get([highest, highest])

@@ -1,0 +1,149 @@
+"""Traces of a real server: a client's context goes in, and the request's stages come out at a collector."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import PROTOCOLS, caller, refusal
+from tests.e2e.collector import Collector, Seen, collecting
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.metas import COLUMNS, HOOKS, write_meta, write_scale
+
+ROW = np.ones((1, COLUMNS), np.float32)
+CHAIN = """
+def run(inputs, call):
+    (a, b) = call.many([("double", inputs), ("hooked", inputs)])
+    return {"y": a["y"] + b["y"]}
+"""
+STAGES = ["preprocess", "queue", "load", "execute", "postprocess"]
+
+
+class Traced:
+    """A server whose requests are traced, and where their spans go."""
+
+    def __init__(self, server: RunningTriton, collector: Collector, *, through_triton: bool) -> None:
+        self.server = server
+        self.collector = collector
+        self.through_triton = through_triton
+
+    def spans(self, trace: str, *names: str) -> list[Seen]:
+        """These spans of a trace, when all of them have come."""
+        wait_until(lambda: set(names) <= self.collector.of(trace).keys(), what=f"spans {names}")
+        return [self.collector.of(trace)[name] for name in names]
+
+    def asked_by(self, infer: Seen, client: str) -> None:
+        """That it is a part of one of Triton's spans, or else of the client's."""
+        if self.through_triton:
+            wait_until(lambda: infer.parent in self.collector.tritons, what="Triton's span")
+        else:
+            assert infer.parent == client
+
+
+@pytest.fixture(scope="module", params=["triton", "headers"])
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    """The contexts are those of Triton's own spans, and calls go to the runtime; or they are clients' headers that Triton
+    forwards, and calls go through Triton.
+
+    The weights of one model fit on the device, so each of them is loaded when another was called before.
+    """
+    folder = tmp_path_factory.mktemp("traces")
+    write_scale(folder / "bundles" / "double", 2, public=True)
+    write_scale(folder / "bundles" / "hooked", 5, hooks=HOOKS, public=True)
+    write_meta(folder / "bundles" / "chain", CHAIN, ["double", "hooked"])
+    through_triton = request.param == "triton"
+    transport = "direct" if through_triton else "bls"
+    (folder / "settings.yaml").write_text(
+        f"runtime: {{weight_budget_bytes: 4}}\nmeta: {{transport: {transport}}}\n"
+    )
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    with collecting() as collector:
+        settings = ["level=TIMESTAMPS", "mode=opentelemetry", "rate=0"]
+        settings += [f"opentelemetry,url={collector.url}", "opentelemetry,bsp_schedule_delay=100"]
+        flags = (
+            [f"--trace-config={setting}" for setting in settings]
+            if through_triton
+            else [f"--{kind}-header-forward-pattern=(?i)traceparent" for kind in PROTOCOLS]
+        )
+        env = {"RSRV_TRACES__ENDPOINT": collector.url}
+        with running_triton(folder / "gen", folder / "server.log", extra_args=flags, env=env) as server:
+            yield Traced(server, collector, through_triton=through_triton)
+
+
+def test_a_request_shows_its_stages(traced: Traced) -> None:
+    """By both protocols: hooks, waiting, the load and the execution lie within the request, one after the other."""
+    for protocol in PROTOCOLS:
+        trace, span = secrets.token_hex(16), secrets.token_hex(8)
+        with caller(traced.server, protocol) as call:
+            call("double", {"x": ROW})
+            before = time.time_ns()
+            call("hooked", {"x": ROW}, request_id="mine", headers={"traceparent": f"00-{trace}-{span}-01"})
+            after = time.time_ns()
+
+        infer, *stages = traced.spans(trace, "infer hooked", *STAGES)
+        preprocess, queue, load, execute, postprocess = stages
+        traced.asked_by(infer, span)
+        assert {stage.parent for stage in stages} == {infer.id}
+        assert before <= infer.start <= preprocess.start
+        assert preprocess.end <= queue.start <= load.start <= load.end <= queue.end
+        assert queue.end <= execute.end <= postprocess.start <= postprocess.end <= infer.end <= after
+        assert infer.attributes["rsrv.request_id"] == "mine"
+        assert infer.service == "rsrv"
+        assert execute.attributes.items() >= {("rsrv.batch.rows", 1), ("rsrv.batch.requests", 1)}
+        assert {span.attributes["rsrv.model"] for span in (infer, queue, load, execute)} == {"hooked"}
+        assert not any(one.error for one in (infer, *stages))
+
+
+def test_a_meta_models_calls_are_parts_of_its_run(traced: Traced) -> None:
+    """Each with its hooks, its waiting and its execution; through Triton, these are parts of a request of its own."""
+    trace = secrets.token_hex(16)
+    with caller(traced.server) as call:
+        call("chain", {"x": ROW}, headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"})
+
+    infer, run, double, hooked = traced.spans(trace, "infer chain", "run", "call double", "call hooked")
+    assert (run.parent, double.parent, hooked.parent) == (infer.id, run.id, run.id)
+    assert infer.start <= run.start <= double.start <= double.end <= run.end <= infer.end
+    if not traced.through_triton:
+        inner = traced.spans(trace, "infer double", "infer hooked")
+        assert [one.parent for one in inner] == [double.id, hooked.id]
+        double, hooked = inner
+    names: dict[str, set[str]] = {}
+    for one in traced.collector.spans:
+        if one.trace == trace:
+            names.setdefault(one.parent, set()).add(one.name)
+    assert names[double.id] >= {"queue", "execute"}
+    assert names[hooked.id] >= {*STAGES} - {"load"}
+
+
+def test_a_request_that_is_refused_says_why(traced: Traced) -> None:
+    """Its deadline has passed when it comes."""
+    trace = secrets.token_hex(16)
+    options = {
+        "headers": {"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"},
+        "parameters": {"rsrv_deadline_unix_ns": 1},
+    }
+    with caller(traced.server) as call:
+        refusal(lambda: call("double", {"x": ROW}, **options))
+
+    infer, queue = traced.spans(trace, "infer double", "queue")
+    assert infer.error == "the deadline passed before the model could run"
+    assert infer.attributes["rsrv.status"] == "DEADLINE"
+    assert queue.error == "expired"
+
+
+def test_who_does_not_ask_is_not_traced(traced: Traced) -> None:
+    """Without a context, with one that is none; a later request's spans are there, and theirs would be."""
+    before, trace = len(traced.collector.spans), secrets.token_hex(16)
+    with caller(traced.server) as call:
+        call("double", {"x": ROW})
+        call("double", {"x": ROW}, headers={"traceparent": "none"})
+        call("double", {"x": ROW}, headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"})
+
+    traced.spans(trace, "infer double", "execute")
+    assert {span.trace for span in traced.collector.spans[before:]} == {trace}

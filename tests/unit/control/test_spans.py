@@ -1,0 +1,197 @@
+"""Spans as OpenTelemetry has them, and their way from the runtime to a collector."""
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import StatusCode
+
+from rsrv.control.exporting import Collector, Exporting
+from rsrv.control.overrides import Command
+from rsrv.control.runtime import RuntimeDown
+from rsrv.control.spans import make_spans
+from rsrv.wire.traces import Span
+from tests.unit.control.peers import looped
+
+TRACE, PARENT, OWN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
+SECOND = 10**9
+
+
+def part(name: str = "queue", id: str = "", error: str = "", **attributes: str | float) -> Span:
+    return Span(TRACE, PARENT, id, name, 5 * SECOND, 7 * SECOND, error, attributes)
+
+
+def test_a_span_has_its_times_ids_and_attributes() -> None:
+    """By the calendar, as a part of its parent, in its trace."""
+    resource = Resource({"service.name": "rsrv"})
+    (made,) = make_spans([part(id=OWN, rows=3, model="a")], 100 * SECOND, resource)
+
+    assert (made.name, made.start_time, made.end_time) == ("queue", 105 * SECOND, 107 * SECOND)
+    context, parent = made.context, made.parent
+    assert context is not None
+    assert parent is not None
+    assert (f"{context.trace_id:032x}", f"{context.span_id:016x}") == (TRACE, OWN)
+    assert (f"{parent.trace_id:032x}", f"{parent.span_id:016x}") == (TRACE, PARENT)
+    assert context.trace_flags.sampled
+    assert made.attributes == {"rows": 3, "model": "a"}
+    assert made.status.status_code is StatusCode.UNSET
+    assert made.resource is resource
+
+
+def test_a_span_that_failed_says_why() -> None:
+    """Texts that are none are put right: they would cost all spans beside them."""
+    (made,) = make_spans([part(error="no \ud800", who="\udcff")], 0, Resource({}))
+
+    assert (made.status.status_code, made.status.description) == (StatusCode.ERROR, "no ?")
+    assert made.attributes == {"who": "?"}
+
+
+def test_a_span_that_is_told_twice_is_the_same() -> None:
+    """One without an id gets one of its own, and another than its neighbours."""
+
+    def ids(*told: Span) -> list[int]:
+        return [made.context.span_id for made in make_spans(told, 0, Resource({})) if made.context]
+
+    assert ids(part("queue"), part("load")) == ids(part("queue"), part("load"))
+    assert len(set(ids(part("queue"), part("load"), part(id=OWN)))) == 3
+
+
+class Runtime:
+    """Keeps the latest three spans; `down` while it does not answer."""
+
+    def __init__(self, instance: str = "first") -> None:
+        self.instance = instance
+        self.told: list[Span] = []
+        self.dropped = 0
+        self.down = False
+
+    async def command(self, command: Command) -> dict[str, Any]:
+        if self.down:
+            raise RuntimeDown
+        end = len(self.told)
+        first = max(min(command["since"], end), end - 3)
+        spans = self.told[first : first + 2]
+        said = {"instance": self.instance, "first": first, "next": first + len(spans), "end": end}
+        answer: dict[str, Any] = json.loads(json.dumps({**said, "dropped": self.dropped, "spans": spans}))
+        return answer
+
+    def new(self) -> None:
+        self.instance, self.told, self.dropped = "second", [], 0
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.instances: set[object] = set()
+        self.well = True
+
+    def send(self, spans: Sequence[ReadableSpan]) -> bool:
+        self.names += [span.name for span in spans]
+        self.instances |= {span.resource.attributes["service.instance.id"] for span in spans}
+        return self.well
+
+
+async def all_of(exporting: Exporting) -> None:
+    while await exporting.step():
+        pass
+
+
+@looped
+async def test_spans_are_sent_once_and_losses_counted() -> None:
+    """Those that the runtime had to forget, those that stubs had, and those that the collector did not take."""
+    runtime, sink = Runtime(), Sink()
+    exporting = Exporting(runtime, sink.send)
+    runtime.told = [part(name) for name in "ab"]
+    await all_of(exporting)
+    await all_of(exporting)
+    assert (sink.names, sink.instances) == (["a", "b"], {"first"})
+
+    runtime.told += [part(name) for name in "cdefg"]
+    runtime.dropped = 4
+    await all_of(exporting)
+    assert sink.names == ["a", "b", "e", "f", "g"]
+    assert exporting.counts == {"exported": 5, "failed": 0, "dropped": 2 + 4}
+
+    sink.well = False
+    runtime.told.append(part("h"))
+    await all_of(exporting)
+    assert exporting.counts == {"exported": 5, "failed": 1, "dropped": 6}
+
+
+@looped
+async def test_another_runtimes_spans_are_all_new() -> None:
+    """Its numbers begin anew; while there is none, there is nothing to do."""
+    runtime, sink = Runtime(), Sink()
+    exporting = Exporting(runtime, sink.send, pause=0.001)
+    runtime.told = [part(name) for name in "abc"]
+    running = asyncio.create_task(exporting.run())
+
+    async def sent(names: str) -> None:
+        while "".join(sink.names) != names:
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(sent("abc"), 10)
+    runtime.down = True
+    await asyncio.sleep(0)
+    runtime.new()
+    runtime.told, runtime.dropped, runtime.down = [part("d")], 1, False
+    await asyncio.wait_for(sent("abcd"), 10)
+    running.cancel()
+
+    assert sink.instances == {"first", "second"}
+    assert exporting.counts == {"exported": 4, "failed": 0, "dropped": 1}
+
+
+def test_the_environment_names_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere with OpenTelemetry; else it is called rsrv."""
+
+    def name() -> object:
+        return Exporting(Runtime(), Sink().send)._resource.attributes["service.name"]
+
+    assert name() == "rsrv"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "models")
+    assert name() == "models"
+
+
+def test_a_collector_that_is_not_there_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the exporter says of it; it costs spans."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.05")
+    telemetry = logging.getLogger("opentelemetry")
+    monkeypatch.setattr(telemetry, "propagate", True)
+    monkeypatch.setattr(telemetry, "handlers", [])
+    collector = Collector("http://127.0.0.1:9/v1/traces")
+    spans = make_spans([part()], 0, Resource({}))
+
+    assert not collector.send(spans)
+    assert not collector.send(spans)
+
+    (line,) = caplog.messages
+    assert "traces.endpoint: http://127.0.0.1:9/v1/traces does not take spans" in line
+    assert len(line.rpartition(": ")[2]) > 5
+
+
+_SCRIPT = """
+import sys
+from rsrv.control import grpc_server, health, http, lifecycle, live, metrics, readiness, runtime, server, service
+from rsrv.control.__main__ import _exporting
+from rsrv.settings import Settings
+import rsrv.runtime.loop
+assert _exporting(Settings(), None) is None
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+
+
+def test_who_wants_no_traces_loads_no_opentelemetry() -> None:
+    """In a clean interpreter: the control process, and the runtime."""
+    out = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True)
+
+    assert out.stdout.strip() == "[]"

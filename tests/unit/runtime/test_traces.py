@@ -1,0 +1,278 @@
+"""What the runtime sees of traced requests: events in, spans out; and the same through a real loop and stub."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.scheduler import events as ev
+from rsrv.runtime.timeline import Timeline
+from rsrv.runtime.traces import Traces
+from rsrv.settings import load_settings
+from rsrv.stub.calls import CallError
+from rsrv.stub.engine import Engine
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.meta import MetaEngine
+from rsrv.stub.reporting import Reporting
+from rsrv.wire.status import command
+from rsrv.wire.traces import Attributes, Mark, Span
+from tests.fakes import FakeRequest
+from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
+from tests.unit.runtime.metas import FakeTriton, meta_engine, model_engine, write_meta
+from tests.unit.runtime.metas import ask as ask_meta
+from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{PARENT}-01"
+MODEL: Attributes = {"rsrv.model": "a", "rsrv.version": "1"}
+BATCH: Attributes = {"rsrv.batch.id": 7, "rsrv.batch.size": 4, "rsrv.batch.rows": 3, "rsrv.batch.requests": 2}
+
+
+class Played:
+    """A timeline and traces, told as the loop tells them."""
+
+    def __init__(self, length: int = 100) -> None:
+        self.timeline = Timeline()
+        self.traces = Traces(self.timeline, length)
+
+    def arrives(self, id: int, now: float, traced: bool = True) -> None:
+        if traced:
+            self.traces.begin(id, Mark(id, f"{id:032x}", f"{id:016x}"), "a@1")
+        self.happens(ev.RequestsArrived((ev.Request(id, "a@1", 0, 1),)), now)
+
+    def happens(self, event: ev.Event, now: float) -> None:
+        self.traces.happened(event, self.timeline.happened(event, now), now)
+
+    def begins(self, instruction: ev.Execute | ev.LoadWeights, now: float) -> None:
+        self.timeline.begins(instruction, now)
+        if isinstance(instruction, ev.Execute):
+            self.traces.executes(instruction, now)
+
+    def ends(self, finish: ev.Finish, now: float) -> None:
+        self.traces.finished(finish, now)
+
+    @property
+    def spans(self) -> list[Span]:
+        spans: list[Span] = self.traces.answer("i", 0)["spans"]
+        return spans
+
+
+def span(
+    id: int, name: str, start: float, end: float, error: str = "", attributes: Attributes | None = None
+) -> Span:
+    """`start` and `end` in seconds."""
+    ids = f"{id:032x}", f"{id:016x}", ""
+    return Span(*ids, name, int(start * 1e9), int(end * 1e9), error, {**MODEL, **(attributes or {})})
+
+
+def test_a_request_waits_for_a_load_and_executes_with_others() -> None:
+    """Its load began before it came: the part that it waited for is in its trace. Others leave no spans."""
+    played = Played()
+    played.begins(ev.LoadWeights("a@1", 1), 9.0)
+    played.arrives(1, 10.0)
+    played.arrives(2, 10.5, traced=False)
+    played.happens(ev.WeightsLoaded("a@1", 1, 2.0), 11.0)
+    played.begins(ev.Execute(7, "a@1", 0, 4, 3, (1, 2)), 12.0)
+    played.happens(ev.ExecutionFinished(7, 0.5), 13.0)
+    for id in (1, 2):
+        played.ends(ev.Finish(id, ev.Outcome.ANSWERED), 13.0)
+
+    assert played.spans == [
+        span(1, "queue", 10, 12),
+        span(1, "load", 10, 11, attributes={"rsrv.load.seconds": 2.0}),
+        span(1, "execute", 12.5, 13, attributes=BATCH),
+    ]
+    assert not played.traces.live
+
+
+def test_requests_of_one_execution_share_its_number() -> None:
+    """Each has an execution of its own in its trace; a failed one says so in both."""
+    played = Played()
+    for id in (1, 2):
+        played.arrives(id, 10.0)
+    played.begins(ev.Execute(7, "a@1", 0, 4, 3, (1, 2)), 11.0)
+    played.happens(ev.ExecutionFinished(7, 0.5, "secret"), 12.0)
+
+    assert played.spans[2:] == [span(id, "execute", 11.5, 12, "the execution failed", BATCH) for id in (1, 2)]
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_request_that_is_not_executed_says_why(loading: bool) -> None:
+    """It was refused, or its deadline passed: while its weights were on their way, if they were."""
+    played = Played()
+    if loading:
+        played.begins(ev.LoadWeights("a@1", 1), 9.0)
+        played.begins(ev.LoadWeights("b@1", 2), 9.5)
+    played.arrives(1, 10.0)
+    played.ends(ev.Finish(1, ev.Outcome.EXPIRED), 11.0)
+    played.arrives(2, 12.0)
+    played.ends(ev.Finish(2, ev.Outcome.REFUSED, ev.Reason.QUEUE_FULL), 12.0)
+
+    waits = [span(1, "queue", 10, 11, "expired"), span(2, "queue", 12, 12, "queue_full")]
+    loads = [span(1, "load", 10, 11, "still under way"), span(2, "load", 12, 12, "still under way")]
+    assert [one for one in played.spans if one.name == "queue"] == waits
+    assert [one for one in played.spans if one.name == "load"] == (loads if loading else [])
+
+
+def test_a_second_try_is_a_second_execution() -> None:
+    """The first found no memory; the request waited once."""
+    played = Played()
+    played.arrives(1, 10.0)
+    played.begins(ev.Execute(7, "a@1", 0, 1, 1, (1,)), 11.0)
+    played.happens(ev.ExecutionFinished(7, 0.5, "no memory", out_of_memory=True), 12.0)
+    played.begins(ev.Execute(8, "a@1", 0, 1, 1, (1,), again=True), 13.0)
+    played.happens(ev.ExecutionFinished(8, 0.5), 14.0)
+    played.ends(ev.Finish(1, ev.Outcome.ANSWERED), 14.0)
+
+    assert [(one.name, one.start_ns // 10**8, bool(one.error)) for one in played.spans] == [
+        ("queue", 100, False),
+        ("execute", 115, True),
+        ("execute", 135, False),
+    ]
+
+
+def test_spans_that_nobody_asks_for_are_forgotten() -> None:
+    """The oldest first; the numbers show how many, and what stubs have dropped is told beside."""
+    played = Played(length=3)
+    told = [span(1, name, 1, 2) for name in "abcde"]
+    played.traces.told(told, 4)
+    played.traces.told([], 2)
+
+    assert played.traces.answer("i", 1) == {
+        "instance": "i",
+        "first": 2,
+        "next": 5,
+        "end": 5,
+        "dropped": 6,
+        "spans": told[2:],
+    }
+
+
+@pytest.fixture
+def runtime(start_runtime: StartRuntime) -> Runtime:
+    """One that has somebody to send traces to."""
+    return start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}"))
+
+
+def told(engine: Engine | MetaEngine, last: str) -> dict[str, Span]:
+    """What the stub and the runtime tell, by name, when the last of it is there."""
+    found: dict[str, Span] = {}
+
+    def there() -> bool:
+        answer = command(os.getpid(), {"command": "traces"})
+        found.update({one[3]: Span(*one) for one in answer["spans"]})
+        return last in found
+
+    reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
+    until(there)
+    reporting.close()
+    return found
+
+
+def test_a_traced_request_shows_what_stub_and_runtime_did(
+    runtime: Runtime, start_engine: StartEngine
+) -> None:
+    """All of it is parts of one span, which is a part of the client's; a neighbour that is not traced shows nowhere."""
+    runtime.device.seconds = 0.0  # else executions would seem to begin before they are asked for
+    engine = start_engine(Hooks(lambda arrays: arrays, lambda arrays: arrays))
+
+    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)}))
+
+    spans = told(engine, "infer doubling")
+    infer, queue = spans["infer doubling"], spans["queue"]
+    assert (infer.trace, infer.parent) == (TRACE, PARENT)
+    assert infer.attributes["rsrv.rows"] == 2
+    parts = [spans[name] for name in ("preprocess", "queue", "execute", "postprocess")]
+    assert {(part.trace, part.parent) for part in parts} == {(TRACE, infer.id)}
+    starts = [infer.start_ns, *(part.start_ns for part in parts)]
+    ends = [*(part.end_ns for part in parts), infer.end_ns]
+    assert (starts, ends) == (sorted(starts), sorted(ends))
+    assert queue.attributes["rsrv.model"] == infer.attributes["rsrv.model"] == "doubling"
+    assert queue.attributes["rsrv.version"] == infer.attributes["rsrv.version"]
+
+
+def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(start_engine: StartEngine) -> None:
+    """Its hook raises."""
+
+    def broken(arrays: Any) -> Any:
+        raise RuntimeError("secret")
+
+    engine = start_engine(Hooks(broken))
+    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED))
+
+    spans = told(engine, "infer doubling")
+    assert spans.keys() == {"preprocess", "infer doubling"}
+    assert spans["preprocess"].error == "the preprocess hook failed"
+    assert "preprocess hook failed" in spans["infer doubling"].error
+
+
+def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta: StartMeta) -> None:
+    """One that is answered, one that is refused for its shape, and one that the run does without."""
+
+    def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
+        with suppress(CallError):
+            call("b", {"x": np.zeros((1, 5), np.float32)})
+        return {"y": call("a", inputs)["y"]}
+
+    engine = start_meta(runtime, run)
+    (answer,) = ask_meta(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    assert answer.error is None
+
+    spans = told(engine, "infer meta")
+    infer, whole, good, bad = (spans[name] for name in ("infer meta", "run", "call a", "call b"))
+    assert (infer.parent, whole.parent, good.parent, bad.parent) == (PARENT, infer.id, whole.id, whole.id)
+    assert "expected shape" in bad.error
+    waits = [one for one in command(os.getpid(), {"command": "traces"})["spans"] if one[3] == "queue"]
+    assert {one[1] for one in waits} == {whole.id, good.id}  # to be let in, and for the device
+    assert (good.error, whole.error, infer.error) == ("", "", "")
+    assert spans["execute"].parent == good.id
+    assert spans["execute"].attributes["rsrv.model"] == "a"
+    assert infer.start_ns <= whole.start_ns <= good.start_ns
+    assert spans["execute"].end_ns <= good.end_ns <= whole.end_ns <= infer.end_ns
+
+
+def test_calls_through_triton_are_parts_as_well(
+    start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path
+) -> None:
+    """The called model's stub learns from a parameter whose part its request is."""
+    runtime = start_runtime(load_settings("traces: {endpoint: 'http://nowhere'}\nmeta: {transport: bls}"))
+    triton = FakeTriton(engines={"a": model_engine(runtime, doublings["a"], internal=True)})
+    meta = write_meta(tmp_path / "meta", "def run(inputs, call):\n    return call('a', inputs)", ["a"])
+    with meta_engine(runtime, meta, {"a": doublings["a"]}, triton=triton) as engine:
+        (answer,) = ask_meta(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+        assert answer.error is None
+        spans = told(engine, "infer meta") | told(triton.engines["a"], "infer a")
+    triton.close()
+
+    assert spans["call a"].parent == spans["run"].id
+    assert spans["infer a"].parent == spans["call a"].id
+    assert spans["execute"].parent == spans["infer a"].id
+    assert {one.trace for one in spans.values()} == {TRACE}
+
+
+def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime, doubling: Path) -> None:
+    """Whatever contexts requests have: their stub does not even look, and a stub that says so is not heard."""
+    runtime = start_runtime()
+    engine = make_engine(runtime, doubling)
+    request = FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
+    engine._link.direct.mark([Mark(number, TRACE, PARENT) for number in range(100)])
+    ask(engine, request)
+
+    assert not request.looked
+    assert engine.meters.spans.take() == ([], 0)
+    assert command(os.getpid(), {"command": "traces"})["end"] == 0
+    engine.close()
+
+
+def test_marks_of_requests_that_never_come_are_forgotten(runtime: Runtime, doubling: Path) -> None:
+    """However many; requests are served, and later ones are traced."""
+    engine = make_engine(runtime, doubling)
+    for start in range(1000, 6000, 1000):
+        engine._link.direct.mark([Mark(start + n, TRACE, PARENT) for n in range(1000)])
+    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+
+    assert "execute" in told(engine, "infer doubling")
+    engine.close()

@@ -1,0 +1,105 @@
+"""Which requests are traced, and what becomes of their spans until they are reported."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.stub.tracing import Spans, Trace, end_request, read_traceparent
+from rsrv.wire.frames import Status
+from rsrv.wire.traces import MAX_SPANS, MAX_TEXT
+from tests.fakes import FakeRequest
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{PARENT}-01"
+
+
+def ignored() -> None:
+    """Nobody takes the spans."""
+
+
+@pytest.mark.parametrize(
+    ("text", "well"),
+    [
+        (SAMPLED, True),
+        (f"00-{TRACE}-{PARENT}-03", True),
+        (f"cc-{TRACE}-{PARENT}-01-what-later-versions-add", True),
+        (f"00-{TRACE}-{PARENT}-00", False),
+        (f"00-{TRACE}-{PARENT}-01-more", False),
+        (f"ff-{TRACE}-{PARENT}-01", False),
+        (f"00-{'0' * 32}-{PARENT}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f"00-{TRACE.upper()}-{PARENT}-01", False),
+        (f"{SAMPLED}\n", False),
+        ("", False),
+        (None, False),
+        (17, False),
+    ],
+)
+def test_contexts_are_read_as_w3c_has_them(text: object, well: bool) -> None:
+    """Those that are sampled; all others are as good as none."""
+    assert read_traceparent(text) == ((TRACE, PARENT) if well else None)
+
+
+@given(st.text())
+def test_a_context_that_is_none_is_nobodys_fault(text: str) -> None:
+    """Whatever a client sends."""
+    assert read_traceparent(text) is None
+
+
+def test_a_part_of_a_trace_is_others_parent() -> None:
+    """What it says of itself is read back."""
+    trace = Trace(Spans(ignored), TRACE, PARENT)
+
+    assert read_traceparent(trace.traceparent) == (TRACE, trace.id)
+    child = trace.child()
+    assert (child.trace, child.parent) == (TRACE, trace.id)
+
+
+def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
+    """Else what came as a parameter; without either, or not sampled, nothing is traced."""
+    spans, other = Spans(ignored), f"00-{TRACE}-{'1' * 16}-01"
+
+    def parent(context: str | None, parameter: str) -> str | None:
+        trace = spans.begin(FakeRequest({}, traceparent=context), parameter)
+        return None if trace is None else trace.parent
+
+    assert parent(SAMPLED, other) == PARENT
+    assert parent(None, other) == "1" * 16
+    assert parent(SAMPLED[:-1] + "0", "") is None
+    assert parent(None, "") is None
+    assert parent(None, "junk") is None
+
+
+def test_a_refused_request_says_why() -> None:
+    """In an error, and with its status; long texts are cut."""
+    spans = Spans(ignored)
+    trace = Trace(spans, TRACE, PARENT)
+
+    end_request(trace, "a@0123", 0.0, Status.QUEUE_FULL, "x" * 1000, "w" * 1000, {"rsrv.rows": 2})
+
+    (span,), _ = spans.take()
+    assert (span.parent, span.id, span.name, span.error) == (PARENT, trace.id, "infer a", "x" * MAX_TEXT)
+    assert span.attributes == {
+        "rsrv.model": "a",
+        "rsrv.version": "0123",
+        "rsrv.rows": 2,
+        "rsrv.request_id": "w" * MAX_TEXT,
+        "rsrv.status": "QUEUE_FULL",
+    }
+    assert 0 == span.start_ns < span.end_ns
+
+
+def test_spans_that_nobody_takes_are_counted_and_forgotten() -> None:
+    """The first ones stay; what was dropped is said once."""
+    said: list[None] = []
+    spans = Spans(lambda: said.append(None), length=MAX_SPANS + 10)
+    trace = Trace(spans, TRACE, PARENT)
+    for number in range(MAX_SPANS + 25):
+        trace.part(f"part {number}", 0.0)
+
+    assert len(said) == MAX_SPANS + 25
+    first, dropped = spans.take()
+    assert ([span.name for span in first], dropped) == ([f"part {n}" for n in range(MAX_SPANS)], 15)
+    rest, dropped = spans.take()
+    assert (len(rest), dropped) == (10, 0)
+    assert spans.take() == ([], 0)

@@ -1,0 +1,119 @@
+"""Traces go to their collector: the runtime is asked for spans, and OpenTelemetry's exporter sends them.
+
+The runtime keeps the latest ones, so it is the only buffer: while the collector takes its time, older ones are
+forgotten there, and counted here. No request waits for any of this.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+
+import rsrv
+from rsrv.control.answering import Refused
+from rsrv.control.overrides import Command
+from rsrv.control.spans import make_spans
+
+log = logging.getLogger("rsrv.control")
+
+#: seconds between two looks for spans
+_PAUSE = 1.0
+
+
+class Runtime(Protocol):
+    """What is asked: a `RuntimeLink`."""
+
+    async def command(self, command: Command) -> dict[str, Any]:
+        """Raises Refused."""
+
+
+class Collector:
+    """Where spans go. `send` may take as long as OTEL_EXPORTER_OTLP_TIMEOUT, and is for one thread."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        # It says every time why something failed; here that is said once.
+        self._said = _Latest()
+        logger = logging.getLogger("opentelemetry")
+        logger.propagate = False
+        logger.addHandler(self._said)
+        self._exporter = OTLPSpanExporter(endpoint)
+        self._well = True
+
+    def send(self, spans: Sequence[ReadableSpan]) -> bool:
+        """Whether they were taken."""
+        well = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        if not well and self._well:
+            log.error(
+                "traces.endpoint: %s does not take spans, which are lost until it does: %s",
+                self._endpoint,
+                self._said.text,
+            )
+        elif well and not self._well:
+            log.info("traces.endpoint: %s takes spans again", self._endpoint)
+        self._well = well
+        return well
+
+
+class _Latest(logging.Handler):
+    """Keeps what was logged last."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+class Exporting:
+    """`run` asks and sends; `counts` has how many spans were exported, failed to be, or were dropped before that."""
+
+    def __init__(
+        self, runtime: Runtime, send: Callable[[Sequence[ReadableSpan]], bool], *, pause: float = _PAUSE
+    ) -> None:
+        self._runtime = runtime
+        self._send = send
+        self._pause = pause
+        #: the runtime that is asked, the number of the next span there, and how many its stubs had dropped
+        self._instance = ""
+        self._next = self._dropped = 0
+        self._counts = {"exported": 0, "failed": 0, "dropped": 0}
+        ours = {"service.name": "rsrv", "service.version": rsrv.__version__}
+        # What the environment says wins.
+        self._resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self._counts
+
+    async def run(self) -> NoReturn:
+        while True:
+            try:
+                more = await self.step()
+            except Refused:
+                more = False  # there is no runtime now
+            if not more:
+                await asyncio.sleep(self._pause)
+
+    async def step(self) -> bool:
+        """Take what there is, as much as comes at a time, and send it; whether there is more. Raises Refused."""
+        said = await self._runtime.command({"command": "traces", "since": self._next})
+        if said["instance"] != self._instance:
+            self._instance, self._next, self._dropped = said["instance"], 0, 0
+            return True
+        self._counts["dropped"] += said["first"] - self._next + said["dropped"] - self._dropped
+        self._next, self._dropped = said["next"], said["dropped"]
+        if said["spans"]:
+            well = await asyncio.to_thread(self._export, said["spans"])
+            self._counts["exported" if well else "failed"] += len(said["spans"])
+        return bool(said["next"] < said["end"])
+
+    def _export(self, told: Sequence[Sequence[Any]]) -> bool:
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        resource = self._resource.merge(Resource({"service.instance.id": self._instance}))
+        return self._send(make_spans(told, offset_ns, resource))

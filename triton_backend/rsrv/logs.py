@@ -1,0 +1,156 @@
+"""Lines of the log: for people, or JSON objects for programs, one each. What they say is numbers and names, never tensors.
+
+Every process of rsrv writes to its stderr, which is tritonserver's log, or the node's.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from copy import copy
+from typing import Any, Literal, TextIO
+
+Format = Literal["human", "json"]
+
+_NAME = "rsrv"
+#: lines that wait for a log that takes no more; seconds that the last words may take
+_MOST, _PATIENCE = 1000, 2.0
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """For `extra` of a log call: what a program finds under names of its own, beside the text for people.
+
+    Numbers, texts and lists of them. What is None or empty is left out.
+    """
+    kept = {name: value for name, value in values.items() if value is not None and not _is_empty(value)}
+    return {"fields": kept}
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, str) and not value
+
+
+def setup(format: Format = "human", model: str | None = None, *, aside: bool = False) -> None:
+    """Log to stderr. May be called again, when the settings are known.
+
+    `model`: what this process belongs to, if it is a model's. `aside`: nobody waits until a line is written (`Aside`).
+    """
+    root = logging.getLogger()
+    handler = next((one for one in root.handlers if one.name == _NAME), None)
+    if handler is None:
+        handler = Aside(sys.stderr) if aside else logging.StreamHandler(sys.stderr)
+        handler.name = _NAME
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        # Those of Python's libraries would be lines that are neither.
+        logging.captureWarnings(True)
+    handler.setFormatter(formatter(format, model))
+
+
+def formatter(format: Format, model: str | None = None) -> logging.Formatter:
+    """`model`: as `setup` has it."""
+    if format == "json":
+        return JsonLines(model)
+    whose = "" if model is None else f" {model.replace('%', '%%')}"
+    return logging.Formatter(f"%(asctime)s %(levelname).1s %(name)s{whose}: %(message)s")
+
+
+class JsonLines(logging.Formatter):
+    """`time` is UTC, RFC 3339. A field that a line gives itself goes before what all lines have."""
+
+    def __init__(self, model: str | None = None) -> None:
+        super().__init__()
+        self._model = model
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        said = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": os.getpid(),
+            **({} if self._model is None else {"model": self._model}),
+            **getattr(record, "fields", {}),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        # An array that somebody puts there by mistake must not get into the log.
+        return json.dumps(said, default=lambda value: type(value).__name__)
+
+
+class Aside(logging.Handler):
+    """Writes on a thread of its own: a terminal that was stopped, or a pipe that nobody reads, holds nobody up.
+
+    What finds no room is lost, and a line says how much. Critical lines are waited for a while: after them the process
+    may end.
+    """
+
+    def __init__(self, stream: TextIO, most: int = _MOST) -> None:
+        super().__init__()
+        self._stream = stream
+        self._most = most
+        self._changed = threading.Condition()
+        self._lines: deque[str | logging.LogRecord] = deque()
+        self._lost = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            # An exception would keep alive all that it leads to: tensors, too.
+            line = self.format(record) if record.exc_info else _said(record)
+        except Exception:  # noqa: BLE001  as every handler's
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._lines) < self._most:
+                self._lines.append(line)
+                self._changed.notify_all()
+            else:
+                self._lost += 1
+        if record.levelno >= logging.CRITICAL:
+            self.flush()
+
+    def flush(self) -> None:
+        """Waits until all is written, but not for ever. Also called at the interpreter's end."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines, _PATIENCE)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                line, lost, self._lost = self._lines[0], self._lost, 0
+            self._put(line)
+            if lost:
+                self._put(_lost(lost))
+            with self._changed:
+                self._lines.popleft()
+                self._changed.notify_all()
+
+    def _put(self, line: str | logging.LogRecord) -> None:
+        """By itself: what several processes write at once stays apart by the line, if that is not too long."""
+        try:
+            text = line if isinstance(line, str) else self.format(line)
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+        except (OSError, ValueError):
+            pass  # who has closed it does not want to know
+        except Exception:  # noqa: BLE001  the thread goes on
+            self.handleError(logging.makeLogRecord({}))
+
+
+def _said(record: logging.LogRecord) -> logging.LogRecord:
+    """With its message made, of what may be something else by the time that it is written."""
+    made = copy(record)
+    made.msg, made.args = record.getMessage(), None
+    return made
+
+
+def _lost(lines: int) -> logging.LogRecord:
+    """Says so."""
+    text = "the log takes no more: %d lines are lost"
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lines,), None)

@@ -1,0 +1,112 @@
+"""Frames of traces: which requests are traced, and what became of them.
+
+A stub marks a traced request before it sends it, with the ids that spans of the request refer to. What the stub itself
+has seen of it, it tells later. docs/protocol.md is the specification.
+"""
+
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rsrv.wire.frames import HEADER, Kind, ProtocolError, pack_json
+
+#: spans in one frame: reading more would hold up requests
+MAX_SPANS = 128
+#: characters of a text in a span
+MAX_TEXT = 200
+
+Attributes = Mapping[str, str | int | float]
+
+_TRACE_ID, _SPAN_ID = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{16}")
+_MARK = struct.Struct("<Q16s8s")
+
+
+class Mark(NamedTuple):
+    """The request of this number, the next one of the connection that has it, is traced."""
+
+    request: int
+    #: 32 hexadecimal digits
+    trace: str
+    #: 16 of them: the parent of what the runtime tells of the request
+    span: str
+
+
+class Span(NamedTuple):
+    """A part of a trace that is over. Ids are hexadecimal digits, times nanoseconds of CLOCK_MONOTONIC."""
+
+    trace: str
+    #: another one of ours, or the client's
+    parent: str
+    #: "": nobody refers to it
+    id: str
+    name: str
+    start_ns: int
+    end_ns: int
+    #: why it failed; "": it did not
+    error: str
+    attributes: Attributes
+
+
+def pack_marks(marks: Sequence[Mark]) -> bytes:
+    """One TRACE frame; at most frames.MAX_ENTRIES entries."""
+    entries = (
+        _MARK.pack(mark.request, bytes.fromhex(mark.trace), bytes.fromhex(mark.span)) for mark in marks
+    )
+    return b"".join((HEADER.pack(Kind.TRACE, 0, len(marks)), *entries))
+
+
+def unpack_marks(frame: bytes | memoryview, count: int) -> Iterator[Mark]:
+    body = memoryview(frame)[HEADER.size :]
+    if len(body) != count * _MARK.size:
+        raise ProtocolError(f"TRACE of {count} requests has {len(body)} bytes")
+    return (Mark(request, trace.hex(), span.hex()) for request, trace, span in _MARK.iter_unpack(body))
+
+
+def pack_spans(spans: Sequence[Span], dropped: int) -> list[bytes]:
+    """SPANS frames for all of these. `dropped`: how many others were, since the frame before."""
+    if len(spans) <= MAX_SPANS:
+        try:
+            return [pack_json(Kind.SPANS, {"spans": spans, "dropped": dropped})]
+        except ProtocolError:
+            # Many texts of many bytes; a single span always fits.
+            if len(spans) < 2:
+                raise
+    half = len(spans) // 2
+    return [*pack_spans(spans[:half], dropped), *pack_spans(spans[half:], 0)]
+
+
+def read_spans(told: Mapping[str, Any]) -> tuple[list[Span], int]:
+    """What a SPANS frame has. Raises ProtocolError."""
+    try:
+        spans, dropped = [_read(value) for value in told["spans"]], int(told["dropped"])
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ProtocolError(f"SPANS that cannot be read: {type(error).__name__}: {error}") from None
+    if not 0 <= dropped < 1 << 63:
+        raise ProtocolError(f"SPANS of which {dropped} were dropped")
+    return spans, dropped
+
+
+def _read(value: Sequence[Any]) -> Span:
+    """Raises TypeError, ValueError: it is no span."""
+    span = Span(*value)
+    if not (
+        _TRACE_ID.fullmatch(span.trace)
+        and _SPAN_ID.fullmatch(span.parent)
+        and (span.id == "" or _SPAN_ID.fullmatch(span.id))
+        and isinstance(span.start_ns, int)
+        and isinstance(span.end_ns, int)
+        and 0 <= span.start_ns <= span.end_ns < 1 << 63
+    ):
+        raise ValueError("ids or times that are none")
+    texts = (span.name, span.error, *span.attributes.keys())
+    values = span.attributes.values()
+    if not all(isinstance(text, str) for text in texts) or not all(map(_is_value, values)):
+        raise ValueError("texts or attributes that are none")
+    if any(len(text) > MAX_TEXT for text in (*texts, *values) if isinstance(text, str)):
+        raise ValueError(f"texts of more than {MAX_TEXT} characters")
+    return span
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, str | float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)

@@ -18,6 +18,8 @@ from examples.fno.burgers import POINTS, TIME, VISCOSITY, solve, starts
 from examples.resnet18.network import network
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.numerics import TOLERANCE, difference
+from tests.bench.real.cases import CASES
+from tests.bench.real.twins import TWINS, weights_of
 from tests.examples.built import Model
 from tests.examples.sources import source
 
@@ -55,6 +57,17 @@ def test_a_bundle_says_how_far_from_its_source_it_is(root: Path, name: str) -> N
     assert numerics is not None
     assert isinstance(numerics["source"], Mapping)
     assert {str(module).rpartition(".b")[2] for module in numerics["source"]} == {"1", "8", "32"}
+
+
+@pytest.mark.parametrize("name", ["fno_f32", "fno_f64", "unet", "family_rest", "family_zero"])
+def test_a_model_written_anew_in_pytorch_answers_alike(root: Path, name: str) -> None:
+    """Another framework, by the weights' names: nothing of the maker's or the exporter's is in between."""
+    inputs = CASES.get(name, CASES["family_half"]).inputs(8)
+    (batch,) = inputs.values()
+    (got,) = Model(root / name)(inputs).values()
+    want = TWINS[name.partition("_")[0]](weights_of(root / name), torch.from_numpy(batch)).numpy()
+    _, relative = difference(got, want)
+    assert relative <= TOLERANCE["f64" if batch.dtype == np.float64 else "f32"]
 
 
 def test_the_solver_agrees_with_the_exact_solution() -> None:

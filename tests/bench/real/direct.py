@@ -44,7 +44,13 @@ def eager(name: str, folder: Path, request: Arrays) -> Run | None:
         case "minilm":
             return _bert(folder, request)
         case _:
-            return None
+            from tests.bench.real.twins import TWINS, weights_of
+
+            if (twin := TWINS.get(name.partition("_")[0])) is None:
+                return None
+            weights = weights_of(folder / name)
+            (batch,) = map(torch.from_numpy, request.values())
+            return lambda: twin(weights, batch).numpy()
 
 
 def _vit(image: Any) -> Run:

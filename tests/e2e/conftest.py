@@ -41,14 +41,6 @@ def example_bundles() -> Path:
 
 
 @pytest.fixture(scope="session")
-def example_repository(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository with all example bundles. Shared: tests only read it."""
-    repository = tmp_path_factory.mktemp("example_repository") / "gen"
-    assert rsrv_gen.main([str(example_bundles), "-o", str(repository)]) == 0
-    return repository
-
-
-@pytest.fixture(scope="session")
 def triton(example_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     """A server with the small example bundles and all test bundles, shared by all tests: leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")

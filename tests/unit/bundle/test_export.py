@@ -101,11 +101,10 @@ def test_every_element_type_survives(tmp_path: Path) -> None:
 def test_64_bit_types_need_jax_to_keep_them(tmp_path: Path) -> None:
     """Narrowing in silence would serve another function."""
     inputs = {"x": np.zeros((1, 3))}
-    with jax.enable_x64(False):  # as jax begins; a device that another test made has turned it on
-        with pytest.raises(BundleError, match=re.escape("x: is f64, which jax narrows to 32 bits")):
-            export(tmp_path / "m", inputs=inputs)
-        with pytest.raises(BundleError, match="params: kernel: is f64"):
-            export(tmp_path / "m", params={"kernel": KERNEL.astype(np.float64)})
+    with pytest.raises(BundleError, match=re.escape("x: is f64, which jax narrows to 32 bits")):
+        export(tmp_path / "m", inputs=inputs)
+    with pytest.raises(BundleError, match="params: kernel: is f64"):
+        export(tmp_path / "m", params={"kernel": KERNEL.astype(np.float64)})
     with jax.enable_x64(True):
         bundle = export(tmp_path / "m", params={"kernel": KERNEL.astype(np.float64)}, inputs=inputs)
     assert bundle.manifest.outputs[0].dtype == "f64"

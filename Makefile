@@ -14,6 +14,7 @@ export NO_MKDOCS_2_WARNING := 1
 NODE ?= --cpu-workers 2
 
 VENV := .venv/.stamp
+FRAMEWORKS := .venv/.frameworks
 TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
 
@@ -32,6 +33,11 @@ $(VENV): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+$(FRAMEWORKS): $(VENV)
+	@echo "== .venv: PyTorch, Flax and Equinox, for the real models among the examples, and for the tests"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,frameworks]'
+	@touch $@
+
 $(TRITON): $(VENV) tools/triton_install.py
 	@echo "== .triton: tritonserver for this machine"
 	$(BIN)/python tools/local_triton.py install
@@ -42,7 +48,7 @@ $(BROWSER): $(VENV) tools/browser_install.py
 	$(BIN)/python tools/browser_install.py
 	@touch $@
 
-bundles: $(VENV) ## build the example bundles into build/bundles
+bundles: $(FRAMEWORKS) ## build the example bundles into build/bundles
 	$(BIN)/python tools/example_bundles.py
 
 demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
@@ -56,14 +62,14 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
 	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
 
-test: $(VENV) $(TRITON) $(BROWSER) bundles ## all tests but the long ones
+test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## all tests but the long ones
 	$(PYTEST) -m "not long" --ignore=tests/unit -n 2 --dist loadfile
 	$(PYTEST) -m "not long" tests/unit -n auto
 
-test-unit: $(VENV) ## the tests that need no server
+test-unit: $(FRAMEWORKS) ## the tests that need no server
 	$(PYTEST) -m "not long" tests/unit -n auto
 
-test-long: $(VENV) $(TRITON) bundles ## the tests that take minutes
+test-long: $(FRAMEWORKS) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 
 chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
@@ -84,7 +90,7 @@ bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside th
 bench-gateway: $(VENV) $(TRITON) ## measure what a gateway costs, and a worker's death (docs/gateway-benchmark.md; BENCH=--quick)
 	$(BIN)/python -m tests.bench.gateway $(BENCH)
 
-models: $(VENV) $(TRITON) ## export, serve and measure the real models, and make the tables of docs/models.md anew (MODELS=--quick)
+models: $(FRAMEWORKS) $(TRITON) ## export, serve and measure the real models, and make the tables of docs/models.md anew (MODELS=--quick)
 	$(BIN)/python -m tests.bench.real $(MODELS)
 
 soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick, SOAK='--plane haproxy')
@@ -120,13 +126,13 @@ docs-serve: $(VENV) ## the same on http://127.0.0.1:8080, following changes
 dist: $(VENV) ## the wheel and the sdist, in dist
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-test-wheel: $(VENV) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
+test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
 	$(BIN)/python tools/try_wheel.py
 
 proto: $(VENV) ## generate the stubs of the control services anew
 	$(BIN)/python tools/make_proto.py
 
-lint: $(VENV) docs ## style, types, and the documentation
+lint: $(FRAMEWORKS) docs ## style, types, and the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy

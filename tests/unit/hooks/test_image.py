@@ -167,6 +167,10 @@ def test_one_channel_stays_one() -> None:
     assert image.resize_crop([grey], 10, (8, 8)).shape == (1, 8, 8, 1)
     assert image.letterbox([grey], (8, 8))[0].shape == (1, 8, 8, 1)
     assert image.resize([], (4, 5)).shape == (0, 4, 5, 3)
+    nothing = np.zeros((0, 24, 36, 1), np.uint8)
+    assert image.resize(nothing, (4, 5)).shape == (0, 4, 5, 1)
+    assert image.resize_crop(nothing, 10, (8, 8)).shape == (0, 8, 8, 1)
+    assert image.letterbox(nothing, (8, 8))[0].shape == (0, 8, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,34 @@ def test_the_middle_is_cut_out_as_torchvision_does(
     top, left = corner
     whole = PIL.Image.fromarray(one).resize(scaled[::-1], PIL.Image.Resampling.BILINEAR)
     assert (found[0] == np.asarray(whole)[top : top + 10, left : left + 10]).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1)])
+def test_a_thin_line_is_refused_before_it_is_scaled(height: int, width: int) -> None:
+    """A file of a hundred bytes would become 256 million pixels, of which a small middle is wanted."""
+    bomb = file(np.zeros((height, width), np.uint8))
+    assert len(bomb) < 150
+    pictures = image.decode(as_text([bomb]))
+    with pytest.raises(BadInput, match="more than 50000000 pixels when they are scaled"):
+        image.resize_crop(pictures, 256, (224, 224))
+    assert image.letterbox(pictures, (224, 224))[0].shape == (1, 224, 224, 3)
+
+
+def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
+    """And exact: 16 x 24 pixels each, whatever is cut out of them."""
+    pictures = [picture()] * 2
+    assert len(image.resize_crop(pictures, 16, (10, 10), most_pixels=2 * 16 * 24)) == 2
+    with pytest.raises(BadInput, match="all images of the request"):
+        image.resize_crop(pictures, 16, (10, 10), most_pixels=2 * 16 * 24 - 1)
+
+
+def test_a_high_and_narrow_picture_is_not_made_broad() -> None:
+    """Pillow changes the width first: 24 rows as broad as the result, however high that is."""
+    assert image.resize([picture()], (4, 100), most_pixels=2400).shape == (1, 4, 100, 3)
+    with pytest.raises(BadInput, match="more than 2399 pixels"):
+        image.resize([picture()], (4, 100), most_pixels=2399)
+    with pytest.raises(BadInput, match="more than 50000000 pixels"):
+        image.resize([np.zeros((1_000_000, 1, 3), np.uint8)], (224, 224))
 
 
 def test_a_crop_has_to_fit() -> None:

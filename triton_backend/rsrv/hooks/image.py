@@ -51,36 +51,54 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     return found
 
 
-def resize(images: Images, size: tuple[int, int], *, resample: Filter = "bilinear") -> Array:
+def resize(
+    images: Images,
+    size: tuple[int, int],
+    *,
+    resample: Filter = "bilinear",
+    most_pixels: int = 50_000_000,
+) -> Array:
     """Images of any sizes -> u8 [n, height, width, c], size = (height, width); their proportions may change.
 
     `resample` is a filter of Pillow's. Each but "nearest" averages over all pixels that become one (antialiasing), as in
-    torchvision with antialias=True; OpenCV's cv2.resize doesn't.
+    torchvision with antialias=True; OpenCV's cv2.resize doesn't. Pillow changes widths first: with that of the result and their
+    own heights all images together may have `most_pixels`, else BadInput. Only very high and narrow ones come near it.
     """
-    return _stack([_resized(image, size, resample) for image in images], size)
+    _limit(sum(image.shape[0] * size[1] for image in images), most_pixels)
+    return _stack([_resized(image, size, resample) for image in images], size, images)
 
 
 def resize_crop(
-    images: Images, shorter: int, size: tuple[int, int], *, resample: Filter = "bilinear"
+    images: Images,
+    shorter: int,
+    size: tuple[int, int],
+    *,
+    resample: Filter = "bilinear",
+    most_pixels: int = 50_000_000,
 ) -> Array:
     """The middle of each image, u8 [n, height, width, c], after its shorter side was made `shorter` pixels.
 
     The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
     down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
-    ValueError.
+    ValueError. most_pixels: of all images together once they are scaled and not yet cut, else BadInput: a line of one pixel by
+    thousands, a file of a few bytes, becomes hundreds of times as broad.
     """
     if max(size) > shorter:
         raise ValueError(f"a crop of {size} does not fit into images whose shorter side is {shorter}")
-    cropped = []
+    scaled = []
     for image in images:
         height, width = image.shape[:2]
         if height <= width:
-            scaled = (shorter, shorter * width // height)
+            scaled.append((shorter, shorter * width // height))
         else:
-            scaled = (shorter * height // width, shorter)
-        top, left = (round((had - wanted) / 2) for had, wanted in zip(scaled, size, strict=True))
-        cropped.append(_resized(image, scaled, resample)[top : top + size[0], left : left + size[1]])
-    return _stack(cropped, size)
+            scaled.append((shorter * height // width, shorter))
+    _limit(sum(height * width for height, width in scaled), most_pixels)
+    cropped = []
+    for image, whole in zip(images, scaled, strict=True):
+        top, left = (round((had - wanted) / 2) for had, wanted in zip(whole, size, strict=True))
+        middle = (left, top, left + size[1], top + size[0])
+        cropped.append(_resized(image, whole, resample, middle))
+    return _stack(cropped, size, images)
 
 
 def letterbox(
@@ -101,7 +119,7 @@ def letterbox(
         page[top : top + high, left : left + wide] = _resized(image, (high, wide), resample)
         pixels.append(page)
         places.append((wide / width, high / height, left, top))
-    return _stack(pixels, size), np.array(places, np.float32).reshape(-1, 4)
+    return _stack(pixels, size, images), np.array(places, np.float32).reshape(-1, 4)
 
 
 def from_letterbox(boxes: Array, places: Array) -> Array:
@@ -185,13 +203,28 @@ def _pixels(image: PIL.Image.Image, channels: int) -> Array:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _resized(image: Array, size: tuple[int, int], resample: Filter) -> Array:
+def _limit(pixels: int, most: int) -> None:
+    if pixels > most:
+        raise BadInput(
+            f"all images of the request together have more than {most} pixels when they are scaled"
+        )
+
+
+def _resized(
+    image: Array,
+    size: tuple[int, int],
+    resample: Filter,
+    middle: tuple[int, int, int, int] | None = None,
+) -> Array:
+    """[height, width, c], of which only `middle` is wanted: left, top, right, bottom."""
     pil = _pillow()
     channels = image.shape[2]
     one = pil.Image.fromarray(image if channels > 1 else image[..., 0])
     resized = one.resize((size[1], size[0]), pil.Image.Resampling[resample.upper()])
-    return np.asarray(resized).reshape(*size, channels)
+    pixels = np.asarray(resized if middle is None else resized.crop(middle))
+    return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _stack(images: Sequence[Array], size: tuple[int, int]) -> Array:
-    return np.stack(images) if images else np.empty((0, *size, 3), np.uint8)
+def _stack(made: Sequence[Array], size: tuple[int, int], images: Images) -> Array:
+    channels = images.shape[3] if isinstance(images, np.ndarray) else 3
+    return np.stack(made) if made else np.empty((0, *size, channels), np.uint8)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.hooks import floats
+
 Array = npt.NDArray[Any]
 Format = Literal["xyxy", "xywh", "cxcywh"]
 
@@ -23,7 +25,7 @@ _TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
 _FROM_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
     "xyxy": lambda a, b: (a, b),
     "xywh": lambda a, b: (a, b - a),
-    "cxcywh": lambda a, b: ((a + b) / 2, b - a),
+    "cxcywh": lambda a, b: (a + (b - a) / 2, b - a),
 }
 
 
@@ -37,7 +39,8 @@ def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
     """[..., 4] cut at an image's sides. height, width: pixels; numbers, or arrays of one for each box, as [n, 1] for [n, k, 4]."""
     right, bottom = np.asarray(width), np.asarray(height)
     limits = np.stack(np.broadcast_arrays(right, bottom, right, bottom), -1)
-    cut: Array = np.clip(boxes, 0, limits.astype(boxes.dtype))
+    # In the wider of both dtypes: an image may have more pixels than those of the boxes can count.
+    cut: Array = np.clip(boxes, 0, limits).astype(boxes.dtype)
     return cut
 
 
@@ -45,7 +48,7 @@ def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, cen
     """The boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
 
     stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: where in a
-    cell, in shares of it; torchvision's AnchorGenerator has 0.
+    cell, in shares of it; torchvision's AnchorGenerator has 0, and rounds half the sizes to whole pixels first.
     """
     half = np.asarray(sizes, np.float32) / 2
     y, x = (np.arange(cells, dtype=np.float32) * stride + centre * stride for cells in (rows, columns))
@@ -73,7 +76,11 @@ def decode(
 
 
 def iou(a: Array, b: Array) -> Array:
-    """Intersection over union of each of [..., p, 4] boxes with each of [..., q, 4]: [..., p, q]; 0 for two empty ones."""
+    """Intersection over union of each of [..., p, 4] boxes with each of [..., q, 4]: [..., p, q]; 0 for two empty ones.
+
+    In f32, or in f64 for boxes of f64 and of integers: areas are larger than what f16 and short integers hold.
+    """
+    a, b = _wide(a), _wide(b)
     (left, top, right, bottom), (left_b, top_b, right_b, bottom_b) = (
         [array[..., axis, None] for axis in range(4)] for array in (a, b)
     )
@@ -83,7 +90,7 @@ def iou(a: Array, b: Array) -> Array:
     both = (np.minimum(right, right_b) - np.maximum(left, left_b)).clip(0)
     both *= (np.minimum(bottom, bottom_b) - np.maximum(top, top_b)).clip(0)
     either = (right - left) * (bottom - top) + (right_b - left_b) * (bottom_b - top_b) - both
-    shares = np.zeros_like(either, np.result_type(either, np.float32))
+    shares = np.zeros_like(either)
     np.divide(both, either, out=shares, where=either > 0)
     return shares
 
@@ -99,10 +106,12 @@ def nms(
     """Greedy non-maximum suppression of [n, k, 4] boxes of n images: which are kept, bool [n, k].
 
     From the best score on (of equal ones the first), a box strikes out all behind it whose intersection over union with it is
-    larger than `overlap`. scores: [n, k]; boxes with less than `least`, or NaN, neither stay nor strike. classes: [n, k],
+    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, neither stay nor strike. classes: [n, k],
     if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the square of k: of very
     many boxes, first take the thousand best (`labels.top_k`).
     """
+    floats(scores, "scores")
+    boxes = _wide(boxes)
     kept = np.zeros(scores.shape, bool)
     for image, row in enumerate(scores):
         order = np.argsort(-row, kind="stable")
@@ -115,9 +124,10 @@ def nms(
 def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
     """Where the best of those that are kept are, i64 [n, most], best first, and whether there is one, bool [n, most].
 
-    scores, kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With k < most it is [n, k].
+    scores: floats [n, k], else ValueError; kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With k < most it is [n, k].
     """
-    order = np.argsort(np.where(kept, -scores, np.inf), axis=1, kind="stable")[:, :most].astype(np.int64)
+    floats(scores, "scores")
+    order = np.lexsort((-scores, ~kept), axis=1)[:, :most].astype(np.int64)
     return order, np.take_along_axis(kept, order, 1)
 
 
@@ -127,6 +137,7 @@ def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level:
     floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
     Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
     """
+    boxes = _wide(boxes)
     area = (boxes[..., 2:] - boxes[..., :2]).clip(0).prod(-1)
     found = np.floor(level + np.log2(np.maximum(np.sqrt(area) / size, 2.0**-level)) + 1e-6)
     at: Array = found.clip(lowest, highest).astype(np.int64) - lowest
@@ -172,6 +183,12 @@ def roi_align(
         lines = down[index, :, rows] @ part.reshape(len(part), -1)
         np.matmul(across[index, :, columns], lines.reshape(size[0], -1, channels), out=found[index])
     return found if layout == "nhwc" else np.ascontiguousarray(found.transpose(0, 3, 1, 2))
+
+
+def _wide(boxes: Array) -> Array:
+    """In a dtype that holds the area of any box: f32 or f64."""
+    exact = np.result_type(boxes, np.float32) if boxes.dtype.kind == "f" else np.float64
+    return boxes.astype(exact, copy=False)
 
 
 def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells: int) -> Array:

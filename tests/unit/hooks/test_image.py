@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
+import PIL.PngImagePlugin
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +67,57 @@ def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) ->
     stored = np.ascontiguousarray(STORED[orientation](picture()))
     (found,) = image.decode(as_text([file(stored, exif=exif)]))
     assert (found == picture()).all()
+
+
+def exif_of(*entries: bytes) -> bytes:
+    """A JPEG whose EXIF has these entries of TIFF, 12 bytes each, behind the orientation 6."""
+    all_of_them = (struct.pack("<HHII", 274, 3, 1, 6), *entries)
+    tiff = b"II*\0\x08\0\0\0" + struct.pack("<H", len(all_of_them)) + b"".join(all_of_them) + bytes(4)
+    stored = np.ascontiguousarray(STORED[6](picture()))
+    return file(stored, "JPEG", exif=b"Exif\0\0" + tiff, quality=95)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<HHI4s", 0x11A, 2, 4, b"abc"),
+        struct.pack("<HHIf", 0x100, 11, 1, 0.5),
+        struct.pack("<HHIi", 0x100, 9, 1, -5),
+    ],
+    ids=["resolution in words", "half a pixel wide", "a negative width"],
+)
+def test_what_else_a_camera_wrote_does_not_matter(entry: bytes) -> None:
+    """Entries of types that they should not have: the picture is upright all the same."""
+    (found,) = image.decode(as_text([exif_of(entry)]))
+    assert abs(found.astype(int) - picture()).max() <= 12
+
+
+def test_exif_that_cannot_be_read_says_nothing() -> None:
+    """A text where its bytes should be, in hexadecimal."""
+    text = PIL.PngImagePlugin.PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n 4\nno numbers\n")
+    (found,) = image.decode(as_text([file(picture(), pnginfo=text)]))
+    assert (found == picture()).all()
+
+
+def test_a_jpeg_with_endless_scans_is_refused() -> None:
+    """A hundred are decoded, each of a few bytes; the next would be one more pass over the whole picture."""
+    whole = file(np.zeros((64, 64, 3), np.uint8), "JPEG", progressive=True)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    hundred = whole[:-2] + last * (100 - whole.count(b"\xff\xda")) + whole[-2:]
+    assert image.decode(as_text([hundred]))[0].shape == (64, 64, 3)
+    with pytest.raises(BadInput, match="image 1 is damaged: it has more than 100 scans"):
+        image.decode(as_text([whole, hundred[:-2] + last + whole[-2:]]))
+
+
+def test_only_the_picture_s_own_scans_are_counted() -> None:
+    """Not what looks like one in a segment, say in a thumbnail, nor behind the end, say in a film."""
+    whole = file(picture(), "JPEG", quality=95)
+    lookalikes = b"\xff\xda" * 200
+    segment = b"\xff\xe9" + struct.pack(">H", 2 + len(lookalikes)) + lookalikes
+    found = image.decode(as_text([whole[:2] + segment + whole[2:], whole + lookalikes + b"."]))
+    for one in found:
+        assert abs(one.astype(int) - picture()).max() <= 12
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,14 +28,32 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 #: What clients may send. Fewer decoders leave less to attack.
 _FORMATS = ("JPEG", "PNG", "WEBP")
 
+#: Progressive JPEGs have about ten scans. Each takes time for the whole picture, and may be a few bytes long.
+_MOST_SCANS = 100
+#: In a JPEG what starts a segment, whose length follows, or ends the picture: no FF in a scan's data, and none that stands alone.
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
+
+#: EXIF's orientation -> what makes a picture upright, by Pillow's name for it; TIFF 6.0, "Orientation".
+_ORIENTATION = 0x112
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
 
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
     """JPEG, PNG and WebP files -> their pixels, u8 [h, w, channels] each, upright as EXIF's orientation says.
 
     files: u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
     there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
-    is decoded; each takes three bytes, and four more while its row is decoded. Raises BadInput for what is no such file, damaged
-    or too large; but a WebP file that was cut off is decoded with the zeros behind it.
+    is decoded; of one picture never more than Pillow's own limit, 179 million. A pixel takes `channels` bytes, and while its row is
+    decoded 10 to 14 in all: what is decoded, turned, converted and copied; each thread that decodes needs that much. Raises BadInput
+    for what is no such file, damaged or too large; but a WebP file that was cut off is decoded with the zeros behind it.
     """
     if files.ndim != 2 or files.dtype != np.uint8:
         raise ValueError(f"files are u8 [n, bytes], not {files.dtype} {list(files.shape)}")
@@ -160,7 +179,6 @@ def normalise(
 def _pillow() -> Any:
     try:
         import PIL.Image
-        import PIL.ImageOps
     except ImportError:
         raise needs("Pillow") from None
     return PIL
@@ -189,12 +207,32 @@ def _open(padded: Array) -> PIL.Image.Image:
     else:
         # With the zeros a file that was cut off would look complete to JPEG's decoder, and grey from there on.
         file = file.rstrip(b"\0")
+    if file.startswith(b"\xff\xd8") and _has_too_many_scans(file):
+        raise ValueError(f"it has more than {_MOST_SCANS} scans")
     opened: PIL.Image.Image = _pillow().Image.open(io.BytesIO(file), formats=_FORMATS)
     return opened
 
 
+def _has_too_many_scans(jpeg: bytes) -> bool:
+    """Whether a JPEG has; neither what lies in its segments, as a small picture, nor what is behind its end counts."""
+    scans, place = 0, 0
+    while (marker := _MARKER.search(jpeg, place)) and marker[1] != b"\xd9":
+        scans += marker[1] == b"\xda"
+        if scans > _MOST_SCANS:
+            return True
+        place = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2], "big")
+    return False
+
+
 def _pixels(image: PIL.Image.Image, channels: int) -> Array:
-    _pillow().ImageOps.exif_transpose(image, in_place=True)
+    image.load()  # of a PNG EXIF may come last
+    turn = None
+    with suppress(
+        Exception
+    ):  # what a camera wrote there does not matter, and Pillow raises all kinds of things
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION))
+    if turn:
+        image = image.transpose(_pillow().Image.Transpose[turn])
     if image.mode.startswith("I"):
         # Pillow would cut 16 bits off at 255.
         image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

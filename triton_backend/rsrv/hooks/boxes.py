@@ -90,7 +90,7 @@ def iou(a: Array, b: Array) -> Array:
     both = (np.minimum(right, right_b) - np.maximum(left, left_b)).clip(0)
     both *= (np.minimum(bottom, bottom_b) - np.maximum(top, top_b)).clip(0)
     either = (right - left) * (bottom - top) + (right_b - left_b) * (bottom_b - top_b) - both
-    shares = np.zeros_like(either)
+    shares: Array = np.zeros_like(either)
     np.divide(both, either, out=shares, where=either > 0)
     return shares
 
@@ -106,9 +106,9 @@ def nms(
     """Greedy non-maximum suppression of [n, k, 4] boxes of n images: which are kept, bool [n, k].
 
     From the best score on (of equal ones the first), a box strikes out all behind it whose intersection over union with it is
-    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, neither stay nor strike. classes: [n, k],
-    if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the square of k: of very
-    many boxes, first take the thousand best (`labels.top_k`).
+    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, neither stay nor strike.
+    classes: [n, k], if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the
+    square of k: of very many boxes, first take the thousand best (`labels.top_k`).
     """
     floats(scores, "scores")
     boxes = _wide(boxes)
@@ -124,7 +124,8 @@ def nms(
 def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
     """Where the best of those that are kept are, i64 [n, most], best first, and whether there is one, bool [n, most].
 
-    scores: floats [n, k], else ValueError; kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With k < most it is [n, k].
+    scores: floats [n, k], else ValueError; kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With
+    k < most it is [n, k].
     """
     floats(scores, "scores")
     order = np.lexsort((-scores, ~kept), axis=1)[:, :most].astype(np.int64)

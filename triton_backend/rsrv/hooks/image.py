@@ -230,7 +230,7 @@ def _pixels(image: PIL.Image.Image, channels: int) -> Array:
     with suppress(
         Exception
     ):  # what a camera wrote there does not matter, and Pillow raises all kinds of things
-        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION))
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
     if turn:
         image = image.transpose(_pillow().Image.Transpose[turn])
     if image.mode.startswith("I"):

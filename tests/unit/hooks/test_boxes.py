@@ -351,6 +351,49 @@ def test_a_map_that_rises_evenly_is_read_exactly(seed: int, sampling: int) -> No
     np.testing.assert_allclose(found[:, 0], a * centres_x + b * centres_y[..., None] + c, atol=1e-9)
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) -> None:
+    """Up to 500 times as large, from before it and behind it: only the points over the map are computed."""
+    features = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
+    given = np.array(
+        [[-40, -300, 2000, 30], [-7, -2, 31, 9], [-600, 1.5, 900, 2], [50, 0, 90, 2], [-90, 0, -9, 2]]
+    )
+    found = boxes.roi_align(
+        features, given, np.zeros(5, int), size=(3, 3), scale=1, sampling=None, aligned=aligned
+    )
+    expected = [slow_roi_align(features[0], box, 3, 1, None, aligned=aligned) for box in given]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
+    """In f16 a place among 3000 pixels is known to two of them; the bits of bf16 are refused."""
+    features = np.tile(np.arange(100, dtype=np.float16), (1, 1, 2, 1))
+    given = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
+    for sampling in (1, None):
+        options: Any = {"size": (1, 5), "scale": 1 / 32, "sampling": sampling}
+        found = boxes.roi_align(features, given, np.zeros(2, int), **options)
+        assert found.dtype == np.float16
+        wide = boxes.roi_align(features.astype(np.float32), given, np.zeros(2, int), **options)
+        assert (found == wide.astype(np.float16)).all()
+    with pytest.raises(ValueError, match="features are floats, not uint16; bf16"):
+        boxes.roi_align(features.view(np.uint16), given, np.zeros(2, int), size=(1, 5), scale=1)
+
+
+def test_a_region_of_any_size_takes_no_more_memory() -> None:
+    """A network may well answer with a box of 10 ** 12 pixels: a list of its points would not fit."""
+    given = np.array([[-1e12, -1e12, 1e12, 1e12]])
+    found = boxes.roi_align(
+        np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
+    )
+    assert found[0, 0].tolist() == [[0, 0, 0], [0, pytest.approx(0, abs=1e-20), 0], [0, 0, 0]]
+    for end in (1e30, np.inf, np.nan):
+        given[0, 2:] = end
+        found = boxes.roi_align(
+            np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
+        )
+        assert not found.any()
+
+
 def test_without_regions_there_is_nothing() -> None:
     """Shapes and dtypes are as ever."""
     nothing = np.zeros((0, 4), np.float32)

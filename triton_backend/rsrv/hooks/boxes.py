@@ -17,6 +17,9 @@ Format = Literal["xyxy", "xywh", "cxcywh"]
 #: boxes of one image that suppress each other at a time: enough to make numpy's calls cheap, few enough for the cache
 _BLOCK = 256
 
+#: Cells of a map under one bin of a region, from which on nothing of the map is left in their mean.
+_ENDLESS = 2.0**40
+
 _TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
     "xyxy": lambda a, b: (a, b),
     "xywh": lambda corner, size: (corner, corner + size),
@@ -158,23 +161,25 @@ def roi_align(
 ) -> Array:
     """The features of regions: He et al. 2017, "Mask R-CNN", section 3, as torchvision.ops.roi_align computes it.
 
-    features: floats [n, c, h, w] or [n, h, w, c] by `layout`. boxes: [m, 4] in pixels, owners: integers [m], the image of each.
-    size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c]. scale: cells for a pixel, as 1/16.
-    sampling: points across and down whose mean is one element; None for one in each cell under a region, -1 in torchvision. aligned:
-    cells have their values in the middle, as they should; False is what older networks were trained with.
+    features: floats [n, c, h, w] or [n, h, w, c] by `layout`, else ValueError; f16 is computed with in f32. boxes: [m, 4] in pixels,
+    owners: integers [m], the image of each. size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c].
+    scale: cells for a pixel, as 1/16. sampling: points across and down whose mean is one element; None for one in each cell under a
+    region, -1 in torchvision. aligned: cells have their values in the middle, as they should; False is what older networks were
+    trained with.
     """
+    floats(features, "features")
     if layout == "nchw":
         # Channels last, each point is read as one piece of memory.
         features = np.ascontiguousarray(features.transpose(0, 2, 3, 1))
     _, height, width, channels = features.shape
-    dtype = features.dtype
+    dtype = np.result_type(features, np.float32)
     scaled = boxes.astype(dtype) * dtype.type(scale) - dtype.type(0.5 if aligned else 0)
     extent = scaled[:, 2:] - scaled[:, :2]
     if not aligned:
         extent = np.maximum(extent, dtype.type(1))
     down = _shares(scaled[:, 1], extent[:, 1], size[0], sampling, height)
     across = _shares(scaled[:, 0], extent[:, 0], size[1], sampling, width)
-    found = np.empty((len(boxes), *size, channels), dtype)
+    found = np.empty((len(boxes), *size, channels), features.dtype)
     tops, bottoms = _used(down)
     lefts, rights = _used(across)
     for index, owner in enumerate(owners):
@@ -194,23 +199,41 @@ def _wide(boxes: Array) -> Array:
 
 def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells: int) -> Array:
     """[m, bins, cells]: what each cell of an axis counts in each bin of each region, by linear interpolation at points."""
-    if sampling is None:
-        counts = np.ceil(extent / bins).astype(np.int64)
-        # Of an empty region there is no point, and all is 0.
-        by_size = np.zeros((len(start), bins, cells), start.dtype)
-        for count in np.unique(counts[counts > 0]):
-            same = counts == count
-            by_size[same] = _shares(start[same], extent[same], bins, int(count), cells)
-        return by_size
-    dtype = start.dtype
-    steps = (np.arange(bins * sampling, dtype=dtype) + dtype.type(0.5)) / (bins * sampling)
-    points = start[:, None] + steps * extent[:, None]
+    if sampling is not None:
+        numbers = np.arange(bins * sampling)
+        shares = _linear(start[:, None] + _places(numbers, bins * sampling, extent), cells)
+        found: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
+        return found
+    # Of an empty region there is no point, of an endless one hardly any over the map: all is 0.
+    counts = np.ceil(np.where(extent / bins < _ENDLESS, extent / bins, 0)).astype(np.int64)
+    found = np.zeros((len(start), bins, cells), start.dtype)
+    for count in np.unique(counts[counts > 0]):
+        (same,) = np.nonzero(counts == count)
+        points = bins * int(count)
+        # Of a region that is far larger than the map only those near it are looked at; two are at least half a cell apart.
+        looked = min(points, 2 * cells + 8)
+        first = np.floor((-1 - start[same]) / extent[same] * points).astype(np.int64) - 1
+        numbers = first.clip(0, points - looked)[:, None] + np.arange(looked)
+        shares = _linear(start[same, None] + _places(numbers, points, extent[same]), cells)
+        bin_of = (numbers // count)[:, None] == np.arange(bins)[:, None]
+        found[same] = bin_of.astype(start.dtype) @ shares / count
+    return found
+
+
+def _places(numbers: Array, points: int, extent: Array) -> Array:
+    """How far from the start of each region its points with these numbers are, of `points` in all: [m, numbers]."""
+    kind = extent.dtype.type
+    places: Array = (numbers.astype(extent.dtype) + kind(0.5)) / kind(points) * extent[:, None]
+    return places
+
+
+def _linear(points: Array, cells: int) -> Array:
+    """[m, points, cells]: what each cell of an axis counts at each point."""
     # Beyond the outermost cells the map goes on as it ends, for one cell; then there is nothing.
     inside = (points >= -1) & (points <= cells)
-    distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=dtype))
-    shares = (1 - distances).clip(0) * inside[..., None]
-    found: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
-    return found
+    distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=points.dtype))
+    shares: Array = (1 - distances).clip(0) * inside[..., None]
+    return shares
 
 
 def _used(shares: Array) -> tuple[Array, Array]:

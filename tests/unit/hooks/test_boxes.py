@@ -136,6 +136,39 @@ def test_overlaps_are_counted_in_pixels(seed: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.int16, np.uint16, np.int32, np.uint8])
+def test_areas_may_be_larger_than_the_boxes_dtype_holds(dtype: Any) -> None:
+    """Of f16 and of integers: shares, suppression and levels are those of the same boxes in f64."""
+    side = 250 if dtype == np.uint8 else 60_000 if dtype in (np.uint16, np.int32) else 1000
+    given = np.array([[[0, 0, side, side]] * 2 + [[side // 2, 0, side, side], [0, 0, 5, 5]]], dtype)
+    wide = given.astype(np.float64)
+    found = boxes.iou(given[0], given[0])
+    assert found.dtype == (np.float32 if dtype == np.float16 else np.float64)
+    np.testing.assert_allclose(found, boxes.iou(wide[0], wide[0]), rtol=1e-6)
+    assert found[0].tolist()[:3] == [1, 1, 0.5]
+    scores = np.array([[0.9, 0.8, 0.7, 0.6]], np.float16)
+    assert boxes.nms(given, scores, 0.45).tolist() == [[True, False, False, True]]
+    assert boxes.levels(given, 2, 5).tolist() == boxes.levels(wide, 2, 5).tolist()
+
+
+def test_boxes_of_short_integers_are_moved_within_their_range() -> None:
+    """Their centre is not found by a sum that they do not hold, and an image may be wider than they count."""
+    given = np.array([[20_000, 30_000, 30_000, 32_000]], np.int16)
+    assert boxes.convert(given, "xyxy", "cxcywh").tolist() == [[25_000, 31_000, 10_000, 2000]]
+    assert boxes.clip(given, 40_000, 70_000).tolist() == given.tolist()
+    assert boxes.clip(given, 40_000, 70_000).dtype == np.int16
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_scores_that_are_no_floats_are_refused(dtype: Any) -> None:
+    """bf16 comes as u16, whose order is another one."""
+    scores = np.zeros((1, 2), dtype)
+    with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
+        boxes.nms(np.zeros((1, 2, 4), np.float32), scores, 0.5)
+    with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
+        boxes.best(scores, np.ones((1, 2), bool), 1)
+
+
 def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None, least: float) -> list[int]:
     """Of one image: takes the best that is left, strikes its rivals out, until nothing is left."""
     left = sorted((i for i in range(len(scores)) if scores[i] >= least), key=lambda i: (-scores[i], i))
@@ -213,6 +246,14 @@ def test_the_best_of_what_is_kept_come_first() -> None:
     assert (found.tolist()[0], found[1, 0]) == ([2, 3, 0], 3)
     assert there.tolist() == [[True] * 3, [True, False, False]]
     assert boxes.best(scores, kept, 9)[0].shape == (2, 4)
+
+
+def test_the_worst_score_comes_before_what_was_not_kept() -> None:
+    """A logarithm of 0 is a score, too."""
+    scores = np.array([[0.5, -np.inf, 0.7]], np.float32)
+    found, there = boxes.best(scores, np.array([[False, True, True]]), 2)
+    assert found.tolist() == [[2, 1]]
+    assert there.tolist() == [[True, True]]
 
 
 def slow_roi_align(
@@ -308,6 +349,49 @@ def test_a_map_that_rises_evenly_is_read_exactly(seed: int, sampling: int) -> No
     centres_x = given[:, None, :1] + (np.arange(3) + 0.5) / 3 * (given[:, None, 2:3] - given[:, None, :1])
     centres_y = given[:, 1, None] + (np.arange(2) + 0.5) / 2 * (given[:, 3, None] - given[:, 1, None])
     np.testing.assert_allclose(found[:, 0], a * centres_x + b * centres_y[..., None] + c, atol=1e-9)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_regions_far_larger_than_the_map_are_read_point_by_point(aligned: bool) -> None:
+    """Up to 500 times as large, from before it and behind it: only the points over the map are computed."""
+    features = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
+    given = np.array(
+        [[-40, -300, 2000, 30], [-7, -2, 31, 9], [-600, 1.5, 900, 2], [50, 0, 90, 2], [-90, 0, -9, 2]]
+    )
+    found = boxes.roi_align(
+        features, given, np.zeros(5, int), size=(3, 3), scale=1, sampling=None, aligned=aligned
+    )
+    expected = [slow_roi_align(features[0], box, 3, 1, None, aligned=aligned) for box in given]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_features_of_16_bits_are_read_where_those_of_32_are() -> None:
+    """In f16 a place among 3000 pixels is known to two of them; the bits of bf16 are refused."""
+    features = np.tile(np.arange(100, dtype=np.float16), (1, 1, 2, 1))
+    given = np.array([[2001, 0, 2021, 31], [-70_000, 0, 70_000, 31]], np.float32)
+    for sampling in (1, None):
+        options: Any = {"size": (1, 5), "scale": 1 / 32, "sampling": sampling}
+        found = boxes.roi_align(features, given, np.zeros(2, int), **options)
+        assert found.dtype == np.float16
+        wide = boxes.roi_align(features.astype(np.float32), given, np.zeros(2, int), **options)
+        assert (found == wide.astype(np.float16)).all()
+    with pytest.raises(ValueError, match="features are floats, not uint16; bf16"):
+        boxes.roi_align(features.view(np.uint16), given, np.zeros(2, int), size=(1, 5), scale=1)
+
+
+def test_a_region_of_any_size_takes_no_more_memory() -> None:
+    """A network may well answer with a box of 10 ** 12 pixels: a list of its points would not fit."""
+    given = np.array([[-1e12, -1e12, 1e12, 1e12]])
+    found = boxes.roi_align(
+        np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
+    )
+    assert found[0, 0].tolist() == [[0, 0, 0], [0, pytest.approx(0, abs=1e-20), 0], [0, 0, 0]]
+    for end in (1e30, np.inf, np.nan):
+        given[0, 2:] = end
+        found = boxes.roi_align(
+            np.ones((1, 1, 3, 4)), given, np.zeros(1, int), size=(3, 3), scale=1, sampling=None
+        )
+        assert not found.any()
 
 
 def test_without_regions_there_is_nothing() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import struct
 from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
+import PIL.PngImagePlugin
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,6 +67,57 @@ def test_pictures_stand_upright_however_the_camera_was_held(orientation: int) ->
     stored = np.ascontiguousarray(STORED[orientation](picture()))
     (found,) = image.decode(as_text([file(stored, exif=exif)]))
     assert (found == picture()).all()
+
+
+def exif_of(*entries: bytes) -> bytes:
+    """A JPEG whose EXIF has these entries of TIFF, 12 bytes each, behind the orientation 6."""
+    all_of_them = (struct.pack("<HHII", 274, 3, 1, 6), *entries)
+    tiff = b"II*\0\x08\0\0\0" + struct.pack("<H", len(all_of_them)) + b"".join(all_of_them) + bytes(4)
+    stored = np.ascontiguousarray(STORED[6](picture()))
+    return file(stored, "JPEG", exif=b"Exif\0\0" + tiff, quality=95)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<HHI4s", 0x11A, 2, 4, b"abc"),
+        struct.pack("<HHIf", 0x100, 11, 1, 0.5),
+        struct.pack("<HHIi", 0x100, 9, 1, -5),
+    ],
+    ids=["resolution in words", "half a pixel wide", "a negative width"],
+)
+def test_what_else_a_camera_wrote_does_not_matter(entry: bytes) -> None:
+    """Entries of types that they should not have: the picture is upright all the same."""
+    (found,) = image.decode(as_text([exif_of(entry)]))
+    assert abs(found.astype(int) - picture()).max() <= 12
+
+
+def test_exif_that_cannot_be_read_says_nothing() -> None:
+    """A text where its bytes should be, in hexadecimal."""
+    text = PIL.PngImagePlugin.PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n 4\nno numbers\n")
+    (found,) = image.decode(as_text([file(picture(), pnginfo=text)]))
+    assert (found == picture()).all()
+
+
+def test_a_jpeg_with_endless_scans_is_refused() -> None:
+    """A hundred are decoded, each of a few bytes; the next would be one more pass over the whole picture."""
+    whole = file(np.zeros((64, 64, 3), np.uint8), "JPEG", progressive=True)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    hundred = whole[:-2] + last * (100 - whole.count(b"\xff\xda")) + whole[-2:]
+    assert image.decode(as_text([hundred]))[0].shape == (64, 64, 3)
+    with pytest.raises(BadInput, match="image 1 is damaged: it has more than 100 scans"):
+        image.decode(as_text([whole, hundred[:-2] + last + whole[-2:]]))
+
+
+def test_only_the_picture_s_own_scans_are_counted() -> None:
+    """Not what looks like one in a segment, say in a thumbnail, nor behind the end, say in a film."""
+    whole = file(picture(), "JPEG", quality=95)
+    lookalikes = b"\xff\xda" * 200
+    segment = b"\xff\xe9" + struct.pack(">H", 2 + len(lookalikes)) + lookalikes
+    found = image.decode(as_text([whole[:2] + segment + whole[2:], whole + lookalikes + b"."]))
+    for one in found:
+        assert abs(one.astype(int) - picture()).max() <= 12
 
 
 @pytest.mark.parametrize(
@@ -167,6 +220,10 @@ def test_one_channel_stays_one() -> None:
     assert image.resize_crop([grey], 10, (8, 8)).shape == (1, 8, 8, 1)
     assert image.letterbox([grey], (8, 8))[0].shape == (1, 8, 8, 1)
     assert image.resize([], (4, 5)).shape == (0, 4, 5, 3)
+    nothing = np.zeros((0, 24, 36, 1), np.uint8)
+    assert image.resize(nothing, (4, 5)).shape == (0, 4, 5, 1)
+    assert image.resize_crop(nothing, 10, (8, 8)).shape == (0, 8, 8, 1)
+    assert image.letterbox(nothing, (8, 8))[0].shape == (0, 8, 8, 1)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +245,34 @@ def test_the_middle_is_cut_out_as_torchvision_does(
     top, left = corner
     whole = PIL.Image.fromarray(one).resize(scaled[::-1], PIL.Image.Resampling.BILINEAR)
     assert (found[0] == np.asarray(whole)[top : top + 10, left : left + 10]).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 4000), (4000, 1)])
+def test_a_thin_line_is_refused_before_it_is_scaled(height: int, width: int) -> None:
+    """A file of a hundred bytes would become 256 million pixels, of which a small middle is wanted."""
+    bomb = file(np.zeros((height, width), np.uint8))
+    assert len(bomb) < 150
+    pictures = image.decode(as_text([bomb]))
+    with pytest.raises(BadInput, match="more than 50000000 pixels when they are scaled"):
+        image.resize_crop(pictures, 256, (224, 224))
+    assert image.letterbox(pictures, (224, 224))[0].shape == (1, 224, 224, 3)
+
+
+def test_the_limit_of_what_is_scaled_is_that_of_all_pictures_together() -> None:
+    """And exact: 16 x 24 pixels each, whatever is cut out of them."""
+    pictures = [picture()] * 2
+    assert len(image.resize_crop(pictures, 16, (10, 10), most_pixels=2 * 16 * 24)) == 2
+    with pytest.raises(BadInput, match="all images of the request"):
+        image.resize_crop(pictures, 16, (10, 10), most_pixels=2 * 16 * 24 - 1)
+
+
+def test_a_high_and_narrow_picture_is_not_made_broad() -> None:
+    """Pillow changes the width first: 24 rows as broad as the result, however high that is."""
+    assert image.resize([picture()], (4, 100), most_pixels=2400).shape == (1, 4, 100, 3)
+    with pytest.raises(BadInput, match="more than 2399 pixels"):
+        image.resize([picture()], (4, 100), most_pixels=2399)
+    with pytest.raises(BadInput, match="more than 50000000 pixels"):
+        image.resize([np.zeros((1_000_000, 1, 3), np.uint8)], (224, 224))
 
 
 def test_a_crop_has_to_fit() -> None:

@@ -31,6 +31,23 @@ def test_probabilities_are_those_of_torch(given: Array) -> None:
     np.testing.assert_allclose(labels.softmax(given.T, axis=0), found.T)
 
 
+def test_many_logits_of_16_bits_are_summed_in_32() -> None:
+    """100,000 equal ones: their sum is beyond f16, the probabilities are not."""
+    found = labels.softmax(np.zeros((1, 100_000), np.float16))
+    assert found.dtype == np.float16
+    assert (found == np.float16(1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint8, np.int32, np.bool_])
+def test_what_numpy_does_not_take_for_floats_is_refused(dtype: Any) -> None:
+    """bf16 comes as u16: its bits would be taken for numbers, and -0 would be the largest."""
+    given = np.zeros((1, 3), dtype)
+    with pytest.raises(ValueError, match=f"logits are floats, not {np.dtype(dtype)}; bf16"):
+        labels.softmax(given)
+    with pytest.raises(ValueError, match=f"scores are floats, not {np.dtype(dtype)}; bf16"):
+        labels.top_k(given, 1)
+
+
 @given(
     arrays.arrays(
         np.float32, st.tuples(st.integers(0, 3), st.integers(1, 9)), elements=st.sampled_from([-1, 0, 0.5, 2])

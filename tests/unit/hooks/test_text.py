@@ -116,6 +116,30 @@ def test_the_file_says_which_side_is_cut(path: Path, tmp_path: Path) -> None:
     assert Tokeniser(other, [4])(text).ids.tolist() == [[2, 5, 6, 3]]
 
 
+@pytest.mark.parametrize("strategy", ["longest_first", "only_first", "only_second"])
+def test_texts_of_any_length_become_tokens_whatever_the_file_cuts(strategy: str, tmp_path: Path) -> None:
+    """Also where it wants only that text of a pair cut which is short enough already."""
+    made = tokenizer()
+    made.enable_truncation(99, strategy=strategy)
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    tokenise = Tokeniser(path, [4, 8])
+    long, short = as_text(["north " * 30]), as_text(["south"])
+    assert tokenise(long).ids.tolist() == [[2, *[4] * 6, 3]]
+    assert tokenise(long, short).ids.tolist() == [[2, *[4] * 4, 3, 5, 3]]
+    assert tokenise(short, long).ids.tolist() == [[2, 5, 3, *[4] * 4, 3]]
+    assert tokenise(long, long).types.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [2], [1, 2]])
+def test_rows_have_room_for_the_marks_around_texts(path: Path, lengths: list[int]) -> None:
+    """Said when the tokeniser is made, not by the first request."""
+    with pytest.raises(ValueError, match="the largest must be at least 3"):
+        Tokeniser(path, lengths)
+    text = as_text(["north"])
+    assert Tokeniser(path, [3])(text, text).ids.tolist() == [[2, 3, 3]]
+
+
 def test_only_the_beginning_of_an_endless_text_is_looked_at(path: Path) -> None:
     """64 bytes for each token that is kept."""
     text = as_text(["north" + " " * (16 * 64) + "south", "north" + " " * (16 * 63) + "south"])

@@ -9,11 +9,16 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.hooks import floats
+
 Array = npt.NDArray[Any]
 Format = Literal["xyxy", "xywh", "cxcywh"]
 
 #: boxes of one image that suppress each other at a time: enough to make numpy's calls cheap, few enough for the cache
 _BLOCK = 256
+
+#: Cells of a map under one bin of a region, from which on nothing of the map is left in their mean.
+_ENDLESS = 2.0**40
 
 _TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
     "xyxy": lambda a, b: (a, b),
@@ -23,7 +28,7 @@ _TO_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
 _FROM_XYXY: Mapping[str, Callable[[Array, Array], tuple[Array, Array]]] = {
     "xyxy": lambda a, b: (a, b),
     "xywh": lambda a, b: (a, b - a),
-    "cxcywh": lambda a, b: ((a + b) / 2, b - a),
+    "cxcywh": lambda a, b: (a + (b - a) / 2, b - a),
 }
 
 
@@ -37,7 +42,8 @@ def clip(boxes: Array, height: npt.ArrayLike, width: npt.ArrayLike) -> Array:
     """[..., 4] cut at an image's sides. height, width: pixels; numbers, or arrays of one for each box, as [n, 1] for [n, k, 4]."""
     right, bottom = np.asarray(width), np.asarray(height)
     limits = np.stack(np.broadcast_arrays(right, bottom, right, bottom), -1)
-    cut: Array = np.clip(boxes, 0, limits.astype(boxes.dtype))
+    # In the wider of both dtypes: an image may have more pixels than those of the boxes can count.
+    cut: Array = np.clip(boxes, 0, limits).astype(boxes.dtype)
     return cut
 
 
@@ -45,7 +51,7 @@ def anchors(rows: int, columns: int, *, stride: float, sizes: npt.ArrayLike, cen
     """The boxes that a network's deltas start from: f32 [rows * columns * a, 4], in the order of a map [rows, columns, a].
 
     stride: pixels from one cell of the map to the next. sizes: [a, 2], the widths and heights around each cell. centre: where in a
-    cell, in shares of it; torchvision's AnchorGenerator has 0.
+    cell, in shares of it; torchvision's AnchorGenerator has 0, and rounds half the sizes to whole pixels first.
     """
     half = np.asarray(sizes, np.float32) / 2
     y, x = (np.arange(cells, dtype=np.float32) * stride + centre * stride for cells in (rows, columns))
@@ -73,7 +79,11 @@ def decode(
 
 
 def iou(a: Array, b: Array) -> Array:
-    """Intersection over union of each of [..., p, 4] boxes with each of [..., q, 4]: [..., p, q]; 0 for two empty ones."""
+    """Intersection over union of each of [..., p, 4] boxes with each of [..., q, 4]: [..., p, q]; 0 for two empty ones.
+
+    In f32, or in f64 for boxes of f64 and of integers: areas are larger than what f16 and short integers hold.
+    """
+    a, b = _wide(a), _wide(b)
     (left, top, right, bottom), (left_b, top_b, right_b, bottom_b) = (
         [array[..., axis, None] for axis in range(4)] for array in (a, b)
     )
@@ -83,7 +93,7 @@ def iou(a: Array, b: Array) -> Array:
     both = (np.minimum(right, right_b) - np.maximum(left, left_b)).clip(0)
     both *= (np.minimum(bottom, bottom_b) - np.maximum(top, top_b)).clip(0)
     either = (right - left) * (bottom - top) + (right_b - left_b) * (bottom_b - top_b) - both
-    shares = np.zeros_like(either, np.result_type(either, np.float32))
+    shares: Array = np.zeros_like(either)
     np.divide(both, either, out=shares, where=either > 0)
     return shares
 
@@ -99,10 +109,12 @@ def nms(
     """Greedy non-maximum suppression of [n, k, 4] boxes of n images: which are kept, bool [n, k].
 
     From the best score on (of equal ones the first), a box strikes out all behind it whose intersection over union with it is
-    larger than `overlap`. scores: [n, k]; boxes with less than `least`, or NaN, neither stay nor strike. classes: [n, k],
-    if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the square of k: of very
-    many boxes, first take the thousand best (`labels.top_k`).
+    larger than `overlap`. scores: floats [n, k], else ValueError; boxes with less than `least`, or NaN, neither stay nor strike.
+    classes: [n, k], if only boxes of one class strike each other. Images have nothing to do with each other. Time grows with the
+    square of k: of very many boxes, first take the thousand best (`labels.top_k`).
     """
+    floats(scores, "scores")
+    boxes = _wide(boxes)
     kept = np.zeros(scores.shape, bool)
     for image, row in enumerate(scores):
         order = np.argsort(-row, kind="stable")
@@ -115,9 +127,11 @@ def nms(
 def best(scores: Array, kept: Array, most: int) -> tuple[Array, Array]:
     """Where the best of those that are kept are, i64 [n, most], best first, and whether there is one, bool [n, most].
 
-    scores, kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With k < most it is [n, k].
+    scores: floats [n, k], else ValueError; kept: [n, k], of `nms`. `np.take_along_axis(scores, found, 1)` has their scores. With
+    k < most it is [n, k].
     """
-    order = np.argsort(np.where(kept, -scores, np.inf), axis=1, kind="stable")[:, :most].astype(np.int64)
+    floats(scores, "scores")
+    order = np.lexsort((-scores, ~kept), axis=1)[:, :most].astype(np.int64)
     return order, np.take_along_axis(kept, order, 1)
 
 
@@ -127,6 +141,7 @@ def levels(boxes: Array, lowest: int, highest: int, *, size: float = 224, level:
     floor(level + log2(sqrt(width * height) / size)), from `lowest` to `highest`: Lin et al. 2017, "Feature Pyramid Networks for
     Object Detection", equation 1, with 1e-6 added before the floor, as in torchvision's MultiScaleRoIAlign.
     """
+    boxes = _wide(boxes)
     area = (boxes[..., 2:] - boxes[..., :2]).clip(0).prod(-1)
     found = np.floor(level + np.log2(np.maximum(np.sqrt(area) / size, 2.0**-level)) + 1e-6)
     at: Array = found.clip(lowest, highest).astype(np.int64) - lowest
@@ -146,23 +161,25 @@ def roi_align(
 ) -> Array:
     """The features of regions: He et al. 2017, "Mask R-CNN", section 3, as torchvision.ops.roi_align computes it.
 
-    features: floats [n, c, h, w] or [n, h, w, c] by `layout`. boxes: [m, 4] in pixels, owners: integers [m], the image of each.
-    size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c]. scale: cells for a pixel, as 1/16.
-    sampling: points across and down whose mean is one element; None for one in each cell under a region, -1 in torchvision. aligned:
-    cells have their values in the middle, as they should; False is what older networks were trained with.
+    features: floats [n, c, h, w] or [n, h, w, c] by `layout`, else ValueError; f16 is computed with in f32. boxes: [m, 4] in pixels,
+    owners: integers [m], the image of each. size: (rows, columns) of the result, [m, c, rows, columns] or [m, rows, columns, c].
+    scale: cells for a pixel, as 1/16. sampling: points across and down whose mean is one element; None for one in each cell under a
+    region, -1 in torchvision. aligned: cells have their values in the middle, as they should; False is what older networks were
+    trained with.
     """
+    floats(features, "features")
     if layout == "nchw":
         # Channels last, each point is read as one piece of memory.
         features = np.ascontiguousarray(features.transpose(0, 2, 3, 1))
     _, height, width, channels = features.shape
-    dtype = features.dtype
+    dtype = np.result_type(features, np.float32)
     scaled = boxes.astype(dtype) * dtype.type(scale) - dtype.type(0.5 if aligned else 0)
     extent = scaled[:, 2:] - scaled[:, :2]
     if not aligned:
         extent = np.maximum(extent, dtype.type(1))
     down = _shares(scaled[:, 1], extent[:, 1], size[0], sampling, height)
     across = _shares(scaled[:, 0], extent[:, 0], size[1], sampling, width)
-    found = np.empty((len(boxes), *size, channels), dtype)
+    found = np.empty((len(boxes), *size, channels), features.dtype)
     tops, bottoms = _used(down)
     lefts, rights = _used(across)
     for index, owner in enumerate(owners):
@@ -174,25 +191,49 @@ def roi_align(
     return found if layout == "nhwc" else np.ascontiguousarray(found.transpose(0, 3, 1, 2))
 
 
+def _wide(boxes: Array) -> Array:
+    """In a dtype that holds the area of any box: f32 or f64."""
+    exact = np.result_type(boxes, np.float32) if boxes.dtype.kind == "f" else np.float64
+    return boxes.astype(exact, copy=False)
+
+
 def _shares(start: Array, extent: Array, bins: int, sampling: int | None, cells: int) -> Array:
     """[m, bins, cells]: what each cell of an axis counts in each bin of each region, by linear interpolation at points."""
-    if sampling is None:
-        counts = np.ceil(extent / bins).astype(np.int64)
-        # Of an empty region there is no point, and all is 0.
-        by_size = np.zeros((len(start), bins, cells), start.dtype)
-        for count in np.unique(counts[counts > 0]):
-            same = counts == count
-            by_size[same] = _shares(start[same], extent[same], bins, int(count), cells)
-        return by_size
-    dtype = start.dtype
-    steps = (np.arange(bins * sampling, dtype=dtype) + dtype.type(0.5)) / (bins * sampling)
-    points = start[:, None] + steps * extent[:, None]
+    if sampling is not None:
+        numbers = np.arange(bins * sampling)
+        shares = _linear(start[:, None] + _places(numbers, bins * sampling, extent), cells)
+        found: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
+        return found
+    # Of an empty region there is no point, of an endless one hardly any over the map: all is 0.
+    counts = np.ceil(np.where(extent / bins < _ENDLESS, extent / bins, 0)).astype(np.int64)
+    found = np.zeros((len(start), bins, cells), start.dtype)
+    for count in np.unique(counts[counts > 0]):
+        (same,) = np.nonzero(counts == count)
+        points = bins * int(count)
+        # Of a region that is far larger than the map only those near it are looked at; two are at least half a cell apart.
+        looked = min(points, 2 * cells + 8)
+        first = np.floor((-1 - start[same]) / extent[same] * points).astype(np.int64) - 1
+        numbers = first.clip(0, points - looked)[:, None] + np.arange(looked)
+        shares = _linear(start[same, None] + _places(numbers, points, extent[same]), cells)
+        bin_of = (numbers // count)[:, None] == np.arange(bins)[:, None]
+        found[same] = bin_of.astype(start.dtype) @ shares / count
+    return found
+
+
+def _places(numbers: Array, points: int, extent: Array) -> Array:
+    """How far from the start of each region its points with these numbers are, of `points` in all: [m, numbers]."""
+    kind = extent.dtype.type
+    places: Array = (numbers.astype(extent.dtype) + kind(0.5)) / kind(points) * extent[:, None]
+    return places
+
+
+def _linear(points: Array, cells: int) -> Array:
+    """[m, points, cells]: what each cell of an axis counts at each point."""
     # Beyond the outermost cells the map goes on as it ends, for one cell; then there is nothing.
     inside = (points >= -1) & (points <= cells)
-    distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=dtype))
-    shares = (1 - distances).clip(0) * inside[..., None]
-    found: Array = shares.reshape(len(start), bins, sampling, cells).mean(2)
-    return found
+    distances = abs(points.clip(0, cells - 1)[..., None] - np.arange(cells, dtype=points.dtype))
+    shares: Array = (1 - distances).clip(0) * inside[..., None]
+    return shares
 
 
 def _used(shares: Array) -> tuple[Array, Array]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,14 +28,32 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 #: What clients may send. Fewer decoders leave less to attack.
 _FORMATS = ("JPEG", "PNG", "WEBP")
 
+#: Progressive JPEGs have about ten scans. Each takes time for the whole picture, and may be a few bytes long.
+_MOST_SCANS = 100
+#: In a JPEG what starts a segment, whose length follows, or ends the picture: no FF in a scan's data, and none that stands alone.
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd8\xff])", re.DOTALL)
+
+#: EXIF's orientation -> what makes a picture upright, by Pillow's name for it; TIFF 6.0, "Orientation".
+_ORIENTATION = 0x112
+_UPRIGHT = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+
 
 def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_000_000) -> list[Array]:
     """JPEG, PNG and WebP files -> their pixels, u8 [h, w, channels] each, upright as EXIF's orientation says.
 
     files: u8 [n, bytes], one file a row with zeros behind it. Transparency is dropped, 16 bits become 8, and of an animation
     there is the first picture. The arrays are read-only. most_pixels: of all rows together, by the files' headers, before anything
-    is decoded; each takes three bytes, and four more while its row is decoded. Raises BadInput for what is no such file, damaged
-    or too large; but a WebP file that was cut off is decoded with the zeros behind it.
+    is decoded; of one picture never more than Pillow's own limit, 179 million. A pixel takes `channels` bytes, and while its row is
+    decoded 10 to 14 in all: what is decoded, turned, converted and copied; each thread that decodes needs that much. Raises BadInput
+    for what is no such file, damaged or too large; but a WebP file that was cut off is decoded with the zeros behind it.
     """
     if files.ndim != 2 or files.dtype != np.uint8:
         raise ValueError(f"files are u8 [n, bytes], not {files.dtype} {list(files.shape)}")
@@ -51,36 +70,54 @@ def decode(files: Array, *, channels: Literal[1, 3] = 3, most_pixels: int = 50_0
     return found
 
 
-def resize(images: Images, size: tuple[int, int], *, resample: Filter = "bilinear") -> Array:
+def resize(
+    images: Images,
+    size: tuple[int, int],
+    *,
+    resample: Filter = "bilinear",
+    most_pixels: int = 50_000_000,
+) -> Array:
     """Images of any sizes -> u8 [n, height, width, c], size = (height, width); their proportions may change.
 
     `resample` is a filter of Pillow's. Each but "nearest" averages over all pixels that become one (antialiasing), as in
-    torchvision with antialias=True; OpenCV's cv2.resize doesn't.
+    torchvision with antialias=True; OpenCV's cv2.resize doesn't. Pillow changes widths first: with that of the result and their
+    own heights all images together may have `most_pixels`, else BadInput. Only very high and narrow ones come near it.
     """
-    return _stack([_resized(image, size, resample) for image in images], size)
+    _limit(sum(image.shape[0] * size[1] for image in images), most_pixels)
+    return _stack([_resized(image, size, resample) for image in images], size, images)
 
 
 def resize_crop(
-    images: Images, shorter: int, size: tuple[int, int], *, resample: Filter = "bilinear"
+    images: Images,
+    shorter: int,
+    size: tuple[int, int],
+    *,
+    resample: Filter = "bilinear",
+    most_pixels: int = 50_000_000,
 ) -> Array:
     """The middle of each image, u8 [n, height, width, c], after its shorter side was made `shorter` pixels.
 
     The usual preparation of classifiers: torchvision's Resize(shorter) and CenterCrop(size), with their rounding; the longer side
     down, the crop's corner to the nearest pixel, halves to the even one. size: (height, width), each at most `shorter`, else
-    ValueError.
+    ValueError. most_pixels: of all images together once they are scaled and not yet cut, else BadInput: a line of one pixel by
+    thousands, a file of a few bytes, becomes hundreds of times as broad.
     """
     if max(size) > shorter:
         raise ValueError(f"a crop of {size} does not fit into images whose shorter side is {shorter}")
-    cropped = []
+    scaled = []
     for image in images:
         height, width = image.shape[:2]
         if height <= width:
-            scaled = (shorter, shorter * width // height)
+            scaled.append((shorter, shorter * width // height))
         else:
-            scaled = (shorter * height // width, shorter)
-        top, left = (round((had - wanted) / 2) for had, wanted in zip(scaled, size, strict=True))
-        cropped.append(_resized(image, scaled, resample)[top : top + size[0], left : left + size[1]])
-    return _stack(cropped, size)
+            scaled.append((shorter * height // width, shorter))
+    _limit(sum(height * width for height, width in scaled), most_pixels)
+    cropped = []
+    for image, whole in zip(images, scaled, strict=True):
+        top, left = (round((had - wanted) / 2) for had, wanted in zip(whole, size, strict=True))
+        middle = (left, top, left + size[1], top + size[0])
+        cropped.append(_resized(image, whole, resample, middle))
+    return _stack(cropped, size, images)
 
 
 def letterbox(
@@ -101,7 +138,7 @@ def letterbox(
         page[top : top + high, left : left + wide] = _resized(image, (high, wide), resample)
         pixels.append(page)
         places.append((wide / width, high / height, left, top))
-    return _stack(pixels, size), np.array(places, np.float32).reshape(-1, 4)
+    return _stack(pixels, size, images), np.array(places, np.float32).reshape(-1, 4)
 
 
 def from_letterbox(boxes: Array, places: Array) -> Array:
@@ -142,7 +179,6 @@ def normalise(
 def _pillow() -> Any:
     try:
         import PIL.Image
-        import PIL.ImageOps
     except ImportError:
         raise needs("Pillow") from None
     return PIL
@@ -171,12 +207,32 @@ def _open(padded: Array) -> PIL.Image.Image:
     else:
         # With the zeros a file that was cut off would look complete to JPEG's decoder, and grey from there on.
         file = file.rstrip(b"\0")
+    if file.startswith(b"\xff\xd8") and _has_too_many_scans(file):
+        raise ValueError(f"it has more than {_MOST_SCANS} scans")
     opened: PIL.Image.Image = _pillow().Image.open(io.BytesIO(file), formats=_FORMATS)
     return opened
 
 
+def _has_too_many_scans(jpeg: bytes) -> bool:
+    """Whether a JPEG has; neither what lies in its segments, as a small picture, nor what is behind its end counts."""
+    scans, place = 0, 0
+    while (marker := _MARKER.search(jpeg, place)) and marker[1] != b"\xd9":
+        scans += marker[1] == b"\xda"
+        if scans > _MOST_SCANS:
+            return True
+        place = marker.end() + int.from_bytes(jpeg[marker.end() : marker.end() + 2], "big")
+    return False
+
+
 def _pixels(image: PIL.Image.Image, channels: int) -> Array:
-    _pillow().ImageOps.exif_transpose(image, in_place=True)
+    image.load()  # of a PNG EXIF may come last
+    turn = None
+    with suppress(
+        Exception
+    ):  # what a camera wrote there does not matter, and Pillow raises all kinds of things
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION, 1))
+    if turn:
+        image = image.transpose(_pillow().Image.Transpose[turn])
     if image.mode.startswith("I"):
         # Pillow would cut 16 bits off at 255.
         image = _pillow().Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -185,13 +241,28 @@ def _pixels(image: PIL.Image.Image, channels: int) -> Array:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _resized(image: Array, size: tuple[int, int], resample: Filter) -> Array:
+def _limit(pixels: int, most: int) -> None:
+    if pixels > most:
+        raise BadInput(
+            f"all images of the request together have more than {most} pixels when they are scaled"
+        )
+
+
+def _resized(
+    image: Array,
+    size: tuple[int, int],
+    resample: Filter,
+    middle: tuple[int, int, int, int] | None = None,
+) -> Array:
+    """[height, width, c], of which only `middle` is wanted: left, top, right, bottom."""
     pil = _pillow()
     channels = image.shape[2]
     one = pil.Image.fromarray(image if channels > 1 else image[..., 0])
     resized = one.resize((size[1], size[0]), pil.Image.Resampling[resample.upper()])
-    return np.asarray(resized).reshape(*size, channels)
+    pixels = np.asarray(resized if middle is None else resized.crop(middle))
+    return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _stack(images: Sequence[Array], size: tuple[int, int]) -> Array:
-    return np.stack(images) if images else np.empty((0, *size, 3), np.uint8)
+def _stack(made: Sequence[Array], size: tuple[int, int], images: Images) -> Array:
+    channels = images.shape[3] if isinstance(images, np.ndarray) else 3
+    return np.stack(made) if made else np.empty((0, *size, channels), np.uint8)

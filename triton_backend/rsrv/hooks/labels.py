@@ -8,23 +8,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.hooks import floats
 from rsrv.hooks.text import as_text
 
 Array = npt.NDArray[Any]
 
 
 def softmax(logits: Array, axis: int = -1) -> Array:
-    """exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do no harm."""
-    exponentials = np.exp(logits - logits.max(axis, keepdims=True))
+    """exp(x) / sum(exp(x)) over `axis`, in the dtype of `logits`; large numbers do no harm.
+
+    logits: floats, else ValueError. Those of 16 bits are computed with in 32: a sum of many would be infinite.
+    """
+    floats(logits, "logits")
+    wide = logits.astype(np.result_type(logits, np.float32), copy=False)
+    exponentials = np.exp(wide - wide.max(axis, keepdims=True))
     probabilities: Array = exponentials / exponentials.sum(axis, keepdims=True)
-    return probabilities
+    return probabilities.astype(logits.dtype, copy=False)
 
 
 def top_k(scores: Array, k: int) -> tuple[Array, Array]:
     """The k largest of floats [..., c], best first, and which they are: [..., k] and i64 [..., k].
 
-    Of equal ones the first comes first; NaN comes last. With fewer than k there are as many as there are.
+    Of equal ones the first comes first; NaN comes last. With fewer than k there are as many as there are. ValueError for what
+    is not floats.
     """
+    floats(scores, "scores")
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
     return np.take_along_axis(scores, order, -1), order.astype(np.int64)
 

@@ -63,7 +63,8 @@ class Tokeniser:
     ) -> None:
         """lengths: tokens in a row that the model is compiled for. pad_id: the id behind a text's end, by default the file's, or 0.
 
-        Raises ImportError without tokenizers, ValueError for a file that is not there or no tokeniser.
+        Raises ImportError without tokenizers, ValueError for a file that is not there or no tokeniser, and when the largest length
+        does not hold the marks that the file puts around each text or pair.
         """
         try:
             from tokenizers import Tokenizer
@@ -74,19 +75,27 @@ class Tokeniser:
         except Exception as error:  # noqa: BLE001 - that is what it raises
             raise ValueError(f"{path} is no tokeniser: {error}") from None
         self._lengths = sorted(lengths)
+        least = max(1, *(self._tokenizer.num_special_tokens_to_add(pair) for pair in (False, True)))
+        if max(self._lengths, default=0) < least:
+            raise ValueError(
+                f"lengths are {self._lengths}: the largest must be at least {least}, for the marks around texts"
+            )
         self._most_bytes = _BYTES_PER_TOKEN * self._lengths[-1]
         self._dtype = np.dtype(dtype)
-        # The file may ask for padding and for another length; which side is cut stays its affair.
+        # The file may ask for padding and for another length; which side is cut stays its affair. Of a pair it may want only one
+        # text cut, which raises where the other is too long by itself.
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         self._pad_id = padding.get("pad_id", 0) if pad_id is None else pad_id
         self._tokenizer.no_padding()
-        given = {key: truncation[key] for key in ("strategy", "direction") if key in truncation}
-        self._tokenizer.enable_truncation(self._lengths[-1], **given)
+        self._tokenizer.enable_truncation(
+            self._lengths[-1], strategy="longest_first", direction=truncation.get("direction", "right")
+        )
 
     def __call__(self, text: Array, second: Array | None = None) -> Tokens:
         """text, and the second texts of pairs: u8 [n, bytes] -> Tokens [n, l], l the smallest length that holds all rows.
 
-        What the largest length does not hold is cut off, and so is what is beyond 64 bytes for each of its tokens.
+        What the largest length does not hold is cut off, of a pair from the longer text first, and so is what is beyond 64 bytes
+        for each of its tokens.
         """
         firsts = from_text(text[:, : self._most_bytes])
         seconds = [None] * len(firsts) if second is None else from_text(second[:, : self._most_bytes])

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "bundles" / "examples").rglob("README.md")),
+]
 
 #: run as they stand, after `PLACEHOLDERS`; they have to succeed
 RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for"}

@@ -49,6 +49,7 @@ NAMES = (*SMALL, *MODELS)
 #: What bundles are made of besides the sources that share their first word, and jax: patterns of files, and packages.
 _SOURCES = {"family": ("digits*.py",), "unet": ("detector_scenes.py", "detector_run.py")}
 _PACKAGES = {
+    "digits": ("scikit-learn",),
     "family": ("scikit-learn",),
     "fno": ("optax",),
     "resnet18": ("torch", "torchax"),
@@ -57,6 +58,7 @@ _PACKAGES = {
 }
 
 _HERE = Path(__file__).resolve().parent
+_HOOKS = _HERE.parents[1] / "triton_backend" / "rsrv" / "hooks"
 #: In the output directory: for each bundle, what it was built from.
 _STAMPS = ".built"
 
@@ -97,12 +99,14 @@ def _word(name: str) -> str:
 
 
 def _source_digest(name: str) -> str:
-    """One hash over everything that decides a bundle's bytes: the maker's sources, the format package, versions."""
+    """One hash over everything that decides a bundle's bytes: the maker's sources, the format package, the library for
+    hooks, with which training data is made, too, and versions. Raises PackageNotFoundError."""
     word = _word(name)
     patterns = (f"{word}*.py", f"{word}/*.py", *_SOURCES.get(word, ()))
     sources = sorted(
         {source for pattern in patterns for source in _HERE.glob(pattern)}
         | {*(_HERE.parent / "rsrv_bundle").rglob("*.py")}
+        | {*_HOOKS.glob("*.py")}
     )
     packages = ("jax", *_PACKAGES.get(word, ()))
     total = hashlib.sha256(" ".join(f"{one} {metadata.version(one)}" for one in packages).encode())
@@ -122,7 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in arguments.names if name not in NAMES]
     if unknown:
         parser.error(f"no example '{unknown[0]}'; there are {', '.join(NAMES)}")
-    build(arguments.out_dir, arguments.names or NAMES)
+    try:
+        build(arguments.out_dir, arguments.names or NAMES)
+    except metadata.PackageNotFoundError as error:
+        print(
+            f"{error.name}, which examples are made with, is missing: pip install 'rsrv[frameworks]'",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from examples import digits, digits_hooks, mlp, two_sizes, v2_affine
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from rsrv_bundle.numerics import random_inputs
+
+EXAMPLES = Path(examples.build.__file__).parent
+OURS = {"examples": EXAMPLES, "rsrv.hooks": EXAMPLES.parents[1] / "triton_backend" / "rsrv" / "hooks"}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,58 @@ def test_an_unknown_example_is_wrong_usage(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         examples.build.main(["-o", str(tmp_path), "nope"])
     assert f"there are {', '.join(examples.build.NAMES)}" in capsys.readouterr().err
+
+
+def test_whatever_a_maker_imports_decides_whether_its_bundle_is_built_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each source of ours that a maker uses, by way of others, too, is in the hash that its bundle is stamped with."""
+    read: list[Path] = []
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path, real=Path.read_bytes: read.append(path) or real(path)
+    )
+    for name in examples.build.NAMES:
+        read.clear()
+        examples.build._source_digest(name)
+        word = name.partition("_")[0]
+        folder = EXAMPLES / word
+        missing = uses(folder / "__init__.py" if folder.is_dir() else EXAMPLES / f"{name}.py") - {*read}
+        assert missing == set(), name
+
+
+def uses(source: Path) -> set[Path]:
+    """The source, and whatever examples and parts of the library for hooks it imports, directly or not."""
+    found: set[Path] = set()
+    waiting = [source]
+    while waiting:
+        found.add(one := waiting.pop())
+        for node in ast.walk(ast.parse(one.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                waiting += [path for path in map(source_of, names) if path is not None and path not in found]
+    return found
+
+
+def source_of(module: str) -> Path | None:
+    """Of an example or a part of the library for hooks; None for all else."""
+    for package, folder in OURS.items():
+        if module.startswith(f"{package}."):
+            path = folder.joinpath(*module.removeprefix(f"{package}.").split("."))
+            return next(
+                (one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None
+            )
+    return None
+
+
+def test_a_missing_package_is_named_with_the_extra_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a package that only some examples need, too."""
+    monkeypatch.setitem(examples.build._PACKAGES, "mlp", ("no-such-package",))
+    assert examples.build.main(["-o", str(tmp_path), "mlp"]) == 1
+    said = capsys.readouterr().err
+    assert "no-such-package" in said
+    assert "pip install 'rsrv[frameworks]'" in said
 
 
 def test_held_out_digits_are_the_same_every_time() -> None:

@@ -177,6 +177,27 @@ def test_results_may_be_dataclasses_and_tuples(tmp_path: Path) -> None:
     assert [(spec.name, spec.dtype) for spec in bundle.manifest.outputs] == [("up", "f32"), ("whole", "i32")]
 
 
+class Waves(nn.Module):
+    """Multiplies each wave with a complex weight, which is kept as such or as pairs of real numbers."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        weight = torch.complex(torch.arange(3.0), torch.ones(3))
+        self.weight = nn.Parameter(torch.view_as_real(weight).clone() if pairs else weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * weight, 4, dim=1)
+
+
+def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:
+    """The format has no complex tensors: docs/from-pytorch.md says to keep real ones, and the exporter checks the answers."""
+    with pytest.raises(BundleError, match="weight: has the element type complex64"):
+        export(tmp_path / "refused", Waves(pairs=False), {"x": torch.zeros(1, 4)})
+    bundle = export(tmp_path / "waves", Waves(pairs=True), {"x": torch.zeros(1, 4)})
+    assert [w.shape for w in load_weights(bundle)] == [(3, 2)]
+
+
 def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
     """Also if it is only a part, and by the eager call, too."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()

@@ -36,7 +36,8 @@ def labels(query: str) -> set[str]:
 @cache
 def served() -> Mapping[str, frozenset[str]]:
     """Name of a sample -> its labels."""
-    found: dict[str, frozenset[str]] = {}
+    # Prometheus's own, of each target.
+    found: dict[str, frozenset[str]] = {"up": frozenset()}
     for family in FAMILIES:
         # A gateway adds which server it is.
         own = {*family.labels, "worker"}

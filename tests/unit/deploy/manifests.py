@@ -165,11 +165,21 @@ class ChartError(Exception):
 
 def render(values: Mapping[str, Any] | None = None, *, release: str = "demo") -> list[Manifest]:
     """What `helm install` would create with these values; bundles are somewhere unless they say where. Raises ChartError."""
-    chosen = {"bundles": {"volume": BUNDLES}, **(values or {})}
-    files = json.loads(
-        _helm("render", json.dumps({"chart": str(CHART), "values": chosen, "release": release}))
-    )
+    files = _files(values, release)
     return [each for name, text in files.items() if name.endswith(".yaml") for each in read(text)]
+
+
+def notes(values: Mapping[str, Any] | None = None) -> str:
+    """What `helm install` says to whoever calls it."""
+    (text,) = [text for name, text in _files(values, "demo").items() if name.endswith("NOTES.txt")]
+    return text
+
+
+def _files(values: Mapping[str, Any] | None, release: str) -> Mapping[str, str]:
+    chosen = {"bundles": {"volume": BUNDLES}, **(values or {})}
+    request = {"chart": str(CHART), "values": chosen, "release": release}
+    files: Mapping[str, str] = json.loads(_helm("render", json.dumps(request)))
+    return files
 
 
 def lint() -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
+from base64 import b64decode
 from typing import Any
 
 import promql_parser
@@ -13,7 +15,18 @@ from ruamel.yaml import YAML
 
 from rsrv.settings import load_settings
 from rsrv_node.plan import needs_gateway
-from tests.unit.deploy.manifests import CHART, ROOT, ChartError, Manifest, check, lint, one, read, render
+from tests.unit.deploy.manifests import (
+    CHART,
+    ROOT,
+    ChartError,
+    Manifest,
+    check,
+    lint,
+    notes,
+    one,
+    read,
+    render,
+)
 
 GATEWAY = {"gateway": {"enabled": True, "settings": {"mode": "lpt_packing"}}}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -351,6 +364,20 @@ def test_bundles_have_to_be_somewhere() -> None:
         {"drain": {"servers": "30s"}},
         {"bundles": {"volume": {"a": {}, "b": {}}}},
         {"tritonArguments": ["log-verbose=1"]},
+        {"rollout": {"maxSurge": 0}},
+        {"rollout": {"maxSurge": "0%"}},
+        {"rollout": {"maxSurge": "one"}},
+        {"autoscaling": {"min": 5}},
+        {"fullnameOverride": "Capitals"},
+        {"fullnameOverride": "4letters"},
+        {"sharedMemory": "0"},
+        {"restrict": {"apis": ["bogus"]}},
+        {"restrict": {"apis": ["health"]}},
+        {"podLabels": {"app.kubernetes.io/name": "mine"}},
+        {"podAnnotations": {"checksum/settings": "mine"}},
+        {"prometheusRule": {"labels": {"helm.sh/chart": "mine"}}},
+        {"podMonitor": {"interval": "1m"}},
+        {"podMonitor": {"interval": "31s"}},
     ],
     ids=str,
 )
@@ -358,6 +385,65 @@ def test_values_that_mean_nothing_are_refused(values: dict[str, Any]) -> None:
     """A value that is misspelt or cannot be is an error of `helm install`, not a surprise in the cluster."""
     with pytest.raises(ChartError):
         render(values)
+
+
+@pytest.mark.parametrize("value", ["123", "true", "1e3", "null", "it's", 'a"b'])
+def test_texts_stay_texts(value: str) -> None:
+    """What YAML would take for a number or a truth value, or what has quotes in it, comes out as it was written."""
+    flag = f"--trace-config={value}"
+    manifests = render(
+        {
+            "bundles": {"volume": {"hostPath": {"path": "/srv"}}, "subPath": value},
+            "priorityClassName": value,
+            "runtimeClassName": value,
+            "serviceAccount": {"name": value},
+            "restrict": {"existingSecret": value},
+            "tritonArguments": [flag],
+        }
+    )
+    spec = server(manifests)
+    mounts = {m["mountPath"]: m for m in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/bundles"]["subPath"] == value
+    assert [spec[key] for key in ("priorityClassName", "runtimeClassName", "serviceAccountName")] == [
+        value
+    ] * 3
+    (key,) = [each for each in spec["containers"][0]["env"] if each["name"] == "RSRV_RESTRICT_KEY"]
+    assert key["valueFrom"]["secretKeyRef"]["name"] == value
+    assert json.loads(environment(manifests)["RSRV_NODE__ARGUMENTS"])[-1] == flag
+
+
+def test_a_release_may_be_called_like_a_number() -> None:
+    """Helm allows it; labels and names are texts all the same."""
+    for manifest in render({**GATEWAY, "fullnameOverride": "true"}, release="123"):
+        check(manifest)
+        assert manifest["metadata"]["labels"]["app.kubernetes.io/instance"] == "123"
+
+
+def test_pods_are_replaced_with_their_keys() -> None:
+    """The chart's own Secrets, new at each rendering without a cluster, are in the checksums of the pods that use them."""
+    first, second = (render(GATEWAY, release=name) for name in ("one", "two"))
+    for release, manifests in (("one", first), ("two", second)):
+        data = one(manifests, "Secret", f"{release}-rsrv-restrict")["data"]
+        token = one(manifests, "Secret", f"{release}-rsrv-control")["data"]
+        for pod in pods(manifests):
+            have = pod["metadata"]["annotations"]
+            assert have["checksum/restrict"] == hashlib.sha256(data["key"].encode()).hexdigest()
+            assert have["checksum/control"] == hashlib.sha256(token["token"].encode()).hexdigest()
+        assert len(b64decode(data["key"])) == len(b64decode(token["token"])) == 32
+    checksums = [
+        {p["metadata"]["annotations"]["checksum/restrict"] for p in pods(m)} for m in (first, second)
+    ]
+    assert len(checksums[0] | checksums[1]) == 2
+    for pod in pods(render(VARIANTS["own-secrets"])):
+        assert pod["metadata"]["annotations"].keys() == {"checksum/settings"}
+
+
+def test_the_notes_say_what_scaling_lacks() -> None:
+    """Without the PodMonitor an autoscaler may see no queue: the notes of the release say so, and only then."""
+    for kind, monitored, warned in (("keda", False, True), ("hpa", False, True), ("keda", True, False)):
+        said = notes({"autoscaling": {"kind": kind}, "podMonitor": {"enabled": monitored}})
+        assert ("podMonitor is not enabled" in said) is warned
+    assert "podMonitor" not in notes()
 
 
 def test_every_value_has_a_default_and_a_schema() -> None:

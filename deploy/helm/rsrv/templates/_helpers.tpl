@@ -14,8 +14,8 @@
 
 {{/* Which pods: call with (dict "root" $ "component" "server"). */}}
 {{- define "rsrv.selector" -}}
-app.kubernetes.io/name: {{ include "rsrv.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "rsrv.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
@@ -47,14 +47,37 @@ rsrv-key
 {{- printf "%s-workers.%s.svc.%s" (include "rsrv.fullname" .) .Release.Namespace .Values.clusterDomain -}}
 {{- end }}
 
-{{/* A secret of the chart's own: what it was, if it is there. */}}
+{{/* A secret of the chart's own: what it was, if it is there; else a new one, the same wherever this rendering asks for it. */}}
 {{- define "rsrv.secretValue" -}}
 {{- $old := lookup "v1" "Secret" .root.Release.Namespace .name -}}
+{{- $new := get .root.Values "newSecrets" | default dict -}}
 {{- if $old -}}
 {{- index $old.data .entry -}}
 {{- else -}}
-{{- randAlphaNum 32 | b64enc -}}
+{{- if not (hasKey $new .name) -}}
+{{- $_ := set $new .name (randAlphaNum 32 | b64enc) -}}
+{{- $_ := set .root.Values "newSecrets" $new -}}
 {{- end -}}
+{{- get $new .name -}}
+{{- end -}}
+{{- end }}
+
+{{- define "rsrv.restrictValue" -}}
+{{- include "rsrv.secretValue" (dict "root" . "name" (include "rsrv.restrictSecret" .) "entry" "key") -}}
+{{- end }}
+
+{{- define "rsrv.tokenValue" -}}
+{{- include "rsrv.secretValue" (dict "root" . "name" (include "rsrv.tokenSecret" .) "entry" "token") -}}
+{{- end }}
+
+{{/* Annotations by which pods are replaced when a Secret changes. Of one that is not the chart's it cannot know that. */}}
+{{- define "rsrv.secretChecksums" -}}
+{{- if not .Values.restrict.existingSecret }}
+checksum/restrict: {{ include "rsrv.restrictValue" . | sha256sum }}
+{{- end }}
+{{- if and .Values.gateway.enabled (not .Values.gateway.existingSecret) }}
+checksum/control: {{ include "rsrv.tokenValue" . | sha256sum }}
+{{- end }}
 {{- end }}
 
 {{- define "rsrv.podSecurity" -}}

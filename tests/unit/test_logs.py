@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rsrv import logs
 from rsrv.stub.complaints import Complaints
+from rsrv.stub.terms import id_of
 from rsrv.wire.frames import Status
 
 
@@ -45,7 +49,7 @@ def test_lines_for_people(root: logging.Logger, capsys: pytest.CaptureFixture[st
     two_records()
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first.endswith(" I rsrv.test a%s: 1 of ä")
-    assert second == "is here"
+    assert second == "    is here"
 
 
 def test_lines_for_programs(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +76,47 @@ def test_an_array_is_no_field(root: logging.Logger, capsys: pytest.CaptureFixtur
     logs.setup("json")
     logging.getLogger("rsrv.test").info("here", extra=logs.fields(x=np.full(3, 12345)))
     assert json.loads(capsys.readouterr().err)["x"] == "ndarray"
+
+
+def test_what_is_no_json_is_said_all_the_same(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers that are none, and keys that are no texts: the line is not lost, and any reader of JSON takes it."""
+    logs.setup("json")
+    made = logs.fields(rate=float("nan"), costs={(0, 1): [float("inf"), 2.0]}, size=3)
+    logging.getLogger("rsrv.test").info("here", extra=made)
+    said = json.loads(capsys.readouterr().err, parse_constant=pytest.fail)
+    assert (said["rate"], said["costs"], said["size"]) == ("nan", {"(0, 1)": ["inf", 2.0]}, 3)
+
+
+@given(st.text())
+def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> None:
+    """Nor does it reach a terminal as an order: hooks quote what they get, in messages and in exceptions."""
+    text = f"\x1b[2J\r{text}\n2026-11-22 01:19:54,534 E rsrv.stub: a lie"
+    try:
+        raise ValueError(text)
+    except ValueError:
+        record = logging.LogRecord("rsrv", logging.ERROR, "", 0, "%s", (text,), sys.exc_info())
+    first, *others = logs.formatter("human").format(record).splitlines()
+    assert " E rsrv: \\x1b[2J\\r" in first
+    assert len(others) >= 4
+    assert all(line.startswith("    ") for line in others)
+    assert "\x1b" not in "".join(others)
+
+
+@pytest.mark.parametrize("format", ["human", "json"])
+def test_a_line_has_an_end(format: logs.Format) -> None:
+    """A client's megabytes, in what a hook raises: start and end are there, and how much there was."""
+    try:
+        raise ValueError("x" * 1_000_000 + "the end")
+    except ValueError as error:
+        record = logging.LogRecord("rsrv", logging.ERROR, "", 0, "no: %s", (error,), sys.exc_info())
+    said = logs.formatter(format).format(record)
+    assert len(said) < 40_000
+    assert "no: xxx" in said
+    assert "...(1000011 characters)...x" in said
+    assert "Traceback" in said
+    assert said.count("xthe end") == 2
 
 
 def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +220,26 @@ def test_a_closed_log_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     say(handler, "line")
     handler.flush()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
+def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
+    """An id and a text of a client's may be as long as its request: what is said of them has a length."""
+    with caplog.at_level(logging.INFO, "rsrv.stub"):
+        Complaints().ended(status, "t" * 1_000_000, id_of(Requested("i" * 10_000_000)))
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 1000
+    assert len(record.__dict__["fields"]["request"]) < 250
+
+
+class Requested:
+    """Triton's request, as far as its id goes."""
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+
+    def request_id(self) -> str:
+        return self._id
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:

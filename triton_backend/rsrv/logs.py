@@ -5,7 +5,9 @@ Every process of rsrv writes to its stderr, which is tritonserver's log, or the 
 
 import json
 import logging
+import math
 import os
+import re
 import sys
 import threading
 import time
@@ -18,6 +20,18 @@ Format = Literal["human", "json"]
 _NAME = "rsrv"
 #: lines that wait for a log that takes no more; seconds that the last words may take
 _MOST, _PATIENCE = 1000, 2.0
+#: characters of what others give: a request's id, a text; and of any message, or traceback, at all
+ID, TEXT, _LONGEST = 200, 500, 16_000
+#: what a terminal obeys, or takes for the end of a line; but for tabs and newlines
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def shorten(text: str, most: int) -> str:
+    """At most about so many characters of a text, of its start and of its end: a client may send megabytes."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}...({len(text)} characters)...{text[-half:]}"
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -55,7 +69,21 @@ def formatter(format: Format, model: str | None = None) -> logging.Formatter:
     if format == "json":
         return JsonLines(model)
     whose = "" if model is None else f" {model.replace('%', '%%')}"
-    return logging.Formatter(f"%(asctime)s %(levelname).1s %(name)s{whose}: %(message)s")
+    return TextLines(f"%(asctime)s %(levelname).1s %(name)s{whose}: %(message)s")
+
+
+class TextLines(logging.Formatter):
+    """Who reads them sees what is a line of ours: those that continue one are indented, and no character acts.
+
+    Texts quote what clients send.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(_said(record))
+        return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text).replace("\n", "\n    ")
+
+    def formatException(self, ei: Any) -> str:
+        return shorten(super().formatException(ei), _LONGEST)
 
 
 class JsonLines(logging.Formatter):
@@ -74,12 +102,32 @@ class JsonLines(logging.Formatter):
             "pid": os.getpid(),
             **({} if self._model is None else {"model": self._model}),
             **getattr(record, "fields", {}),
-            "message": record.getMessage(),
+            "message": shorten(record.getMessage(), _LONGEST),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        # An array that somebody puts there by mistake must not get into the log.
-        return json.dumps(said, default=lambda value: type(value).__name__)
+            said["exception"] = shorten(self.formatException(record.exc_info), _LONGEST)
+        try:
+            return _json(said)
+        except (TypeError, ValueError):
+            return _json(_sayable(said))
+
+
+def _json(said: object) -> str:
+    """Raises TypeError, ValueError: JSON has no such key, or no such number."""
+    # An array that somebody puts there by mistake must not get into the log.
+    return json.dumps(said, default=lambda value: type(value).__name__, allow_nan=False)
+
+
+def _sayable(value: object) -> object:
+    """With texts in place of what JSON has not: numbers that are none, and keys of other types."""
+    match value:
+        case dict():
+            return {str(key): _sayable(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_sayable(each) for each in value]
+        case float() if not math.isfinite(value):
+            return str(value)
+    return value
 
 
 class Aside(logging.Handler):
@@ -146,7 +194,7 @@ class Aside(logging.Handler):
 def _said(record: logging.LogRecord) -> logging.LogRecord:
     """With its message made, of what may be something else by the time that it is written."""
     made = copy(record)
-    made.msg, made.args = record.getMessage(), None
+    made.msg, made.args = shorten(record.getMessage(), _LONGEST), None
     return made
 
 

@@ -8,12 +8,13 @@ import logging
 import math
 import os
 import re
+import select
 import sys
 import threading
 import time
 from collections import deque
 from copy import copy
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 Format = Literal["human", "json"]
 
@@ -50,18 +51,38 @@ def _is_empty(value: object) -> bool:
 def setup(format: Format = "human", model: str | None = None, *, aside: bool = False) -> None:
     """Log to stderr. May be called again, when the settings are known.
 
-    `model`: what this process belongs to, if it is a model's. `aside`: nobody waits until a line is written (`Aside`).
+    `model`: what this process belongs to, if it is a model's. `aside`: from now on nobody waits until a line is written
+    (`Aside`).
     """
     root = logging.getLogger()
     handler = next((one for one in root.handlers if one.name == _NAME), None)
+    if handler is not None and aside and not isinstance(handler, Aside):
+        root.removeHandler(handler)
+        handler = None
     if handler is None:
-        handler = Aside(sys.stderr) if aside else logging.StreamHandler(sys.stderr)
+        handler = Aside() if aside else logging.StreamHandler(sys.stderr)
         handler.name = _NAME
         root.addHandler(handler)
         root.setLevel(logging.INFO)
         # Those of Python's libraries would be lines that are neither.
         logging.captureWarnings(True)
     handler.setFormatter(formatter(format, model))
+
+
+def flush() -> None:
+    """What was said is written, or it takes too long: for processes that end without the interpreter's own end."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def write(fd: int, data: bytes) -> None:
+    """All of it, whenever there is room: somebody else may have said of the same file that nobody waits. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
 
 
 def formatter(format: Format, model: str | None = None) -> logging.Formatter:
@@ -134,17 +155,19 @@ class Aside(logging.Handler):
     """Writes on a thread of its own: a terminal that was stopped, or a pipe that nobody reads, holds nobody up.
 
     What finds no room is lost, and a line says how much. Critical lines are waited for a while: after them the process
-    may end.
+    may end. There is a thread as soon as there is a line. In a copy of the process there is none, so whoever speaks
+    there waits.
     """
 
-    def __init__(self, stream: TextIO, most: int = _MOST) -> None:
+    def __init__(self, fd: int = 2, most: int = _MOST) -> None:
         super().__init__()
-        self._stream = stream
+        self._fd = fd
         self._most = most
+        self._process = os.getpid()
         self._changed = threading.Condition()
         self._lines: deque[str | logging.LogRecord] = deque()
         self._lost = 0
-        threading.Thread(target=self._write, name="log", daemon=True).start()
+        self._started = False
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -153,19 +176,36 @@ class Aside(logging.Handler):
         except Exception:  # noqa: BLE001  as every handler's
             self.handleError(record)
             return
+        if not self._is_here() or not self._take(line):
+            self._put(line)
+        if record.levelno >= logging.CRITICAL:
+            self.flush()
+
+    def _is_here(self) -> bool:
+        """Else this is a copy of the process, where nobody gives back what others held when it was made."""
+        return os.getpid() == self._process
+
+    def _take(self, line: str | logging.LogRecord) -> bool:
+        """False: there is no thread for it, and no memory for one."""
         with self._changed:
+            if not self._started:
+                try:
+                    threading.Thread(target=self._write, name="log", daemon=True).start()
+                except RuntimeError:
+                    return False
+                self._started = True
             if len(self._lines) < self._most:
                 self._lines.append(line)
                 self._changed.notify_all()
             else:
                 self._lost += 1
-        if record.levelno >= logging.CRITICAL:
-            self.flush()
+            return True
 
     def flush(self) -> None:
         """Waits until all is written, but not for ever. Also called at the interpreter's end."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._lines, _PATIENCE)
+        if self._is_here():
+            with self._changed:
+                self._changed.wait_for(lambda: not self._lines, _PATIENCE)
 
     def _write(self) -> None:
         while True:
@@ -183,9 +223,8 @@ class Aside(logging.Handler):
         """By itself: what several processes write at once stays apart by the line, if that is not too long."""
         try:
             text = line if isinstance(line, str) else self.format(line)
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
-        except (OSError, ValueError):
+            write(self._fd, f"{text}\n".encode(errors="backslashreplace"))
+        except OSError:
             pass  # who has closed it does not want to know
         except Exception:  # noqa: BLE001  the thread goes on
             self.handleError(logging.makeLogRecord({}))

@@ -142,7 +142,10 @@ class Placement:
                     extra=about(model, event="abandoned", evicted=evicted),
                 )
             case ev.LoadFailed():
-                pass  # who failed has said why
+                # Who failed has said why. Those that gave way may have left since.
+                for key in evicted:
+                    told = fields(model=key.rpartition("@")[0], version=key, event="evicted")
+                    log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=told)
 
     # --- what operators say -------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from rsrv.logs import fields
 from rsrv.runtime.abstract_device import CacheCounts, Device
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.catalog import Catalog

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from rsrv import logs
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import telling
 from rsrv_gateway.lines import Lines, PeerError
@@ -30,6 +31,7 @@ async def _serve(sock: socket.socket, make: MakePlane) -> None:
     await child.lines.run()
     # The gateway has told it to, or is gone. What is under way has ended already, or cannot be helped; no thread is
     # waited for.
+    logs.flush()
     os._exit(0)
 
 

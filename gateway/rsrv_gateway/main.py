@@ -162,7 +162,8 @@ def _until_signalled() -> asyncio.Event:
 
 
 def _log_to_stderr(format: logs.Format = "human") -> None:
-    logs.setup(format)
+    # Requests are carried on the same thread.
+    logs.setup(format, aside=True)
     # It counts the files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-#: longest line that is waited for, bytes; what goes on is cut here
-_LONGEST = 65536
+#: longest line that is waited for, bytes; what goes on is cut here. None of rsrv's is as long
+_LONGEST = 1 << 20
 
 
 class Prefixer:
@@ -34,6 +34,15 @@ class Prefixer:
 
     def _named(self, line: bytes) -> bytes:
         """What is JSON stays JSON: there the name is a field."""
-        if line.startswith(b'{"'):
+        if line.startswith(b'{"') and _is_json(line):
             return self._field + line[1:] + b"\n"
         return self._prefix + line + b"\n"
+
+
+def _is_json(line: bytes) -> bool:
+    """Not a piece of it, nor what only looks like it."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True

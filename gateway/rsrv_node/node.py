@@ -11,7 +11,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rsrv import logs
@@ -201,12 +201,8 @@ def _watch(
 
 def _put(lines: bytes) -> None:
     """To the node's own output; who has closed that does not want to know."""
-    left = memoryview(lines)
-    while left:
-        try:
-            left = left[os.write(sys.stdout.fileno(), left) :]
-        except OSError:
-            return
+    with suppress(OSError):
+        logs.write(sys.stdout.fileno(), lines)
 
 
 class _Lines(logging.Handler):

@@ -181,6 +181,9 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     with caller(metrics.server) as call:
         row = np.full((1, 4), bundles.deed("preprocess", "raise"), np.float32)
         refusal(lambda: call("hooked", {"x": row}, request_id="mine"))
+    wait_until(
+        lambda: '"request": "mine", "status"' in metrics.server.log_text(), what="the line of its failure"
+    )
     lines = metrics.server.log_text().splitlines()
 
     assert [line for line in lines if re.match(r"\d{4}-\d\d-\d\d .* [DIWEC] (rsrv|py)", line)] == []

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import logging
+import os
+import select
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rsrv import logs
 from rsrv.stub.complaints import Complaints
+from rsrv.stub.terms import id_of
 from rsrv.wire.frames import Status
 
 
@@ -45,7 +54,7 @@ def test_lines_for_people(root: logging.Logger, capsys: pytest.CaptureFixture[st
     two_records()
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first.endswith(" I rsrv.test a%s: 1 of ä")
-    assert second == "is here"
+    assert second == "    is here"
 
 
 def test_lines_for_programs(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +81,47 @@ def test_an_array_is_no_field(root: logging.Logger, capsys: pytest.CaptureFixtur
     logs.setup("json")
     logging.getLogger("rsrv.test").info("here", extra=logs.fields(x=np.full(3, 12345)))
     assert json.loads(capsys.readouterr().err)["x"] == "ndarray"
+
+
+def test_what_is_no_json_is_said_all_the_same(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers that are none, and keys that are no texts: the line is not lost, and any reader of JSON takes it."""
+    logs.setup("json")
+    made = logs.fields(rate=float("nan"), costs={(0, 1): [float("inf"), 2.0]}, size=3)
+    logging.getLogger("rsrv.test").info("here", extra=made)
+    said = json.loads(capsys.readouterr().err, parse_constant=pytest.fail)
+    assert (said["rate"], said["costs"], said["size"]) == ("nan", {"(0, 1)": ["inf", 2.0]}, 3)
+
+
+@given(st.text())
+def test_nothing_that_a_client_sends_looks_like_a_line_of_ours(text: str) -> None:
+    """Nor does it reach a terminal as an order: hooks quote what they get, in messages and in exceptions."""
+    text = f"\x1b[2J\r{text}\n2026-11-22 01:19:54,534 E rsrv.stub: a lie"
+    try:
+        raise ValueError(text)
+    except ValueError:
+        record = logging.LogRecord("rsrv", logging.ERROR, "", 0, "%s", (text,), sys.exc_info())
+    first, *others = logs.formatter("human").format(record).splitlines()
+    assert " E rsrv: \\x1b[2J\\r" in first
+    assert len(others) >= 4
+    assert all(line.startswith("    ") for line in others)
+    assert "\x1b" not in "".join(others)
+
+
+@pytest.mark.parametrize("format", ["human", "json"])
+def test_a_line_has_an_end(format: logs.Format) -> None:
+    """A client's megabytes, in what a hook raises: start and end are there, and how much there was."""
+    try:
+        raise ValueError("x" * 1_000_000 + "the end")
+    except ValueError as error:
+        record = logging.LogRecord("rsrv", logging.ERROR, "", 0, "no: %s", (error,), sys.exc_info())
+    said = logs.formatter(format).format(record)
+    assert len(said) < 40_000
+    assert "no: xxx" in said
+    assert "...(1000011 characters)...x" in said
+    assert "Traceback" in said
+    assert said.count("xthe end") == 2
 
 
 def test_it_is_set_up_again(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,78 +153,173 @@ def test_warnings_are_lines_of_the_log(root: logging.Logger, capsys: pytest.Capt
     assert "divide by zero" in said["message"]
 
 
-class Stopped(io.StringIO):
-    """A terminal that takes nothing until it goes on."""
+class Pipe:
+    """A log that takes nothing before it is read: it is full."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.reached = threading.Event()
-        self.goes_on = threading.Event()
+        self._reader, self.end = os.pipe()
+        self._skip = fcntl.fcntl(self.end, fcntl.F_SETPIPE_SZ, 4096)
+        os.write(self.end, b"." * self._skip)
 
-    def write(self, text: str) -> int:
-        self.reached.set()
-        assert self.goes_on.wait(30)
-        return super().write(text)
+    def empty(self) -> None:
+        """From here on there is room."""
+        os.read(self._reader, self._skip)
+        self._skip = 0
+
+    def read(self, count: int) -> list[str]:
+        """So many lines."""
+        text = b""
+        while text[self._skip :].count(b"\n") < count:
+            assert select.select([self._reader], [], [], 30)[0], text
+            text += os.read(self._reader, 4096)
+        lines = text[self._skip :].decode().splitlines()
+        self._skip = 0
+        return lines
+
+    def close(self) -> None:
+        os.close(self._reader)
+        os.close(self.end)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
 
 
 def say(handler: logging.Handler, text: str, level: int = logging.INFO) -> None:
     handler.handle(logging.makeLogRecord({"msg": text, "levelno": level, "levelname": "ANY"}))
 
 
-def test_nobody_waits_for_a_log_that_is_not_read() -> None:
-    """What finds no room is counted, and said when the log goes on; what there was room for is there, in order."""
-    stream = Stopped()
-    handler = logs.Aside(stream, 3)
-    say(handler, "line 0")
-    assert stream.reached.wait(30)
-    for number in range(1, 8):
-        say(handler, f"line {number}")
-    stream.goes_on.set()
+@pytest.mark.parametrize("blocking", [True, False])
+def test_nobody_waits_for_a_log_that_is_not_read(pipe: Pipe, blocking: bool) -> None:
+    """What finds no room is counted, and said when the log goes on; what there was room for is there, in order, and whole.
+
+    Whether its file blocks is not for us to say: whoever else has it open may change that.
+    """
+    os.set_blocking(pipe.end, blocking)
+    handler = logs.Aside(pipe.end, 3)
+    lines = ["line 0", "line 1" * 3000, "line 2"]
+    for line in (*lines, *"abcde"):
+        say(handler, line)
+    said = pipe.read(4)
+    said.remove("the log takes no more: 5 lines are lost")
+    assert said == [logs.shorten(line, 16_000) for line in lines]
     handler.flush()
-    assert stream.getvalue().splitlines() == [
-        "line 0",
-        "line 1",
-        "the log takes no more: 5 lines are lost",
-        "line 2",
-    ]
 
 
-def test_a_line_is_as_things_were(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_without_a_line_has_no_thread_for_them(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are hundreds of stubs; one that has no memory for a thread speaks all the same."""
+    threads = threading.active_count()
+    handler = logs.Aside(pipe.end)
+    assert threading.active_count() == threads
+    pipe.empty()
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    say(handler, "here")
+    assert pipe.read(1) == ["here"]
+
+
+_FORKED = """
+import logging, os, threading
+from rsrv import logs
+
+handler = logs.Aside()
+held, go = threading.Event(), threading.Event()
+def hold():
+    with handler._changed:
+        held.set()
+        go.wait(30)
+threading.Thread(target=hold).start()
+held.wait(30)
+child = os.fork()
+if child:
+    go.set()
+else:
+    handler.handle(logging.makeLogRecord({"msg": "of the copy", "levelno": 20}))
+handler.flush()
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+handler.handle(logging.makeLogRecord({"msg": "of the process", "levelno": 20}))
+"""
+
+
+def test_a_copy_of_the_process_logs_without_its_thread() -> None:
+    """A hook that forks: what others held at that moment is never given back, and nobody waits for it."""
+    script = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORKED]
+    done = subprocess.run(script, stderr=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert done.stderr.splitlines() == ["of the copy", "of the process"]
+
+
+def test_a_line_is_as_things_were(pipe: Pipe, capsys: pytest.CaptureFixture[str]) -> None:
     """What it was made of may change before it is written; and one that cannot be made ends nothing."""
-    stream = Stopped()
-    handler = logs.Aside(stream)
+    handler = logs.Aside(pipe.end)
     handler.setFormatter(logs.formatter("json"))
     names = ["a"]
     for args in ((names,), ("too", "many")):
         handler.handle(logging.LogRecord("rsrv", logging.INFO, "", 0, "here: %s", args, None))
     names.append("b")
-    stream.goes_on.set()
-    say(handler, "the end", logging.CRITICAL)
-    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == [
-        "here: ['a']",
-        "the end",
-    ]
+    say(handler, "the end")
+    assert [json.loads(line)["message"] for line in pipe.read(2)] == ["here: ['a']", "the end"]
     assert "not all arguments converted" in capsys.readouterr().err
 
 
-def test_last_words_are_written_before_the_end() -> None:
+def test_last_words_are_written_before_the_end(pipe: Pipe) -> None:
     """After a critical line a process may end at once."""
-    stream = io.StringIO()
-    handler = logs.Aside(stream)
+    handler = logs.Aside(pipe.end)
+    pipe.empty()
     for number in range(5):
         say(handler, f"line {number}")
     say(handler, "the end", logging.CRITICAL)
-    assert stream.getvalue().splitlines()[-1] == "the end"
+    assert pipe.read(6)[-1] == "the end"
 
 
 def test_a_closed_log_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Who has closed it does not want to know."""
-    stream = io.StringIO()
-    stream.close()
-    handler = logs.Aside(stream)
+    reader, end = os.pipe()
+    os.close(reader)
+    handler = logs.Aside(end)
     say(handler, "line")
     handler.flush()
+    os.close(end)
     assert capsys.readouterr().err == ""
+
+
+def test_from_where_it_serves_nobody_waits_for_the_log(
+    root: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stub's first lines are written at once, for its start may fail; then it gets a thread for them."""
+    logs.setup(model="a")
+    logging.getLogger("rsrv.test").info("first")
+    logs.setup("json", "a", aside=True)
+    (handler,) = [one for one in root.handlers if one.name == "rsrv"]
+    assert isinstance(handler, logs.Aside)
+    logging.getLogger("rsrv.test").info("second")
+    logs.flush()
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.endswith(" I rsrv.test a: first")
+    assert json.loads(second)["message"] == "second"
+
+
+@pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
+def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
+    """An id and a text of a client's may be as long as its request: what is said of them has a length."""
+    with caplog.at_level(logging.INFO, "rsrv.stub"):
+        Complaints().ended(status, "t" * 1_000_000, id_of(Requested("i" * 10_000_000)))
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 1000
+    assert len(record.__dict__["fields"]["request"]) < 250
+
+
+class Requested:
+    """Triton's request, as far as its id goes."""
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+
+    def request_id(self) -> str:
+        return self._id
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -70,3 +70,33 @@ def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.L
         run_hook("preprocess", preprocess, {}, "request", guard)
     assert (failed.value.status, failed.value.text) == (Status.INVALID, "row 3 is upside down")
     assert not caplog.records
+
+
+class Unsayable(BadInput):
+    """A subclass of somebody's, with a fault."""
+
+    def __str__(self) -> str:
+        raise KeyError("no such text")
+
+
+@pytest.mark.parametrize(
+    ("error", "start", "longest"),
+    [
+        (BadInput(), "the model does not take this request", 100),
+        (Unsayable(), "the model does not take this request", 100),
+        (BadInput("x" * 10_000_000), "xxx", 1100),
+        (BadInput("not text: \udc80"), r"not text: \udc80", 20),
+    ],
+)
+def test_a_request_is_blamed_in_a_few_words(error: BadInput, start: str, longest: int) -> None:
+    """Whatever the hook's exception says, or does not: its client gets a text that Triton can pass on."""
+
+    def preprocess(inputs: dict[str, Any]) -> dict[str, Any]:
+        raise error
+
+    guard: Any = NoGuard()
+    with pytest.raises(Failure) as failed:
+        run_hook("preprocess", preprocess, {}, "request", guard)
+    assert failed.value.status is Status.INVALID
+    assert failed.value.text.startswith(start)
+    assert len(failed.value.text.encode()) <= longest

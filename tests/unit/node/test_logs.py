@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 from hypothesis import assume, given
@@ -41,14 +42,25 @@ def test_a_line_without_an_end_is_cut_somewhere() -> None:
     """It would fill the memory otherwise."""
     lines = Prefixer("w")
 
-    assert lines.feed(b"x" * 100_000) == b"[w] " + b"x" * 100_000 + b"\n"
+    assert lines.feed(b"x" * 2_000_000) == b"[w] " + b"x" * 2_000_000 + b"\n"
+
+
+def test_what_only_begins_like_json_is_text() -> None:
+    """A piece of a line that was cut, or a set that a hook prints, is no object: a field would not make it one."""
+    lines = Prefixer("w")
+    assert lines.feed(b'{"a", "b"}\n') == b'[w] {"a", "b"}\n'
+    assert lines.feed(b'{"deep": ' + b"[" * 100_000 + b"\n").startswith(b'[w] {"deep"')
+    long = b'{"message": "' + b"x" * 200_000
+    assert lines.feed(long) == b""
+    assert json.loads(lines.feed(b'"}\n'))["process"] == "w"
+    assert lines.feed(long * 10).startswith(b'[w] {"message"')
 
 
 @given(text=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=5))
 def test_it_does_not_matter_how_the_text_arrives(text: bytes, cuts: list[int]) -> None:
     """Nothing is lost, and every line has its name."""
     lines = Prefixer("w")
-    assume(b'{"' not in text)
+    assume(b'{"' not in text)  # else some of it may be JSON
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     out = b"".join(lines.feed(text[a:b]) for a, b in pairwise(edges)) + lines.end()
 

@@ -339,6 +339,22 @@ def test_a_hook_that_raises_fails_its_own_request(start_engine: StartEngine, hoo
     assert "secret" not in failed.error.message
 
 
+def test_an_id_of_megabytes_is_cut_in_every_line(
+    start_engine: StartEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the hook's own and in that of its failure: any client could fill the log."""
+    id = "i" * 10_000_000
+    failed = ask(
+        start_engine(Hooks(preprocess=raising)),
+        FakeRequest({"x": np.full((1, 3), 666, np.float32)}, id=id),
+    )
+    assert failed[0].error is not None
+    assert len(caplog.records) >= 2
+    for record in caplog.records:
+        assert len(record.getMessage()) < 1000
+        assert len(str(record.__dict__["fields"])) < 1000
+
+
 def raising_result(arrays: dict[str, Array]) -> dict[str, Array]:
     if arrays["y"][0, 0] == 2 * 666 + 1:
         raise ValueError("secret in the hook")

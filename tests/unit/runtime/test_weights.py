@@ -430,7 +430,9 @@ def test_an_execution_that_finds_no_memory_twice_fails_alone(
     assert house.model("a")["outcomes"]["failed"] == 1
 
 
-def test_a_load_without_memory_is_tried_once_more(house: House, doublings: dict[str, Path]) -> None:
+def test_a_load_without_memory_is_tried_once_more(
+    house: House, doublings: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     """All others leave the device for the second try; if that fails, those that wait for it fail, and nobody else."""
     house.start(f"weight_budget_bytes: {2 * _BYTES}")
     a, b, c = (house.engine(doublings[name]) for name in "abc")
@@ -441,7 +443,15 @@ def test_a_load_without_memory_is_tried_once_more(house: House, doublings: dict[
     assert answered(ask(b)) == 2
     assert answered(ask(c)) == 3
     house.runtime.device.fail_next("upload", times=2)
+    caplog.set_level(logging.INFO, "rsrv.placement")
     assert refused(ask(a).answers.get(timeout=10), FakeError.INTERNAL, "failed")
+    # That others have left has lines of its own: there is none of a load that came in their place.
+    gone = [
+        one
+        for record in caplog.records
+        if (one := record.__dict__.get("fields", {})).get("event") == "evicted"
+    ]
+    assert {one["version"][0] for one in gone} == {"b", "c"}
     why = "[rsrv:QUEUE_FULL] the device has no memory for this model's weights; they are tried again in "
     assert refused(ask(a).answers.get(timeout=10), FakeError.UNAVAILABLE, why)
     assert [answered(ask(engine)) for engine in (c, b)] == [3, 2]

@@ -15,7 +15,7 @@ ROWS = Tensor("x", "u16", (-1, 3), 0)
 
 def spot(made: Tensor, rows: int, wanted: Tensor, call_rows: int) -> Any:
     lane: Any = None
-    run = DirectRun(lane, 7, 0, 0, "test")
+    run = DirectRun(lane, 7, 0, 0, 0, "test")
     return DeviceTensor(run, 0, made, rows).spot(run, wanted, call_rows)
 
 

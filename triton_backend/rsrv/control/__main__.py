@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     os.nice(5)
     # gRPC's own complaints are about clients that leave.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    logs.setup()
+    logs.setup(aside=True)
     # It counts the files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     try:
@@ -68,10 +68,10 @@ async def _control_and_leave(options: argparse.Namespace, server: int) -> None:
         await _control(options, server)
     except Exception:
         log.critical("the control process failed; the runtime starts another", exc_info=True)
-        sys.stderr.flush()
         os._exit(70)
     log.info("tritonserver is gone")
     paths.remove(options.directory)
+    logs.flush()
     os._exit(0)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from rsrv.logs import fields
 from rsrv.runtime.abstract_device import CacheCounts, Device
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.catalog import Catalog
@@ -142,7 +143,10 @@ class Placement:
                     extra=about(model, event="abandoned", evicted=evicted),
                 )
             case ev.LoadFailed():
-                pass  # who failed has said why
+                # Who failed has said why. Those that gave way may have left since.
+                for key in evicted:
+                    told = fields(model=key.rpartition("@")[0], version=key, event="evicted")
+                    log.info("%s: weights evicted for %s, whose load failed", key, model.key, extra=told)
 
     # --- what operators say -------------------------------------------------------------------------------
 

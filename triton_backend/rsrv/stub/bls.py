@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rsrv.logs import fields
+from rsrv.logs import TEXT, fields, shorten
 from rsrv.stub.replies import Failure, untag
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.stub.terms import RUN, TRACEPARENT
@@ -318,9 +318,8 @@ class Bls:
             message = response.error().message()
             failure = failure_of(call.model, message)
             if failure.status is Status.INTERNAL:
-                log.error(
-                    "request %r: calling model %r: %s", call.who, call.model, message, extra=_about(call)
-                )
+                text = shorten(message, 4 * TEXT)  # with places in the callee's code
+                log.error("request %r: calling model %r: %s", call.who, call.model, text, extra=_about(call))
             return failure
         # Copies: what is held of the response would keep Triton's shared memory from being used again, and that
         # grows for good.

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rsrv.logs import fields
+from rsrv.logs import TEXT, fields, shorten
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -30,10 +30,13 @@ class Complaints:
         self._said: dict[Status, tuple[float, int]] = {}
 
     def ended(self, status: Status, text: str, request: str) -> None:
-        """`text`: what the client is told. `request`: its id, or ""."""
+        """`text`: what the client is told. `request`: its id as `id_of` has it, or ""."""
         if status is Status.INTERNAL:
             log.error(
-                "request %r failed: %s", request, text, extra=fields(request=request, status="INTERNAL")
+                "request %r failed: %s",
+                request,
+                shorten(text, TEXT),
+                extra=fields(request=request, status="INTERNAL"),
             )
             return
         now = self._clock()
@@ -47,7 +50,7 @@ class Complaints:
                 "request %r: %s: %s%s",
                 request,
                 status.name,
-                text,
+                shorten(text, TEXT),
                 f" ({unsaid} more since the last such line)" if unsaid else "",
                 extra=fields(request=request, status=status.name, more=unsaid),
             )

@@ -20,7 +20,7 @@ from rsrv.stub.shapes import Plan
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.stub.tracing import Trace, end_call
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
-from rsrv.wire.frames import Completion, ProtocolError, Status, request_tag
+from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.layout import NUMPY, Tensor
 from rsrv.wire.socket import Closed
 
@@ -101,15 +101,17 @@ class DirectRun:
         token: int,
         deadline_ns: int,
         priority: int,
+        tag: int,
         who: str,
         trace: Trace | None = None,
     ) -> None:
-        """`trace`: what calls are parts of."""
+        """`tag` and `who`: what stands for its client's id in frames, and in the log. `trace`: what calls are parts of."""
         self._lane = lane
         self.trace = trace
         self._token = token
         self._deadline_ns = deadline_ns
         self._priority = priority
+        self._tag = tag
         self._who = who
         #: how it was turned away, once it was
         self._refused: Failure | None = None
@@ -135,8 +137,7 @@ class DirectRun:
         self.entered = True
         (self._entering,) = self._lane.next_ids(1)
         self._asked = time.perf_counter()
-        tag = request_tag(self._who)
-        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, tag)
+        entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, self._tag)
         if not self._guard(lambda: self._lane.enter([entrance])):
             self._lose(Failure(Status.QUEUE_FULL, STUCK))
             raise Failure(Status.QUEUE_FULL, STUCK)

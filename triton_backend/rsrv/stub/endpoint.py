@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.hooks import BadInput
-from rsrv.logs import fields
+from rsrv.logs import fields, shorten
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
@@ -26,6 +26,8 @@ Array = npt.NDArray[Any]
 
 _MAX_SHAPES = 1024
 _EMA = 0.1
+#: characters of what a hook may say to a client
+_MOST_TOLD = 1000
 
 
 class Value(Protocol):
@@ -196,7 +198,7 @@ def run_hook(
 def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> Failure:
     """What the client of the request `who` is told of what a hook raised. To be called while that is handled."""
     if isinstance(error, BadInput):
-        return Failure(Status.INVALID, str(error))
+        return Failure(Status.INVALID, told(error))
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(
@@ -209,3 +211,13 @@ def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> 
         return Failure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
     log.exception("request %r: model.py: %s raised", who, name, extra=fields(request=who, hook=name))
     return Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")
+
+
+def told(error: BaseException) -> str:
+    """What a client hears of an exception that a hook has made for it: some text, which Triton can pass on."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - it is the hook's own, and so is the exception
+        text = ""
+    text = shorten(text, _MOST_TOLD).encode(errors="backslashreplace").decode()
+    return text or "the model does not take this request; it does not say why"

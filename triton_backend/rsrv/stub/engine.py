@@ -24,7 +24,7 @@ from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.terms import read_terms
+from rsrv.stub.terms import id_of, read_terms
 from rsrv.stub.tracing import end_request
 from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
@@ -151,7 +151,7 @@ class Engine:
         """The responses of requests that came at `since` and get no further."""
         for request in requests:
             self.meters.answered(status, since)
-            self._complaints.ended(status, text, request.request_id())
+            self._complaints.ended(status, text, id_of(request))
         return [self._responses.failure(status, text) for _ in requests]
 
     def _soon(self, link: Link, count: int) -> bool:
@@ -314,8 +314,7 @@ class Engine:
         arrays = read_inputs(self._tensors, job.request, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
-        who = job.request.request_id()
-        job.tag = request_tag(who)
+        job.tag, who = request_tag(job.request.request_id()), id_of(job.request)
         job.inputs, plan = self._endpoint.prepare(arrays, who, job.trace)
         job.plan = plan
         job.inputs_at = at
@@ -337,21 +336,21 @@ class Engine:
         except Failure as failure:
             return self._failed(job, failure)
         except Exception:
-            who = job.request.request_id()
+            who = id_of(job.request)
             log.exception("request %r: answering failed", who, extra=fields(request=who))
             why = "the answer could not be made; the server's log says why"
             return self._failed(job, Failure(Status.INTERNAL, why))
 
     def _failed(self, job: Job, failure: Failure) -> Any:
         self._ended(job, failure.status, failure.text)
-        self._complaints.ended(failure.status, failure.text, job.request.request_id())
+        self._complaints.ended(failure.status, failure.text, id_of(job.request))
         return self._responses.failure(failure.status, failure.text, sub_call=job.run != 0)
 
     def _ended(self, job: Job, status: Status, text: str = "") -> None:
         self.meters.answered(status, job.since)
         if job.trace is not None:
             rows = {} if job.plan is None else {"rsrv.rows": job.plan.rows}
-            who = job.request.request_id()
+            who = id_of(job.request)
             end_request(job.trace, self._link.key, job.since, status, text, who, rows)
 
     def _outputs_of(self, job: Job) -> list[Any]:
@@ -361,7 +360,7 @@ class Engine:
             spec.name: job.slab.view(job.outputs_at + offset, spec, job.plan.rows)
             for spec, offset in job.plan.outputs
         }
-        who = job.request.request_id()
+        who = id_of(job.request)
         results = self._endpoint.results(arrays, who, job.trace)
         rows = job.client_rows if self._batched else None
         checked = check_results(results, self._outputs, rows, "postprocess", who)
@@ -373,7 +372,7 @@ class Engine:
 
 def _say_failed(requests: list[Any]) -> None:
     """To be called while the exception is handled."""
-    named = [who for request in requests if (who := request.request_id())][:_MOST_NAMED]
+    named = [who for request in requests if (who := id_of(request))][:_MOST_NAMED]
     log.exception(
         "a batch of %d requests failed: %s",
         len(requests),
@@ -395,6 +394,6 @@ def _blame(job: Job, error: Exception) -> None:
         # Without the exception itself: its traceback would keep the whole batch alive.
         job.fail(error.status, error.text)
     else:
-        who = job.request.request_id()
+        who = id_of(job.request)
         log.exception("request %r: preparing failed", who, extra=fields(request=who))
         job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")

@@ -72,5 +72,5 @@ class Farewell:
         except Exception:
             log.exception("saying farewell")
         finally:
-            log.error("this process ends: %s", text)
+            log.critical("this process ends: %s", text)
             self._leave(1)

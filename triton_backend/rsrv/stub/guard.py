@@ -39,8 +39,8 @@ _BACKSTOP = 2.0
 #: share of the memory that hooks may have which must be there again when one has failed for want of it
 _FREE = 1 / 8
 
-#: threads that may start at any time: the one here, the backstop's, one that looks for a runtime
-_MORE_THREADS = 4
+#: threads that may start at any time: the one here, the backstop's, the log's, one that looks for a runtime
+_MORE_THREADS = 5
 
 
 @dataclass(slots=True, eq=False)

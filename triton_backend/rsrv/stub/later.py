@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from rsrv.stub.lane import Lane
 from rsrv.stub.replies import Reply, Responses
 from rsrv.stub.session import DOWN, Link, Session
+from rsrv.stub.terms import id_of
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
@@ -114,7 +115,7 @@ class Later(Generic[W]):
 
     def reply(self, request: Any, deadline_ns: int) -> Reply:
         """For a request that is answered later. From now on it is looked after."""
-        reply = Reply(request.get_response_sender(), self._responses, deadline_ns, request.request_id())
+        reply = Reply(request.get_response_sender(), self._responses, deadline_ns, id_of(request))
         if self._asleep:
             os.eventfd_write(self._wake, 1)
         return reply

@@ -22,7 +22,7 @@ from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
 from rsrv.stub.complaints import Complaints
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs
+from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
@@ -34,7 +34,7 @@ from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.terms import read_terms
+from rsrv.stub.terms import id_of, read_terms
 from rsrv.stub.tracing import Trace, end_request
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
@@ -79,9 +79,12 @@ class Visit:
     inbox: queue.SimpleQueue["Visit"] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def tag(self) -> int:
+        return request_tag(self.request.request_id())
+
     def write(self) -> Entrance:
-        tag = request_tag(self.request.request_id())
-        return Entrance(self.id, self.token, self.deadline_ns, self.priority, tag)
+        return Entrance(self.id, self.token, self.deadline_ns, self.priority, self.tag)
 
     def finish(self, done: Completion) -> None:
         self.let_in = done.status is Status.OK
@@ -202,7 +205,7 @@ class MetaEngine:
             now, down = time.perf_counter(), self._session.down
             for request in requests:
                 self.meters.answered(Status.RUNTIME_DOWN, now)
-                self._complaints.ended(Status.RUNTIME_DOWN, down, request.request_id())
+                self._complaints.ended(Status.RUNTIME_DOWN, down, id_of(request))
             return [self._responses.failure(Status.RUNTIME_DOWN, down) for _ in requests]
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
@@ -232,7 +235,7 @@ class MetaEngine:
         except Failure as failure:
             visit.fail(failure.status, failure.text)
         except Exception:
-            who = request.request_id()
+            who = id_of(request)
             log.exception("request %r: preparing failed", who, extra=fields(request=who))
             visit.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
         return visit
@@ -306,13 +309,13 @@ class MetaEngine:
     def _end(self, visit: Visit, status: Status, text: str) -> Any:
         """The response of a request that fails."""
         self._ended(visit, status, text)
-        self._complaints.ended(status, text, visit.request.request_id())
+        self._complaints.ended(status, text, id_of(visit.request))
         return self._responses.failure(status, text)
 
     def _ended(self, visit: Visit, status: Status, text: str = "") -> None:
         self.meters.answered(status, visit.since)
         if visit.trace is not None:
-            who = visit.request.request_id()
+            who = id_of(visit.request)
             end_request(visit.trace, visit.link.key, visit.since, status, text, who, {})
 
     def _serve(self, visit: Visit) -> Any:
@@ -325,7 +328,7 @@ class MetaEngine:
         except Failure as failure:
             return self._end(visit, failure.status, failure.text)
         except Exception:
-            who = visit.request.request_id()
+            who = id_of(visit.request)
             log.exception("request %r: its run failed", who, extra=fields(request=who))
             text = "the request failed; the server's log says why"
             return self._end(visit, Status.INTERNAL, text)
@@ -340,7 +343,13 @@ class MetaEngine:
         lane = self._take_lane(visit)
         trace = None if visit.trace is None else visit.trace.child()
         run = DirectRun(
-            lane, visit.token, visit.deadline_ns, visit.priority, visit.request.request_id(), trace
+            lane,
+            visit.token,
+            visit.deadline_ns,
+            visit.priority,
+            visit.tag,
+            id_of(visit.request),
+            trace,
         )
         run.entered = visit.let_in
         status = Status.INTERNAL
@@ -361,7 +370,7 @@ class MetaEngine:
     def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
         arrays = read_inputs(self._tensors, visit.request, visit.link.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        results, who = self._call_user(visit, run, arrays), visit.request.request_id()
+        results, who = self._call_user(visit, run, arrays), id_of(visit.request)
         checked = check_results(results, self._outputs, rows, "run", who)
         visit.results = checked
         return [
@@ -370,7 +379,7 @@ class MetaEngine:
         ]
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        who = visit.request.request_id()
+        who = id_of(visit.request)
         triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns, who, run.trace)
         stages = Routes(
             run,
@@ -382,7 +391,7 @@ class MetaEngine:
             self._guard,
             through_triton=self._through_triton,
         )
-        who, started, error = visit.request.request_id(), time.perf_counter(), ""
+        started, error = time.perf_counter(), ""
         try:
             with self._guard.within("run", who):
                 if inspect.iscoroutinefunction(self._run):
@@ -416,7 +425,7 @@ class MetaEngine:
         try:
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
-            who = visit.request.request_id()
+            who = id_of(visit.request)
             log.error("request %r: no connection for its run: %s", who, error, extra=fields(request=who))
             self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
@@ -444,7 +453,7 @@ class MetaEngine:
 def _failure_of(error: BaseException, who: str, guard: HookGuard) -> Failure:
     """What the client of the request `who` is told of what its run raised. To be called while that is handled."""
     if isinstance(error, CallError):
-        failure = Failure(error.status, str(error))
+        failure = Failure(error.status, told(error))
     elif isinstance(error, Failure):  # there was no memory for a buffer
         failure = error.anew()
     else:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rsrv import logs
 from rsrv.stub.bls import Bls, limit, read_pool_size
 from rsrv.stub.hooks import HookError, load_hooks, load_run
 from rsrv.stub.meta import MetaEngine
@@ -66,6 +67,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._reporting.close()
         self._engine.close()
+        logs.flush()
 
 
 def _make_bls(

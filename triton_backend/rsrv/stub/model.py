@@ -64,6 +64,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._reporting.close()
         self._engine.close()
+        logs.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class Setup:
         """From now on as the settings say: `session` has been told them."""
         link = session.link
         if link is not None:
-            logs.setup(link.settings["logs"]["format"], self.name)
+            # Requests are told of as they fail: from here on they must not wait for the log.
+            logs.setup(link.settings["logs"]["format"], self.name, aside=True)
 
     def mirror(self, session: Session, pb_utils: Any) -> TritonMirror | None:
         """If the settings want one: `session` has been told them."""

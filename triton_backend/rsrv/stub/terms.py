@@ -3,6 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
+from rsrv.logs import ID, shorten
 from rsrv.stub.replies import Failure
 from rsrv.wire.frames import Status
 
@@ -12,6 +13,11 @@ RUN = "rsrv_run"
 TRACEPARENT = "traceparent"
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
+
+
+def id_of(request: Any) -> str:
+    """The id that its client gave a request, "" for none: for the log and for traces, so no longer than fits there."""
+    return shorten(request.request_id(), ID)
 
 
 class Terms(NamedTuple):

@@ -126,6 +126,27 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
 
 
 @looped
+async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() -> None:
+    """It sends again what is still kept; what is not, the one before it has sent, or counted."""
+    runtime, sink = Runtime(), Sink()
+    before = Exporting(runtime, sink.send)
+    runtime.dropped = 4
+    for name in "abcdefgh":
+        runtime.told.append(part(name))
+        await all_of(before)
+    after = Exporting(runtime, sink.send)
+    await all_of(after)
+    assert before.counts["exported"] == 8
+    assert "".join(sink.names) == "abcdefgh" + "fgh"
+    assert after.counts == {"exported": 3, "failed": 0, "dropped": 0}
+
+    runtime.told += [part(name) for name in "ijklm"]
+    runtime.dropped += 1
+    await all_of(after)
+    assert after.counts == {"exported": 6, "failed": 0, "dropped": 2 + 1}
+
+
+@looped
 async def test_another_runtimes_spans_are_all_new() -> None:
     """Its numbers begin anew; while there is none, there is nothing to do."""
     runtime, sink = Runtime(), Sink()

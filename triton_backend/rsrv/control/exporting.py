@@ -104,7 +104,11 @@ class Exporting:
         """Take what there is, as much as comes at a time, and send it; whether there is more. Raises Refused."""
         said = await self._runtime.command({"command": "traces", "since": self._next})
         if said["instance"] != self._instance:
+            first = not self._instance
             self._instance, self._next, self._dropped = said["instance"], 0, 0
+            if first:
+                # What it has forgotten by now a control process before this one may have exported.
+                self._next, self._dropped = said["first"], said["dropped"]
             return True
         self._counts["dropped"] += said["first"] - self._next + said["dropped"] - self._dropped
         self._next, self._dropped = said["next"], said["dropped"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from rsrv.control.exporting import Collector, Exporting
@@ -198,6 +199,31 @@ def test_a_collector_that_is_not_there_is_said_once(
     (line,) = caplog.messages
     assert "traces.endpoint: http://127.0.0.1:9/v1/traces does not take spans" in line
     assert len(line.rpartition(": ")[2]) > 5
+
+
+def test_the_log_says_why_the_collector_fails(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter tries again, and ends with a line that has no reason; an earlier failure's does not stay."""
+    telemetry = logging.getLogger("opentelemetry")
+    monkeypatch.setattr(telemetry, "propagate", True)
+    monkeypatch.setattr(telemetry, "handlers", [])
+    collector = Collector("http://127.0.0.1:9/v1/traces")
+    lines: list[str] = []
+
+    def export(spans: object) -> SpanExportResult:
+        for line in lines:
+            telemetry.error(line)
+        return SpanExportResult.FAILURE if lines else SpanExportResult.SUCCESS
+
+    monkeypatch.setattr(collector._exporter, "export", export)
+    for said in (["connection refused", "gave up"], [], ["no route", "gave up"]):
+        lines[:] = said
+        collector.send([])
+
+    refused, unreachable = caplog.messages
+    assert refused.endswith("until it does: connection refused")
+    assert unreachable.endswith("until it does: no route")
 
 
 _SCRIPT = """

@@ -39,7 +39,7 @@ class Collector:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         # It says every time why something failed; here that is said once.
-        self._said = _Latest()
+        self._said = _First()
         logger = logging.getLogger("opentelemetry")
         logger.propagate = False
         logger.addHandler(self._said)
@@ -48,6 +48,7 @@ class Collector:
 
     def send(self, spans: Sequence[ReadableSpan]) -> bool:
         """Whether they were taken."""
+        self._said.text = ""
         well = self._exporter.export(spans) is SpanExportResult.SUCCESS
         if not well and self._well:
             log.error(
@@ -61,13 +62,13 @@ class Collector:
         return well
 
 
-class _Latest(logging.Handler):
-    """Keeps what was logged last."""
+class _First(logging.Handler):
+    """Keeps what was logged first since `text` was cleared: the reason. Later lines say that it was given up."""
 
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()
 
 
 class Exporting:

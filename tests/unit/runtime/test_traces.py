@@ -1,5 +1,6 @@
 """What the runtime sees of traced requests: events in, spans out; and the same through a real loop and stub."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks import BadInput
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.timeline import Timeline
 from rsrv.runtime.traces import Traces
@@ -205,8 +207,69 @@ def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(start_engin
 
     spans = told(engine, "infer doubling")
     assert spans.keys() == {"preprocess", "infer doubling"}
-    assert spans["preprocess"].error == "the preprocess hook failed"
-    assert "preprocess hook failed" in spans["infer doubling"].error
+    assert "preprocess hook failed" in spans["preprocess"].error
+    assert spans["infer doubling"].error == spans["preprocess"].error
+
+
+def test_a_clients_mistake_is_in_the_spans_as_it_is_told(start_engine: StartEngine) -> None:
+    """It is the client's, and not the hook's."""
+
+    def picky(arrays: Any) -> Any:
+        raise BadInput("no picture")
+
+    engine = start_engine(Hooks(picky))
+    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED))
+
+    spans = told(engine, "infer doubling")
+    assert (spans["preprocess"].error, spans["infer doubling"].error) == ("no picture", "no picture")
+
+
+def test_a_context_that_cannot_be_read_costs_no_request(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """Neither the one that has it nor its neighbours, of a model or of a meta model."""
+
+    def ask_all(engine: Any, asked: Any) -> None:
+        odd, plain = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
+        odd.context = "null"
+        assert [answer.error for answer in asked(engine, odd, plain)] == [None, None]
+
+    engine = start_engine()
+    ask_all(engine, ask)
+    assert "execute" in told(engine, "infer doubling")
+    ask_all(start_meta(runtime, lambda inputs, call: call("a", inputs)), ask_meta)
+
+
+def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -> None:
+    """With the message that its client gets."""
+    engine = start_engine()
+    wrong = json.dumps({"rsrv_priority": "high", "TraceParent": SAMPLED})
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=wrong))
+
+    infer = told(engine, "infer doubling")["infer doubling"]
+    assert answer.error is not None
+    assert infer.error in answer.error.message
+    assert "rsrv_priority" in infer.error
+    assert infer.attributes["rsrv.status"] == "INVALID"
+
+
+def test_a_request_without_a_runtime_is_traced(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """Its span waits for the next runtime. One that is not to be traced has none."""
+    engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
+    runtime.stop()
+    until(lambda: not engine.ready and not meta.ready)
+    for each in (engine, meta):
+        wanted, other = FakeRequest({"x": rows(1)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)})
+        first, second = ask_meta(each, wanted, other)
+
+        ((infer,), _) = each.meters.spans.take()
+        assert (infer.trace, infer.parent, infer.name) == (TRACE, PARENT, f"infer {each._session.model}")
+        assert infer.attributes["rsrv.status"] == "RUNTIME_DOWN"
+        assert first.error is not None
+        assert second.error is not None
+        assert infer.error[:50] in first.error.message
 
 
 def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta: StartMeta) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.reporting import Reporting
 from rsrv.wire.status import command
@@ -270,6 +272,27 @@ def test_a_request_without_a_runtime_is_traced(
         assert first.error is not None
         assert second.error is not None
         assert infer.error[:50] in first.error.message
+
+
+def test_spans_that_a_runtime_does_not_take_are_counted(
+    runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the frame that it did not read; the next runtime's connection tells of them."""
+    engine, tried = start_engine(), threading.Event()
+    real = Lane.tell_spans
+
+    def stuck(lane: Lane, *_: object) -> None:
+        monkeypatch.setattr(Lane, "tell_spans", real)
+        tried.set()
+        raise TimeoutError
+
+    monkeypatch.setattr(Lane, "tell_spans", stuck)
+    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
+    assert tried.wait(10)
+    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
+    reporting.close()
 
 
 def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta: StartMeta) -> None:

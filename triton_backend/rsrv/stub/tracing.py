@@ -87,6 +87,11 @@ class Spans:
             dropped, self._dropped = self._dropped, 0
         return spans, dropped
 
+    def lost(self, count: int) -> None:
+        """As many that were taken, or were dropped, could not be told."""
+        with self._lock:
+            self._dropped += count
+
 
 def _forwarded(parameters: Mapping[str, Any]) -> object:
     """The traceparent among them. Triton leaves headers as they were spelled."""

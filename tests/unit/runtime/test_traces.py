@@ -21,6 +21,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.reporting import Reporting
+from rsrv.wire.calls import Call
 from rsrv.wire.status import command
 from rsrv.wire.traces import Attributes, Mark, Span
 from tests.fakes import FakeRequest
@@ -350,6 +351,24 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
     assert not request.looked
     assert engine.meters.spans.take() == ([], 0)
     assert command(os.getpid(), {"command": "traces"})["end"] == 0
+    engine.close()
+
+
+def test_marks_of_requests_that_are_refused_do_not_stay(
+    runtime: Runtime, doubling: Path, start_meta: StartMeta
+) -> None:
+    """Neither those of requests for a run that is over, nor those of such calls: they would crowd out others' marks."""
+    engine = make_engine(runtime, doubling)
+    ended = json.dumps({"rsrv_run": "1"})
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=ended, traceparent=SAMPLED))
+    assert answer.error is not None
+    calls = start_meta(runtime, lambda inputs, call: inputs)._session.link
+    assert calls is not None
+    calls.direct.mark([Mark(1, TRACE, PARENT)])
+    calls.direct.call([Call(1, 77, 0, 0, 1, (), ())], [])
+    calls.direct.receive(10)
+
+    assert not any(connection.marks for connection in runtime.loop._transport.connections)
     engine.close()
 
 

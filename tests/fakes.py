@@ -346,7 +346,7 @@ class FakeRequest:
         traceparent: str | None = None,
     ) -> None:
         """`traceparent`: the context of Triton's own span, if it traces the request."""
-        self._context = None if traceparent is None else json.dumps({"traceparent": traceparent})
+        self.context = None if traceparent is None else json.dumps({"traceparent": traceparent})
         self._inputs = [FakeTensor(name, array) for name, array in inputs.items()]
         self._timeout = timeout_us
         self._parameters = parameters
@@ -373,7 +373,7 @@ class FakeRequest:
         return self
 
     def get_context(self) -> str | None:
-        return self._context
+        return self.context
 
     def get_response_sender(self) -> FakeSender:
         return FakeSender(self)

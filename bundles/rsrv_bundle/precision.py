@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Signature, parsed, signature_of
-from rsrv_bundle.products import COMPOSITE, RAGGED, Precision, holder, kind_of, precision_of, visit_products
+from rsrv_bundle.products import COMPOSITE, RAGGED, Precision, holder, kind_of, precision_of, products
 
 #: keep: as exported; strip: TF32 algorithms removed, so that hardware without TF32 runs the module; pin: all in f32
 Treatment = Literal["keep", "strip", "pin"]
@@ -25,7 +25,10 @@ def treat(blob: bytes, file: str, treatment: Treatment, seen: Precision) -> tupl
     changed: Counter[str] = Counter()
     try:
         with parsed(blob) as module:
-            visit_products(module, lambda operation: changed.update(_change(operation, treatment)))
+            for operation, repeats in products(module):
+                done = _change(operation, treatment)
+                if not repeats:
+                    changed.update(done)
             blob = _written(module)
         # Not what was to be written: what the compiler will read.
         with parsed(blob) as module:
@@ -73,13 +76,9 @@ def _written(module: Any) -> bytes:
 
 def _not_in_f32(module: Any) -> str:
     """The products of f32 that may be computed in less, by name; empty if there are none."""
-    left: Counter[str] = Counter()
-
-    def visit(operation: Any) -> None:
-        if kind_of(operation) in ("hardware", "tf32"):
-            left[operation.name] += 1
-
-    visit_products(module, visit)
+    left = Counter(
+        operation.name for operation, _ in products(module) if kind_of(operation) in ("hardware", "tf32")
+    )
     return ", ".join(f"{count} {name}" for name, count in sorted(left.items()))
 
 

@@ -6,8 +6,9 @@ otherwise. It can say so for each operation: by an algorithm, or by a precision 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +28,11 @@ COMPOSITE = "stablehlo.composite"
 RAGGED = "chlo.ragged_dot"
 #: what multiplies in a library, whose precision nothing in a module decides
 _UNGOVERNABLE = frozenset({"stablehlo.custom_call", "stablehlo.cholesky", "stablehlo.triangular_solve"})
+#: custom calls that say where tensors lie, or are computed element by element, and multiply nothing
+_HARMLESS = re.compile(
+    r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|AllocateBuffer|ApproxTopK"
+    r"|mhlo\.(erf|topk)"
+)
 _SEEN = _PRODUCTS | _UNGOVERNABLE | {COMPOSITE}
 #: complex ones are computed as products of their parts
 _F32 = frozenset({"f32", "complex<f32>"})
@@ -67,29 +73,38 @@ def precision_of(module: Any) -> Precision:
     kinds: Counter[str] = Counter()
     ungovernable: Counter[str] = Counter()
 
-    def visit(operation: Any) -> None:
+    for operation, repeats in products(module):
         name = operation.name
         if name in _UNGOVERNABLE:
-            if any(map(_is_f32, operation.operands)):
-                target = operation.attributes["call_target_name"].value if "custom" in name else ""
+            target = operation.attributes["call_target_name"].value if "custom" in name else ""
+            if any(map(_is_f32, operation.operands)) and not _HARMLESS.fullmatch(target):
                 ungovernable[f"{name.partition('.')[2]} {target}".strip()] += 1
-        elif (kind := kind_of(operation)) is not None:
+        # Of a TF32 algorithm only the repetition tells, which has to be treated.
+        elif (kind := kind_of(operation)) is not None and not (repeats and kind in ("f32", "hardware")):
             kinds[kind] += 1
-
-    visit_products(module, visit)
     return Precision(**kinds, ungovernable=dict(sorted(ungovernable.items())))
 
 
-def visit_products(module: Any, visit: Callable[[Any], None]) -> None:
-    """Every operation, in all functions and regions, that may multiply f32."""
+def products(module: Any) -> Iterator[tuple[Any, bool]]:
+    """Every operation, in all functions and regions, that may multiply f32.
+
+    And whether it repeats another one: what a ragged product may be decomposed into is in the module beside it.
+    """
     from jaxlib.mlir import ir
 
-    def look(operation: Any) -> Any:
-        if operation.name in _SEEN:
-            visit(operation)
-        return ir.WalkResult.ADVANCE
+    found: list[tuple[Any, Any]] = []
+    repetitions: set[str] = set()
+    for function in module.body.operations:
 
-    module.operation.walk(look, ir.WalkOrder.PRE_ORDER)
+        def look(operation: Any, function: Any = function) -> Any:
+            if operation.name in _SEEN:
+                found.append((operation, function.attributes.get("sym_name")))
+                if operation.name == COMPOSITE and operation.attributes["name"].value == RAGGED:
+                    repetitions.add(operation.attributes["decomposition"].value)
+            return ir.WalkResult.ADVANCE
+
+        function.operation.walk(look, ir.WalkOrder.PRE_ORDER)
+    return ((operation, name is not None and name.value in repetitions) for operation, name in found)
 
 
 def kind_of(operation: Any) -> Kind | None:

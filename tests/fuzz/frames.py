@@ -69,7 +69,7 @@ class _Served:
             for name, content in files.items():
                 (directory / name).write_bytes(content)
         self._path = place / "socket"
-        settings = load_settings("traces: {endpoint: nowhere}")
+        settings = load_settings("traces: {endpoint: 'http://nowhere'}")
         device = FakeDevice(lambda inputs, weights: [inputs[0][:, :1]])
         listener = listen(self._path)
         scheduler = Scheduler(scheduler_settings(settings))

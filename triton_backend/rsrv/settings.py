@@ -4,11 +4,12 @@ The runtime and the generator read this; the stubs never do (they learn what the
 """
 
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from ruamel.yaml import YAML
 
@@ -332,6 +333,14 @@ class TracesSection(Section):
         "its client's trace context says so. It needs the extra `traces` and a control process (control.enabled). null: "
         "nothing is traced. The variables OTEL_EXPORTER_OTLP_* and OTEL_SERVICE_NAME are heeded.",
     )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, endpoint: str | None) -> str | None:
+        """Else only the first span would show that it is none."""
+        if endpoint is not None and not re.fullmatch(r"(?i:https?)://[^\s/]\S*", endpoint):
+            raise ValueError(f"{endpoint!r} is no URL; write it as http://localhost:4318/v1/traces")
+        return endpoint
 
 
 #: where the weights of a model are for sure

@@ -242,8 +242,10 @@ def test_a_ragged_product_is_pinned_where_the_compiler_looks() -> None:
     """jax exports a composite with a decomposition: the compiler takes the composite's own precision."""
     blob, precision = applied(ragged(), "pin")
 
-    # And the two products of its decomposition.
-    assert precision == Precision(f32=3, pinned=3)
+    # The two products of its decomposition are pinned as well, and are the same one.
+    assert precision == Precision(f32=1, pinned=1)
+    assert text_of(blob).count("precision = [HIGHEST, HIGHEST]") == 2
+    assert applied(ragged(), "keep") == (ragged(), Precision(hardware=1))
     assert hlo(blob).count("operand_precision={highest,highest}") == 1
     assert " ragged-dot(" in hlo(blob)
 
@@ -303,6 +305,14 @@ def test_what_computes_in_a_library_is_named() -> None:
     assert str(precision) == (
         "products of f32: cholesky 1, custom_call cusolver_potrf_ffi 2, triangular_solve 1"
     )
+
+
+def test_custom_calls_that_multiply_nothing_are_not_counted() -> None:
+    """Where a tensor lies, say."""
+    square = "tensor<2x2xf32>"
+    body = f"%z = stablehlo.custom_call @Sharding(%x) : ({square}) -> {square}"
+
+    assert treated(function(body), "pin") == Precision()
 
 
 NOTHING_TO_DO: list[tuple[Precision, Treatment]] = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from rsrv.control.exporting import Collector, Exporting
@@ -126,6 +127,27 @@ async def test_spans_are_sent_once_and_losses_counted() -> None:
 
 
 @looped
+async def test_a_new_control_process_counts_no_losses_of_the_time_before_it() -> None:
+    """It sends again what is still kept; what is not, the one before it has sent, or counted."""
+    runtime, sink = Runtime(), Sink()
+    before = Exporting(runtime, sink.send)
+    runtime.dropped = 4
+    for name in "abcdefgh":
+        runtime.told.append(part(name))
+        await all_of(before)
+    after = Exporting(runtime, sink.send)
+    await all_of(after)
+    assert before.counts["exported"] == 8
+    assert "".join(sink.names) == "abcdefgh" + "fgh"
+    assert after.counts == {"exported": 3, "failed": 0, "dropped": 0}
+
+    runtime.told += [part(name) for name in "ijklm"]
+    runtime.dropped += 1
+    await all_of(after)
+    assert after.counts == {"exported": 6, "failed": 0, "dropped": 2 + 1}
+
+
+@looped
 async def test_another_runtimes_spans_are_all_new() -> None:
     """Its numbers begin anew; while there is none, there is nothing to do."""
     runtime, sink = Runtime(), Sink()
@@ -177,6 +199,31 @@ def test_a_collector_that_is_not_there_is_said_once(
     (line,) = caplog.messages
     assert "traces.endpoint: http://127.0.0.1:9/v1/traces does not take spans" in line
     assert len(line.rpartition(": ")[2]) > 5
+
+
+def test_the_log_says_why_the_collector_fails(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exporter tries again, and ends with a line that has no reason; an earlier failure's does not stay."""
+    telemetry = logging.getLogger("opentelemetry")
+    monkeypatch.setattr(telemetry, "propagate", True)
+    monkeypatch.setattr(telemetry, "handlers", [])
+    collector = Collector("http://127.0.0.1:9/v1/traces")
+    lines: list[str] = []
+
+    def export(spans: object) -> SpanExportResult:
+        for line in lines:
+            telemetry.error(line)
+        return SpanExportResult.FAILURE if lines else SpanExportResult.SUCCESS
+
+    monkeypatch.setattr(collector._exporter, "export", export)
+    for said in (["connection refused", "gave up"], [], ["no route", "gave up"]):
+        lines[:] = said
+        collector.send([])
+
+    refused, unreachable = caplog.messages
+    assert refused.endswith("until it does: connection refused")
+    assert unreachable.endswith("until it does: no route")
 
 
 _SCRIPT = """

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def test_a_model_that_asks_for_tf32_computes_on_a_cpu(
 
     model = build_here(products, device, load_settings(settings_text(numerics)))
 
-    assert model.precisions == {(0, 1): expected, (0, 4): expected}
+    assert model.precisions == {"0/1": asdict(expected), "0/4": asdict(expected)}
     assert f"(variant 0, size 1): {expected}" in caplog.text
     assert model.weights is not None
     x = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -1,6 +1,8 @@
 """What the runtime sees of traced requests: events in, spans out; and the same through a real loop and stub."""
 
+import json
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.hooks import BadInput
 from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.timeline import Timeline
 from rsrv.runtime.traces import Traces
@@ -15,8 +18,10 @@ from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
+from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.reporting import Reporting
+from rsrv.wire.calls import Call
 from rsrv.wire.status import command
 from rsrv.wire.traces import Attributes, Mark, Span
 from tests.fakes import FakeRequest
@@ -205,8 +210,90 @@ def test_a_request_that_does_not_reach_the_runtime_is_traced_as_well(start_engin
 
     spans = told(engine, "infer doubling")
     assert spans.keys() == {"preprocess", "infer doubling"}
-    assert spans["preprocess"].error == "the preprocess hook failed"
-    assert "preprocess hook failed" in spans["infer doubling"].error
+    assert "preprocess hook failed" in spans["preprocess"].error
+    assert spans["infer doubling"].error == spans["preprocess"].error
+
+
+def test_a_clients_mistake_is_in_the_spans_as_it_is_told(start_engine: StartEngine) -> None:
+    """It is the client's, and not the hook's."""
+
+    def picky(arrays: Any) -> Any:
+        raise BadInput("no picture")
+
+    engine = start_engine(Hooks(picky))
+    ask(engine, FakeRequest({"x": rows(2)}, traceparent=SAMPLED))
+
+    spans = told(engine, "infer doubling")
+    assert (spans["preprocess"].error, spans["infer doubling"].error) == ("no picture", "no picture")
+
+
+def test_a_context_that_cannot_be_read_costs_no_request(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """Neither the one that has it nor its neighbours, of a model or of a meta model."""
+
+    def ask_all(engine: Any, asked: Any) -> None:
+        odd, plain = FakeRequest({"x": rows(1)}), FakeRequest({"x": rows(1)}, traceparent=SAMPLED)
+        odd.context = "null"
+        assert [answer.error for answer in asked(engine, odd, plain)] == [None, None]
+
+    engine = start_engine()
+    ask_all(engine, ask)
+    assert "execute" in told(engine, "infer doubling")
+    ask_all(start_meta(runtime, lambda inputs, call: call("a", inputs)), ask_meta)
+
+
+def test_a_request_with_a_wrong_parameter_is_traced(start_engine: StartEngine) -> None:
+    """With the message that its client gets."""
+    engine = start_engine()
+    wrong = json.dumps({"rsrv_priority": "high", "TraceParent": SAMPLED})
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=wrong))
+
+    infer = told(engine, "infer doubling")["infer doubling"]
+    assert answer.error is not None
+    assert infer.error in answer.error.message
+    assert "rsrv_priority" in infer.error
+    assert infer.attributes["rsrv.status"] == "INVALID"
+
+
+def test_a_request_without_a_runtime_is_traced(
+    runtime: Runtime, start_engine: StartEngine, start_meta: StartMeta
+) -> None:
+    """Its span waits for the next runtime. One that is not to be traced has none."""
+    engine, meta = start_engine(), start_meta(runtime, lambda inputs, call: call("a", inputs))
+    runtime.stop()
+    until(lambda: not engine.ready and not meta.ready)
+    for each in (engine, meta):
+        wanted, other = FakeRequest({"x": rows(1)}, traceparent=SAMPLED), FakeRequest({"x": rows(1)})
+        first, second = ask_meta(each, wanted, other)
+
+        ((infer,), _) = each.meters.spans.take()
+        assert (infer.trace, infer.parent, infer.name) == (TRACE, PARENT, f"infer {each._session.model}")
+        assert infer.attributes["rsrv.status"] == "RUNTIME_DOWN"
+        assert first.error is not None
+        assert second.error is not None
+        assert infer.error[:50] in first.error.message
+
+
+def test_spans_that_a_runtime_does_not_take_are_counted(
+    runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the frame that it did not read; the next runtime's connection tells of them."""
+    engine, tried = start_engine(), threading.Event()
+    real = Lane.tell_spans
+
+    def stuck(lane: Lane, *_: object) -> None:
+        monkeypatch.setattr(Lane, "tell_spans", real)
+        tried.set()
+        raise TimeoutError
+
+    monkeypatch.setattr(Lane, "tell_spans", stuck)
+    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
+    assert tried.wait(10)
+    ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
+    until(lambda: command(os.getpid(), {"command": "traces"})["dropped"] == 1)
+    reporting.close()
 
 
 def test_calls_of_a_meta_model_are_parts_of_its_run(runtime: Runtime, start_meta: StartMeta) -> None:
@@ -264,6 +351,24 @@ def test_a_runtime_without_a_collector_keeps_nothing(start_runtime: StartRuntime
     assert not request.looked
     assert engine.meters.spans.take() == ([], 0)
     assert command(os.getpid(), {"command": "traces"})["end"] == 0
+    engine.close()
+
+
+def test_marks_of_requests_that_are_refused_do_not_stay(
+    runtime: Runtime, doubling: Path, start_meta: StartMeta
+) -> None:
+    """Neither those of requests for a run that is over, nor those of such calls: they would crowd out others' marks."""
+    engine = make_engine(runtime, doubling)
+    ended = json.dumps({"rsrv_run": "1"})
+    (answer,) = ask(engine, FakeRequest({"x": rows(1)}, parameters=ended, traceparent=SAMPLED))
+    assert answer.error is not None
+    calls = start_meta(runtime, lambda inputs, call: inputs)._session.link
+    assert calls is not None
+    calls.direct.mark([Mark(1, TRACE, PARENT)])
+    calls.direct.call([Call(1, 77, 0, 0, 1, (), ())], [])
+    calls.direct.receive(10)
+
+    assert not any(connection.marks for connection in runtime.loop._transport.connections)
     engine.close()
 
 

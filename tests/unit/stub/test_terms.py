@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.terms import Terms, read_terms
+from rsrv.stub.terms import Terms, read_parameters, read_terms
 from tests.fakes import FakeRequest
 
 SECOND = 1_000_000_000
@@ -15,7 +15,8 @@ NOW, TODAY = 24 * 3600 * SECOND, 1_790_000_000 * SECOND
 
 
 def terms(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> Terms:
-    return read_terms(FakeRequest({}, timeout_us, json.dumps(parameters)), NOW, unix_ns)
+    request = FakeRequest({}, timeout_us, json.dumps(parameters))
+    return read_terms(request, read_parameters(request), NOW, unix_ns)
 
 
 @given(st.integers(-(1 << 62), 1 << 62))

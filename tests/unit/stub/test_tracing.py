@@ -60,7 +60,7 @@ def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
     spans, other = Spans(ignored), f"00-{TRACE}-{'1' * 16}-01"
 
     def parent(context: str | None, parameter: str) -> str | None:
-        trace = spans.begin(FakeRequest({}, traceparent=context), parameter)
+        trace = spans.begin(FakeRequest({}, traceparent=context), {"traceparent": parameter})
         return None if trace is None else trace.parent
 
     assert parent(SAMPLED, other) == PARENT
@@ -68,6 +68,35 @@ def test_tritons_own_span_is_the_parent_if_there_is_one() -> None:
     assert parent(SAMPLED[:-1] + "0", "") is None
     assert parent(None, "") is None
     assert parent(None, "junk") is None
+
+
+@pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TraceParent", "TRACEPARENT"])
+def test_a_header_may_be_spelled_in_any_case(name: str) -> None:
+    """HTTP leaves that to clients, and Triton leaves it as it was."""
+    trace = Spans(ignored).begin(FakeRequest({}), {"rsrv_priority": 1, name: SAMPLED})
+
+    assert trace is not None
+    assert (trace.trace, trace.parent) == (TRACE, PARENT)
+
+
+@pytest.mark.parametrize("context", ["null", "[]", "{}", '"text"', "{", "[" * 100_000])
+def test_what_triton_says_of_its_span_may_be_anything(context: str) -> None:
+    """A context that cannot be read is as good as none; the header still counts."""
+    request = FakeRequest({})
+    request.context = context
+
+    trace = Spans(ignored).begin(request, {"traceparent": SAMPLED})
+    assert trace is not None
+    assert trace.parent == PARENT
+
+
+def test_a_triton_without_traces_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its requests are served, and not traced."""
+    spans = Spans(ignored)
+
+    assert spans.begin(object(), {}) is None
+    assert spans.begin(object(), {}) is None
+    assert len(caplog.messages) == 1
 
 
 def test_a_refused_request_says_why() -> None:

@@ -62,6 +62,12 @@ def test_many_spans_with_long_texts_take_several_frames() -> None:
     assert sum(dropped for _, dropped in arrived) == 7
 
 
+def test_more_spans_than_a_frame_may_have_are_refused() -> None:
+    """Requests would wait while they are read."""
+    with pytest.raises(ProtocolError, match="33 spans"):
+        traces.read_spans({"spans": [GOOD] * (traces.MAX_SPANS + 1), "dropped": 0})
+
+
 WRONG: list[tuple[int, Any]] = [
     (0, "a" * 31),
     (0, "A" * 32),

@@ -39,7 +39,7 @@ class Collector:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         # It says every time why something failed; here that is said once.
-        self._said = _Latest()
+        self._said = _First()
         logger = logging.getLogger("opentelemetry")
         logger.propagate = False
         logger.addHandler(self._said)
@@ -48,6 +48,7 @@ class Collector:
 
     def send(self, spans: Sequence[ReadableSpan]) -> bool:
         """Whether they were taken."""
+        self._said.text = ""
         well = self._exporter.export(spans) is SpanExportResult.SUCCESS
         if not well and self._well:
             log.error(
@@ -61,13 +62,13 @@ class Collector:
         return well
 
 
-class _Latest(logging.Handler):
-    """Keeps what was logged last."""
+class _First(logging.Handler):
+    """Keeps what was logged first since `text` was cleared: the reason. Later lines say that it was given up."""
 
     text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()
 
 
 class Exporting:
@@ -104,7 +105,11 @@ class Exporting:
         """Take what there is, as much as comes at a time, and send it; whether there is more. Raises Refused."""
         said = await self._runtime.command({"command": "traces", "since": self._next})
         if said["instance"] != self._instance:
+            first = not self._instance
             self._instance, self._next, self._dropped = said["instance"], 0, 0
+            if first:
+                # What it has forgotten by now a control process before this one may have exported.
+                self._next, self._dropped = said["first"], said["dropped"]
             return True
         self._counts["dropped"] += said["first"] - self._next + said["dropped"] - self._dropped
         self._next, self._dropped = said["next"], said["dropped"]

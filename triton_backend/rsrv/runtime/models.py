@@ -23,7 +23,6 @@ from rsrv_bundle import Bundle, BundleError, read_bundle
 from rsrv_bundle.dtypes import numpy_dtype
 from rsrv_bundle.modules import Look, Signature, check_signatures, module_file, read_module, signature_of
 from rsrv_bundle.precision import treat
-from rsrv_bundle.products import Precision
 
 log = logging.getLogger("rsrv.models")
 
@@ -45,8 +44,8 @@ class Model:
     interface: Interface
     program: Program
     executables: Mapping[tuple[int, int], Executable]
-    #: of each of them, as compiled
-    precisions: Mapping[tuple[int, int], Precision]
+    #: of each of them, as compiled: a `Precision` by `variant/size`, as the status has it, which is asked for often
+    precisions: Mapping[str, Mapping[str, Any]]
     #: what clients send that tells the rows of a request: an input and its batch axis; None: none has one
     batch_input: tuple[str, int] | None
     #: device bytes that its largest execution takes beside the weights
@@ -126,14 +125,15 @@ def build(
     started = time.perf_counter()
     signatures = check_signatures(bundle, look)
     of_model = settings.for_model(name)
-    executables, precisions = {}, {}
+    executables, precisions = {}, dict[str, Mapping[str, Any]]()
     wanted = usable(signatures, of_model.max_batch_size)
     how = treatment(settings.runtime.numerics, device.hardware)
     own = {"model": name, "version": model_key(name, bundle)}
     for done, key in enumerate(wanted, 1):
         began = time.perf_counter()
         found = read_module(bundle, key, signatures[key])
-        module, precisions[key] = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
+        module, precision = treat(found, module_file(bundle, key).name, how, signatures[key].precision)
+        products = precisions["{}/{}".format(*key)] = asdict(precision)
         executables[key] = device.compile(module, signatures[key])
         seconds = time.perf_counter() - began
         log.info(
@@ -143,7 +143,7 @@ def build(
             len(wanted),
             seconds,
             *key,
-            precisions[key],
+            precision,
             extra=fields(
                 **own,
                 event="compiled",
@@ -152,7 +152,7 @@ def build(
                 seconds=round(seconds, 6),
                 done=done,
                 of=len(wanted),
-                products=asdict(precisions[key]),
+                products=products,
             ),
         )
     compiled = time.perf_counter() - started

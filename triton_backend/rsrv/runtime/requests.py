@@ -73,6 +73,8 @@ class Requests:
             id = self._new_id(connection, request)
             deadline = deadline_ns / 1e9 if deadline_ns else None
             run = None
+            # Now: if it is refused below, the mark would stay.
+            mark = connection.marks.pop(request, None) if connection.marks else None
             self._pending[id] = part = Part(
                 connection, request, rows, segment, inputs_at, outputs_at, tag=tag
             )
@@ -88,14 +90,8 @@ class Requests:
             self._arrived.append(
                 ev.Request(id, key, index, rows, deadline, priority, 0 if run is None else run.id)
             )
-            if connection.marks:
-                self._trace(connection, request, id, key)
-
-    def _trace(self, connection: Connection, request: int, id: int, key: str) -> None:
-        """If it was said that this one is traced."""
-        mark = connection.marks.pop(request, None)
-        if mark is not None:
-            self._traces.begin(id, mark, key)
+            if mark is not None:
+                self._traces.begin(id, mark, key)
 
     def cancel(self, connection: Connection, requests: Iterable[int]) -> None:
         ids = tuple(_global_id(connection, id) for id in requests)
@@ -118,6 +114,7 @@ class Requests:
         self._feed(ev.RunsAsked(tuple(asked)))
 
     def call(self, connection: Connection, call: Call) -> None:
+        mark = connection.marks.pop(call.request, None) if connection.marks else None
         run = self.runs.of(connection, call.run)
         if run is None:
             # It was not let in, which its stub has been told by now.
@@ -156,8 +153,8 @@ class Requests:
         except ProtocolError:
             del self._pending[id]
             raise
-        if connection.marks:
-            self._trace(connection, call.request, id, model.key)
+        if mark is not None:
+            self._traces.begin(id, mark, model.key)
 
     def leave(self, connection: Connection, token: int, status: Status) -> None:
         """A run is over."""

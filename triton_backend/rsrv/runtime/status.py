@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 from rsrv.runtime.abstract_device import Device
@@ -95,10 +94,7 @@ def _model(key: str, listed: Listed, model: ModelSnapshot, residency: str) -> di
         "load_seconds": model.load_seconds,
         "sizes": {f"{variant}/{size}": count for (variant, size), count in model.sizes.items()},
         "costs": {f"{variant}/{size}": cost for (variant, size), cost in model.costs.items()},
-        "precisions": {
-            f"{variant}/{size}": asdict(precision)
-            for (variant, size), precision in (listed.model.precisions if listed.model else {}).items()
-        },
+        "precisions": listed.model.precisions if listed.model else {},
     }
 
 

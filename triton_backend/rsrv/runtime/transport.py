@@ -154,6 +154,8 @@ class Transport:
             finally:
                 for fd in fds:
                     os.close(fd)
+            if kind is Kind.SPANS:
+                return  # a stub may have hundreds of them, and none is urgent
 
     def _close(self, connection: Connection) -> None:
         if connection.closed:

@@ -122,9 +122,12 @@ class Endpoint:
         self, name: str, short: str, hook: Hook, arrays: Mapping[str, Any], who: str, trace: Trace | None
     ) -> tuple[dict[str, Array], float]:
         """Its result, and the seconds that it took, which is measured also when it raises Failure."""
-        started, error = time.perf_counter(), f"the {name} hook failed"
+        started, error = time.perf_counter(), ""
         try:
-            result, error = run_hook(name, hook, arrays, who, self._guard), ""
+            result = run_hook(name, hook, arrays, who, self._guard)
+        except Failure as failure:
+            error = failure.text
+            raise
         finally:
             seconds = time.perf_counter() - started
             self._measure(short, seconds)

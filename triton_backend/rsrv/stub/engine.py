@@ -24,8 +24,8 @@ from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.terms import id_of, read_terms
-from rsrv.stub.tracing import end_request
+from rsrv.stub.terms import id_of, read_parameters, read_terms
+from rsrv.stub.tracing import end_request, end_unserved
 from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
@@ -130,7 +130,11 @@ class Engine:
         """Triton's entry: a list of responses, or None when they come later."""
         now, link = time.perf_counter(), self._session.link
         if link is None:
-            return self._end(requests, now, Status.RUNTIME_DOWN, self._session.down)
+            down = self._session.down
+            if self._traced:
+                for request in requests:
+                    end_unserved(self.meters.spans, request, self._link.key, now, Status.RUNTIME_DOWN, down)
+            return self._end(requests, now, Status.RUNTIME_DOWN, down)
         if link is not self._link:
             self._switch(link)
         try:
@@ -270,15 +274,14 @@ class Engine:
         for job in jobs:
             job.since = now
             try:
-                terms = read_terms(job.request, now_ns, unix_ns)
-                if self._internal and not terms.run:
+                parameters = read_parameters(job.request)
+                if self._traced:
+                    job.trace = self.meters.spans.begin(job.request, parameters)
+                job.deadline_ns, job.priority, job.run = read_terms(job.request, parameters, now_ns, unix_ns)
+                if self._internal and not job.run:
                     raise Failure(Status.NOT_FOUND, _INTERNAL)
             except Exception as error:  # noqa: BLE001 - logged by _blame
                 _blame(job, error)
-            else:
-                job.deadline_ns, job.priority, job.run, parent = terms
-                if self._traced:
-                    job.trace = self.meters.spans.begin(job.request, parent)
         return jobs
 
     def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:

@@ -34,8 +34,8 @@ from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.terms import id_of, read_terms
-from rsrv.stub.tracing import Trace, end_request
+from rsrv.stub.terms import id_of, read_parameters, read_terms
+from rsrv.stub.tracing import Trace, end_request, end_unserved
 from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Entrance, Leaving
 from rsrv.wire.frames import Completion, Status, request_tag
@@ -202,8 +202,10 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            now, down = time.perf_counter(), self._session.down
+            now, down, last = time.perf_counter(), self._session.down, self._link
             for request in requests:
+                if last is not None and last.settings["traces"]["enabled"]:
+                    end_unserved(self.meters.spans, request, last.key, now, Status.RUNTIME_DOWN, down)
                 self.meters.answered(Status.RUNTIME_DOWN, now)
                 self._complaints.ended(Status.RUNTIME_DOWN, down, id_of(request))
             return [self._responses.failure(Status.RUNTIME_DOWN, down) for _ in requests]
@@ -228,10 +230,12 @@ class MetaEngine:
     def _receive(self, link: Link, id: int, request: Any) -> Visit:
         visit = Visit(id, request, link, link.later, time.perf_counter())
         try:
-            terms = read_terms(request, time.monotonic_ns(), time.time_ns())
-            visit.deadline_ns, visit.priority, _, parent = terms
+            parameters = read_parameters(request)
             if link.settings["traces"]["enabled"]:
-                visit.trace = self.meters.spans.begin(request, parent)
+                visit.trace = self.meters.spans.begin(request, parameters)
+            visit.deadline_ns, visit.priority, _ = read_terms(
+                request, parameters, time.monotonic_ns(), time.time_ns()
+            )
         except Failure as failure:
             visit.fail(failure.status, failure.text)
         except Exception:

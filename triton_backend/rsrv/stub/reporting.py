@@ -106,13 +106,21 @@ class Reporting:
         try:
             if self._lane is None:
                 self._lane, self._link = self._session.open_lane(link.key), link
-            while (told := self._meters.spans.take()) != ([], 0):
-                self._lane.tell_spans(*told, _PATIENCE)
+            self._tell_spans(self._lane)
             return self._lane.report({**report, "figures": self._mirror is not None}, _PATIENCE)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)
             self._drop()
             return None
+
+    def _tell_spans(self, lane: Lane) -> None:
+        while (told := self._meters.spans.take()) != ([], 0):
+            try:
+                lane.tell_spans(*told, _PATIENCE)
+            except Exception:
+                spans, dropped = told
+                self._meters.spans.lost(len(spans) + dropped)
+                raise
 
     def _drop(self) -> None:
         lane, self._lane, self._link = self._lane, None, None

@@ -1,6 +1,7 @@
 """What a request asks for beside its tensors: until when, how urgently, and as a part of what."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rsrv.logs import ID, shorten
@@ -9,7 +10,7 @@ from rsrv.wire.frames import Status
 
 #: parameter of sub-calls that go through Triton: the token of their run, in decimal
 RUN = "rsrv_run"
-#: likewise their trace context, and that of requests whose header Triton forwards
+#: likewise their trace context, and that of requests whose header Triton forwards, in whatever case it came
 TRACEPARENT = "traceparent"
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
@@ -25,12 +26,16 @@ class Terms(NamedTuple):
     priority: int = 0
     #: token of the meta model's run that it is a sub-call of; 0: none
     run: int = 0
-    #: the trace context that came as a parameter: a header that Triton forwards, or that of a meta model's call
-    traceparent: str = ""
 
 
-def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
-    """`now_ns` and `unix_ns` are the time, by CLOCK_MONOTONIC and by the calendar; Raises Failure for wrong parameters.
+def read_parameters(request: Any) -> Mapping[str, Any]:
+    """A Triton request's parameters, and the headers that Triton forwards."""
+    text = request.parameters()
+    return json.loads(text) if len(text) > 2 else {}  # type: ignore[no-any-return]
+
+
+def read_terms(request: Any, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> Terms:
+    """`parameters` are the request's; `now_ns` and `unix_ns` are the time, by CLOCK_MONOTONIC and by the calendar; Raises Failure for wrong parameters.
 
     Only deadlines by the calendar depend on it, and only here, when the request arrives: whatever is done to the
     machine's calendar later neither expires nor prolongs them.
@@ -39,10 +44,8 @@ def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
     timeout_us = request.timeout()
     if timeout_us:
         deadline = min(now_ns + timeout_us * 1000, _NEVER)
-    text = request.parameters()
-    if len(text) <= 2:
+    if not parameters:
         return Terms(deadline)
-    parameters = json.loads(text)
     priority = _integer(parameters, "rsrv_priority", 0xFFFF)
     until_unix_ns = _integer(parameters, "rsrv_deadline_unix_ns", 1 << 63)
     if until_unix_ns:
@@ -52,12 +55,10 @@ def read_terms(request: Any, now_ns: int, unix_ns: int) -> Terms:
     run = str(parameters.get(RUN, "0"))
     if not (run.isascii() and run.isdecimal() and len(run) <= 20 and int(run) < 1 << 64):
         raise Failure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
-    # Triton leaves headers as they were spelled.
-    traceparent = str(parameters.get(TRACEPARENT) or parameters.get("Traceparent") or "")
-    return Terms(deadline, priority, int(run), traceparent)
+    return Terms(deadline, priority, int(run))
 
 
-def _integer(parameters: dict[str, Any], name: str, limit: int) -> int:
+def _integer(parameters: Mapping[str, Any], name: str, limit: int) -> int:
     value = parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
         raise Failure(

@@ -4,17 +4,21 @@ Times are those of time.perf_counter, in seconds: on Linux that is CLOCK_MONOTON
 """
 
 import json
+import logging
 import re
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rsrv.stub.replies import Failure
+from rsrv.stub.terms import TRACEPARENT, read_parameters
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
+
+log = logging.getLogger("rsrv.stub")
 
 #: spans that wait to be reported
 _LENGTH = 4096
@@ -46,15 +50,27 @@ class Spans:
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque()
         self._dropped = 0
+        #: whether it was said that Triton's context cannot be read
+        self._said = False
 
-    def begin(self, request: Any, parent: str) -> "Trace | None":
-        """If a Triton request is to be traced. `parent`: a traceparent that it has as a parameter.
+    def begin(self, request: Any, parameters: Mapping[str, Any]) -> "Trace | None":
+        """If a Triton request, which has these parameters, is to be traced. Raises nothing: that would cost the request.
 
         Triton's own span comes first: it is the client's child, if there is both.
         """
-        context = request.trace().get_context()
-        found = read_traceparent(json.loads(context).get("traceparent") if context else parent)
+        found = read_traceparent(self._ask_triton(request) or _forwarded(parameters))
         return None if found is None else Trace(self, *found)
+
+    def _ask_triton(self, request: Any) -> object:
+        """The traceparent of its own span; nothing if there is none, or it is not as Triton 24.10 has it."""
+        try:
+            context = request.trace().get_context()
+            return json.loads(context).get(TRACEPARENT) if context else None
+        except Exception:  # whatever another Triton does
+            if not self._said:
+                self._said = True
+                log.warning("Triton's trace context cannot be read: its spans have no parts", exc_info=True)
+            return None
 
     def add(self, span: Span) -> None:
         with self._lock:
@@ -70,6 +86,16 @@ class Spans:
             spans = [self._spans.popleft() for _ in range(min(MAX_SPANS, len(self._spans)))]
             dropped, self._dropped = self._dropped, 0
         return spans, dropped
+
+    def lost(self, count: int) -> None:
+        """As many that were taken, or were dropped, could not be told."""
+        with self._lock:
+            self._dropped += count
+
+
+def _forwarded(parameters: Mapping[str, Any]) -> object:
+    """The traceparent among them. Triton leaves headers as they were spelled."""
+    return next((value for name, value in parameters.items() if name.lower() == TRACEPARENT), None)
 
 
 class Trace:
@@ -142,6 +168,17 @@ def end_request(
     if status is not Status.OK:
         told["rsrv.status"], error = status.name, text or status.name
     trace.end(f"infer {model}", started, error, told)
+
+
+def end_unserved(spans: Spans, request: Any, key: str, started: float, status: Status, text: str) -> None:
+    """A request that nothing is known of has its answer, if it is to be traced. Raises nothing."""
+    try:
+        parameters = read_parameters(request)
+    except ValueError:
+        parameters = {}
+    trace = spans.begin(request, parameters)
+    if trace is not None:
+        end_request(trace, key, started, status, text, request.request_id(), {})
 
 
 def end_call(trace: Trace | None, model: str, started: float, failure: Failure | None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rsrv.stub.replies import Failure
-from rsrv.stub.terms import TRACEPARENT, read_parameters
+from rsrv.stub.terms import TRACEPARENT, id_of, read_parameters
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
 
@@ -178,7 +178,7 @@ def end_unserved(spans: Spans, request: Any, key: str, started: float, status: S
         parameters = {}
     trace = spans.begin(request, parameters)
     if trace is not None:
-        end_request(trace, key, started, status, text, request.request_id(), {})
+        end_request(trace, key, started, status, text, id_of(request), {})
 
 
 def end_call(trace: Trace | None, model: str, started: float, failure: Failure | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rsrv_bundle import cli, read_bundle
 from rsrv_bundle.input_texts import parse_inputs
-from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, working_tree_patch
+from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, collect, working_tree_patch
 from rsrv_bundle.sources import LoadError, load
 
 MODELS = """
@@ -118,6 +118,11 @@ INPUT = ["--input", "x=f32[3]"]
         (["--torch", ":in_training", *INPUT], 1, ":in_training: module: is in training mode"),
         (["--jax", ":pair", "--input", "y=f32[3]"], 1, ":untraced"),
         (["--jax", ":untraceable", *INPUT], 1, "TracerBoolConversionError"),
+        (
+            ["--jax", ":pair", *INPUT, "--platform", "gpu"],
+            1,
+            "platform: 'gpu' is none of cpu, cuda, rocm, tpu",
+        ),
         (["--jax", ":raises", *INPUT], 2, ":raises: raised ValueError: no weights here"),
         (["--jax", ":nothing", *INPUT], 2, "has no attribute 'nothing'"),
         (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
@@ -188,6 +193,18 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *settings, *arguments], cwd=folder, check=True, capture_output=True)
 
 
+def dirty(code: object) -> object:
+    return collect(code, platform="cpu", stablehlo="", exported_at=None)["git_dirty"]
+
+
+def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install, and not only if it is missing."""
+    monkeypatch.delitem(sys.modules, "rsrv_bundle.from_nnx", raising=False)
+    monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
+    with pytest.raises(LoadError, match=r"dce_jaxpr.*; install 'rsrv\[export-flax\]'"):
+        load("nnx", f"{models}:nnx_net")
+
+
 def test_what_is_not_yet_committed_is_stored_on_request(
     models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,3 +233,8 @@ def test_what_is_not_yet_committed_is_stored_on_request(
     assert working_tree_patch(factory) is None
     assert working_tree_patch(len) is None
     assert len(patch) < MAX_PATCH_BYTES
+    # Of another file alone, too; not what git was never told about.
+    git(tmp_path, "checkout", "-q", f"{models}.py")
+    assert dirty(sys.modules[models].with_examples) is True
+    git(tmp_path, "checkout", "-q", "notes")
+    assert dirty(sys.modules[models].with_examples) is False

@@ -132,11 +132,12 @@ def put_in_place(work: Path, target: Path, aside: Path) -> None:
     """
     if target.is_symlink() or target.is_file():
         raise BundleError(f"{target.name}: is no directory; remove it first")
-    if target.exists():
-        target.rename(aside)
     try:
+        if target.exists():
+            target.rename(aside)
         work.rename(target)
-    except OSError:
-        if aside.exists():
+    except BaseException:
+        # Interrupted, too: what lies aside is deleted soon.
+        if aside.exists() and not target.exists():
             shutil.move(aside, target)
         raise

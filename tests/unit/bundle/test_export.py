@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rsrv_bundle import BundleError, load_weights, numerics
+from rsrv_bundle import BundleError, load_weights, numerics, read_bundle
 from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from rsrv_bundle.numerics import difference
@@ -324,6 +324,38 @@ def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
     (tmp_path / "m").touch()
     with pytest.raises(BundleError, match="is no directory"):
         export(tmp_path / "m", overwrite=True)
+
+
+def test_an_interrupted_replacement_leaves_the_old_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames there is no bundle, and the old one is where it would be deleted."""
+    old = export(tmp_path / "m", batch_sizes=[1, 8])
+    rename = Path.rename
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if to == tmp_path / "m":
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path / "m", overwrite=True)
+    assert read_bundle(tmp_path / "m").digest == old.digest
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1.5, "2"])
+def test_a_batch_size_is_a_number_of_rows(tmp_path: Path, size: Any) -> None:
+    """From one on, and whole."""
+    with pytest.raises(BundleError, match="is no number of rows; give whole numbers from 1 on"):
+        export(tmp_path / "m", batch_sizes=[size])
+
+
+@pytest.mark.parametrize("letters", ["nn", "nb", "aa"])
+def test_axes_have_letters_of_their_own(tmp_path: Path, letters: str) -> None:
+    """And one batch axis at most, whether it is called n or b."""
+    with pytest.raises(BundleError, match=f"axes: x: '{letters}' names two axes alike"):
+        export(tmp_path / "m", axes={"x": letters})
 
 
 def test_the_date_is_stored_when_it_is_given(tmp_path: Path) -> None:

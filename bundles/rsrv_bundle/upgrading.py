@@ -13,9 +13,10 @@ import jax  # noqa: F401 - before jaxlib's parts are, whose log it keeps quiet
 
 from rsrv_bundle import writer
 from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, artifact_version, module_file, rewritten, signature_of
-from rsrv_bundle.numerics import Running, random_inputs
+from rsrv_bundle.numerics import Running
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE

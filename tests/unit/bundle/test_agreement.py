@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from rsrv_bundle import Bundle, BundleError, cli, read_bundle
 from rsrv_bundle.agreement import SourceError, Wanted, agree
@@ -222,12 +223,38 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
         seen.update(i.tolist())
         return table[i]
 
-    with pytest.raises(SourceError, match="IndexError"):
+    with pytest.raises(
+        SourceError, match=r"IndexError: .*; where only some integers are allowed, give an example"
+    ):
         lines_of(bundle, Wanted(source))
     for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
         seen.clear()
         lines_of(bundle, Wanted(source, samples, examples))
         assert seen <= ({0, 1, 5} if samples else {3, 7})
+
+
+def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_path: Path) -> None:
+    """Without them nothing is known about it; an example that is only a shape is none, nor what numpy cannot read."""
+    bundle = forged(tmp_path, {size: lambda x: jnp.log(x - 5) for size in (1, 4)})
+
+    def source(x: Array) -> Array:
+        return np.log(x - 5)
+
+    example = np.array([[6, 7, 8]], np.float32)
+    for wanted in (
+        Wanted(),
+        Wanted(source),
+        Wanted(source, examples={"x": jax.ShapeDtypeStruct((1, 3), jnp.float32)}),
+        Wanted(source, examples={"x": torch.ones((1, 3), dtype=torch.bfloat16)}),
+    ):
+        with (
+            np.errstate(invalid="ignore"),
+            pytest.raises(BundleError, match="'y': no finite value to compare"),
+        ):
+            lines_of(bundle, wanted)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert len(lines_of(bundle, Wanted(source, examples={"x": torch.tensor(example)}))) == 2
+        assert len(lines_of(bundle, Wanted(source, {"x": example}))) == 2
 
 
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:

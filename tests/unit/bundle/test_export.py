@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from rsrv_bundle import BundleError, load_weights, numerics
+from rsrv_bundle.errors import TargetError
 from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from rsrv_bundle.numerics import difference
@@ -379,8 +380,20 @@ def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert set(export(tmp_path / "m", overwrite=True).modules) == {(0, 1), (0, 4)}
     shutil.rmtree(tmp_path / "m")
     (tmp_path / "m").touch()
-    with pytest.raises(BundleError, match="is no directory"):
-        export(tmp_path / "m", overwrite=True)
+    with pytest.raises(TargetError, match="is no directory"):
+        export(tmp_path / "m", untraced, overwrite=True)
+
+
+def untraced(params: Any, x: Any) -> Any:
+    raise AssertionError("there was no need to look at the model")
+
+
+@pytest.mark.parametrize("name", [".m", "a b", "é"])
+def test_a_name_that_no_model_can_have_is_refused_first(tmp_path: Path, name: str) -> None:
+    """Before anything is traced."""
+    with pytest.raises(TargetError, match="a bundle's directory name is letters"):
+        export(tmp_path / name, untraced)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_date_is_stored_when_it_is_given(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
     """Without them nothing is known about it; an example that is only a shape is none, nor what numpy cannot read."""
     bundle = forged(tmp_path, {size: lambda x: jnp.log(x - 5) for size in (1, 4)})
 
-    def source(x: Array) -> Array:
+    def source(x: Array) -> Any:
         return np.log(x - 5)
 
     example = np.array([[6, 7, 8]], np.float32)
@@ -314,8 +314,10 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
         (["--store"], "belong to --numerics"),
         (["--numerics", "--no-signatures"], "leave out --no-signatures"),
         (["--numerics", "--tolerance", "f33=1"], "no element type 'f33'"),
-        (["--numerics", "--tolerance", "f32"], "invalid _tolerance value"),
-        (["--numerics", "--tolerance", "f32=-1"], "invalid _tolerance value"),
+        (["--numerics", "--tolerance", "f32"], "'f32': write TYPE=ERROR, e.g. f32=1e-3"),
+        (["--numerics", "--tolerance", "f32=x"], "'f32=x': write TYPE=ERROR"),
+        (["--numerics", "--tolerance", "f32=-1"], "'f32=-1': the error is a finite number of at least 0"),
+        (["--numerics", "--tolerance", "f32=inf"], "the error is a finite number"),
         (["--numerics", "--samples", "none.npz"], "--samples none.npz: "),
         (["--numerics", "--samples", __file__], "is no .npz file"),
         (["--numerics", "--against", "nobody:nothing"], "No module named 'nobody'"),
@@ -342,6 +344,26 @@ def test_samples_are_asked_as_well(
     assert cli.main(["check", *flags, str(exported)]) == 0
     pools = rows_of(read_bundle(exported), read_samples(tmp_path / "samples.npz"))
     assert {variant: [rows.shape for rows in pool] for variant, pool in pools.items()} == {0: [(5, 3)]}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "problem"),
+    [({}, "holds no array"), ({"x": np.zeros((0, 3), np.float32)}, "x: its first axis counts the samples")],
+)
+def test_samples_that_are_none_are_refused(
+    exported: Path,
+    arrays: Mapping[str, Array],
+    problem: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was not compared does not agree."""
+    file = tmp_path / "samples.npz"
+    np.savez(file, **arrays)  # type: ignore[arg-type] # numpy's own keyword
+    assert cli.main(["check", "--numerics", "--samples", str(file), str(exported)]) == 2
+    found = capsys.readouterr()
+    assert problem in found.err
+    assert found.out == ""
 
 
 HOOKS = """

@@ -102,7 +102,7 @@ def export_bundle(
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
     all checks pass. Raises BundleError for whatever cannot be exported or disagrees, FileExistsError.
     """
-    target = free_target(out_dir, overwrite)
+    target = writer.free_target(out_dir, overwrite)
     if platform not in PLATFORMS:
         raise BundleError(f"platform: '{platform}' is none of {', '.join(PLATFORMS)}")
     names, leaves, tree = _flatten(params)
@@ -179,14 +179,6 @@ def export_bundle(
             writer.write_manifest(work / "manifest.yaml", document)
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
-
-
-def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The absolute path of a bundle that is to be written. Raises FileExistsError if it is there and shall stay."""
-    target = Path(os.path.abspath(out_dir))
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
-    return target
 
 
 def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:

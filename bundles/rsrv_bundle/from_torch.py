@@ -16,10 +16,11 @@ from torch import nn
 from rsrv.progress import steps
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.export import Original, export_bundle, free_target
+from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.interface import plan_inputs, value_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
+from rsrv_bundle.writer import free_target
 
 
 def export_torch(

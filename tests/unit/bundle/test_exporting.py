@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv_bundle import cli, read_bundle
+from rsrv_bundle import cli, read_bundle, writer
 from rsrv_bundle.input_texts import parse_inputs
 from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, collect, working_tree_patch
 from rsrv_bundle.sources import LoadError, load
@@ -112,6 +114,24 @@ def test_a_model_of_each_kind_is_exported(
 INPUT = ["--input", "x=f32[3]"]
 
 
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_an_export_that_is_ended_leaves_nothing_behind(
+    models: str, name: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No temporary directory, and no traceback; the signal means to the program what it meant before."""
+
+    def end(*_: object) -> None:
+        assert len(list(Path("out").glob(".export-*"))) == 1
+        os.kill(os.getpid(), getattr(signal, name))
+
+    monkeypatch.setattr(writer, "write_manifest", end)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["export", "--jax", f"{models}:pair", *INPUT, "-o", "out/m"]) == status
+    assert list(Path("out").iterdir()) == []
+    assert "Traceback" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
@@ -132,6 +152,13 @@ INPUT = ["--input", "x=f32[3]"]
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
         (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
         (["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"], 2, "'1,0' must be whole numbers"),
+        (
+            ["--jax", ":pair", *INPUT, "--tolerance", "foo=1"],
+            2,
+            "'foo=1': no element type 'foo'; use one of f16",
+        ),
+        (["--jax", ":pair", *INPUT, "--tolerance", "f32"], 2, "'f32': write TYPE=ERROR, e.g. f32=1e-3"),
+        (["--jax", ":untraceable", *INPUT, "-o", "out/a b"], 2, "a b: a bundle's directory name is letters"),
         (["--jax", ":pair", *INPUT, "-o", "."], 2, ". exists; pass --overwrite to replace it"),
     ],
 )

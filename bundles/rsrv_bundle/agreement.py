@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from rsrv_bundle.numerics import (
     Running,
     check_buckets,
     check_source,
+    example_rows,
     label,
     random_rows,
 )
@@ -42,7 +44,8 @@ class Wanted:
     source: Source | None = None
     #: as `samples.rows_of` takes them
     samples: Mapping[str, Array] | None = None
-    #: executable input -> array or the like; where there is no sample, random integers are of its values
+    #: executable input -> array or the like; `numerics.example_inputs` says what for. Where there is no sample, random
+    #: integers are of its values
     examples: Mapping[str, Any] = field(default_factory=dict)
     #: replaces entries of TOLERANCE
     tolerance: Mapping[str, float] = field(default_factory=dict)
@@ -65,19 +68,16 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
     run = Running(bundle, look)
     judge = Judge(bundle, {**TOLERANCE, **wanted.tolerance}, "its source")
     given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
-    # Integers are often indices; other inputs' examples say nothing.
-    integers = {
-        index: spec.name for index, spec in enumerate(bundle.manifest.inputs) if spec.dtype[0] in "iu"
-    }
-    examples = {
-        name: np.asarray(wanted.examples[name]) for name in integers.values() if name in wanted.examples
-    }
+    examples = _arrays(wanted.examples)
+    values = dict(examples)
     if given:
-        examples |= {
-            name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
-            for index, name in integers.items()
+        # Integers are often indices.
+        values |= {
+            spec.name: np.concatenate([rows[index].reshape(-1) for rows in given.values()])
+            for index, spec in enumerate(bundle.manifest.inputs)
+            if spec.dtype[0] in "iu"
         }
-    pools: list[Mapping[int, Rows]] = [random_rows(run, examples), given]
+    pools: list[Mapping[int, Rows]] = [random_rows(run, values), example_rows(run, examples), given]
     asked = sum(len(run.sizes(variant)) for rows in pools for variant in rows)
     comparisons = int(bundle.manifest.batched) + int(wanted.source is not None)
     with steps(f"{bundle.name}: comparing", asked * comparisons) as progress:
@@ -85,10 +85,19 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
             check_buckets(run, rows, judge, progress.step)
             if wanted.source is not None:
                 check_source(run, _by_name(bundle, wanted.source), rows, judge, progress.step)
-    judge.problems.raise_if_any()
+    judge.raise_if_any()
     if wanted.store:
         writer.store_numerics(bundle.path / "manifest.yaml", judge.numerics())
     return _lines(run, judge)
+
+
+def _arrays(examples: Mapping[str, Any]) -> dict[str, Array]:
+    """Those that numpy can read. It has no bf16 of PyTorch's, and nothing of what only tells a shape."""
+    arrays = {}
+    for name, value in examples.items():
+        with suppress(TypeError, RuntimeError):
+            arrays[name] = np.asarray(value)
+    return arrays
 
 
 #: kind of comparison -> what its largest error is one of, in the order in which it is told
@@ -119,7 +128,12 @@ def _by_name(bundle: Bundle, source: Source) -> Callable[[Rows], Rows]:
         try:
             found = source(**dict(zip(inputs, arrays, strict=True)))
         except Exception as e:
-            raise SourceError(f"the source raised {type(e).__name__}: {e}") from e
+            cure = (
+                "; where only some integers are allowed, give an example input that holds such behind the model, or --samples"
+                if any(spec.dtype[0] in "iu" for spec in bundle.manifest.inputs)
+                else ""
+            )
+            raise SourceError(f"the source raised {type(e).__name__}: {e}{cure}") from e
         try:
             named = Results.of(found).named(outputs)
         except BundleError as e:

@@ -8,7 +8,7 @@ from contextlib import closing
 from importlib.util import find_spec
 
 from rsrv_bundle.agreement import SourceError, Wanted, agree
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import BundleError, os_error
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import Look, check_signatures
@@ -44,7 +44,7 @@ def check(directories: Sequence[str], *, signatures: bool, numerics: Wanted | No
                 return 2
             except OSError as e:
                 broken += 1
-                print(f"{directory}: {e.filename or ''}: {e.strerror}")
+                print(f"{directory}: {os_error(e)}")
     return 1 if broken else 0
 
 

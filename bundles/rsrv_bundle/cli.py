@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +23,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code.
 
     0: all good, and for `diff` the same. 1: a bundle is broken, or further off than its tolerance; for `diff` they differ.
-    2: wrong usage, or no means to look.
+    2: wrong usage, no such directory, or no means to look. 130, 143: ended by SIGINT, SIGTERM, without leaving anything behind.
     """
     try:
-        top = parser()
-        arguments = top.parse_args(argv)
-        return COMMANDS[arguments.command](arguments)
+        with _sigterm_as_exit():
+            arguments = parser().parse_args(argv)
+            return COMMANDS[arguments.command](arguments)
     except SystemExit as e:
-        # argparse has said what is wrong, or has printed the help.
+        # argparse has said what is wrong, or has printed the help; or it was SIGTERM.
         return int(e.code or 0)
+    except KeyboardInterrupt:
+        print("rsrv-bundle: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except UsageError as e:
         print(f"rsrv-bundle: {e}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Has SIGTERM end what is going on as an exception does, so that temporary directories, with all weights, go."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class UsageError(Exception):
@@ -144,7 +168,7 @@ def _add_check(commands: Any) -> None:
     )
     numerics.add_argument(
         "--tolerance",
-        metavar="DTYPE=ERROR",
+        metavar="TYPE=ERROR",
         type=_tolerance,
         action="append",
         default=[],
@@ -195,10 +219,20 @@ def _add_upgrade(commands: Any) -> None:
 
 
 def _tolerance(text: str) -> tuple[str, float]:
-    dtype, _, error = text.partition("=")
-    if not dtype or not float(error) >= 0:
-        raise ValueError
-    return dtype, float(error)
+    from rsrv_bundle.dtypes import TOKENS
+
+    dtype, _, number = text.partition("=")
+    try:
+        error = float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}': write TYPE=ERROR, e.g. f32=1e-3") from None
+    if dtype not in TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"'{text}': no element type '{dtype}'; use one of {' '.join(TOKENS)}"
+        )
+    if not 0 <= error < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}': the error is a finite number of at least 0")
+    return dtype, error
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -220,24 +254,21 @@ def _check(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "what to compare with, --samples, --tolerance and --store belong to --numerics; add it"
         )
+    _directories(*arguments.directories)
     return checking.check(arguments.directories, signatures=not arguments.no_signatures, numerics=wanted)
 
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
     _need("jax", "rsrv[export]")
     from rsrv_bundle.agreement import Wanted
-    from rsrv_bundle.dtypes import TOKENS
     from rsrv_bundle.samples import read_samples
 
-    tolerance = dict(arguments.tolerance)
-    if unknown := sorted(set(tolerance) - set(TOKENS)):
-        raise UsageError(f"--tolerance: no element type '{unknown[0]}'; use one of {' '.join(TOKENS)}")
     try:
         samples = None if arguments.samples is None else read_samples(arguments.samples)
     except (OSError, ValueError) as e:
         raise UsageError(f"--samples {arguments.samples}: {e}") from e
     source, examples = _source(*_target(arguments))
-    return Wanted(source, samples, examples, tolerance, arguments.store)
+    return Wanted(source, samples, examples, dict(arguments.tolerance), arguments.store)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -268,18 +299,27 @@ def _need(package: str, extra: str) -> None:
         raise UsageError(f"{package} is not installed; install '{extra}'")
 
 
+def _directories(*paths: str) -> None:
+    """Raises UsageError for one that is none: nothing can be said about a bundle that is not there."""
+    for path in paths:
+        if not Path(path).is_dir():
+            raise UsageError(f"{path}: there is no such directory")
+
+
 def _show(arguments: argparse.Namespace) -> int:
     _need("jaxlib", "rsrv[runtime]")
     if arguments.compile:
         _need("jax", "rsrv[export]")
     from rsrv_bundle import commands
 
+    _directories(arguments.directory)
     return commands.show(arguments.directory, json=arguments.json, compiled=arguments.compile)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     from rsrv_bundle import commands
 
+    _directories(arguments.a, arguments.b)
     return commands.diff(arguments.a, arguments.b)
 
 
@@ -287,6 +327,7 @@ def _upgrade(arguments: argparse.Namespace) -> int:
     _need("jax", "rsrv[export]")
     from rsrv_bundle import commands
 
+    _directories(arguments.directory)
     return commands.upgrade(
         arguments.directory,
         arguments.out_dir,

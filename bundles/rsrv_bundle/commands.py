@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 from rsrv_bundle import showing
 from rsrv_bundle.describing import describe
 from rsrv_bundle.differing import Tensor, Weights, file_differences, manifest_differences, relate, weights_of
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import BundleError, TargetError, os_error
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import known_version
 from rsrv_bundle.reader import read_bundle
@@ -20,7 +20,7 @@ def show(directory: str, *, json: bool, compiled: bool) -> int:
     """Prints a page about a bundle; returns the exit status, as `cli.main`."""
 
     def work() -> int:
-        with closing(Inspector()) as look:
+        with closing(Inspector()) as look, _about(directory):
             found = describe(read_bundle(directory), look, "compiled" if compiled else "stablehlo")
         print(showing.as_json(found) if json else showing.page(found), end="")
         return 0
@@ -32,7 +32,10 @@ def diff(a: str, b: str) -> int:
     """Prints where two bundles differ and what they share; returns 0 if they are the same, 1 if not, 2 for trouble."""
 
     def work() -> int:
-        one, other = read_bundle(a), read_bundle(b)
+        with _about(a):
+            one = read_bundle(a)
+        with _about(b):
+            other = read_bundle(b)
         print(f"A {a}: sha256 {one.digest[:12]}")
         print(f"B {b}: sha256 {other.digest[:12]}")
         lines = [*manifest_differences(one.manifest, other.manifest), *file_differences(one, other)]
@@ -89,7 +92,7 @@ def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
         except ValueError as e:
             print(f"rsrv-bundle: --stablehlo-version: {e}", file=sys.stderr)
             return 2
-        with closing(Inspector()) as look:
+        with closing(Inspector()) as look, _about(directory):
             old = read_bundle(directory, digest=False)
             new = write(directory, out_dir, stablehlo=version, overwrite=overwrite, look=look)
         what = f"{len(new.modules)} modules of StableHLO {version}, whose answers are the same bit by bit"
@@ -106,14 +109,23 @@ def _told(work: Callable[[], int], *, broken: int) -> int:
     """Do the work; what goes wrong is printed, and is the exit status: `broken` for what is wrong with a bundle."""
     try:
         return work()
+    except (InspectorError, TargetError) as e:
+        print(f"rsrv-bundle: {e}", file=sys.stderr)
     except BundleError as e:
         for problem in e.problems:
             print(problem, file=sys.stderr)
         return broken
-    except InspectorError as e:
-        print(f"rsrv-bundle: {e}", file=sys.stderr)
-    except FileExistsError as e:
-        print(f"rsrv-bundle: {e}", file=sys.stderr)
     except OSError as e:
-        print(f"rsrv-bundle: {e.filename or ''}: {e.strerror}", file=sys.stderr)
+        print(f"rsrv-bundle: {os_error(e)}", file=sys.stderr)
     return 2
+
+
+@contextmanager
+def _about(directory: str) -> Iterator[None]:
+    """Says whose the problems are."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except BundleError as e:
+        raise BundleError(f"{directory}: {problem}" for problem in e.problems) from e

@@ -21,6 +21,17 @@ class BundleError(Exception):
         return type(self), (self.problems,)
 
 
+class TargetError(BundleError):
+    """A bundle cannot be written where it was to be; nothing is wrong with what would be written."""
+
+
+def os_error(error: OSError) -> str:
+    """The file and what is wrong with it; some have neither, and their text says all."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
 #: a report is for a person to read, whatever a bundle is made to say
 _MAX_LINES, _MAX_LENGTH = 100, 1000
 

@@ -26,15 +26,24 @@ from rsrv_bundle.spec import Bundle, TensorSpec
 
 Array = np.ndarray[Any, Any]
 
+#: What a bundle may be lowered for, as jax.export calls it.
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Original:
     """What `fn` was made from, where it is not itself what its author wrote."""
 
-    #: Runs it, without compiling: gets numpy arrays by name, and returns what `fn` returns, as numpy arrays.
-    eager: Callable[..., Any]
+    #: Runs it, without compiling: gets numpy arrays by name, and returns what `fn` returns, in its framework's arrays.
+    run: Callable[..., Any]
     #: Distributions whose versions the provenance tells, beside jax's own.
     packages: Sequence[str] = ()
+    #: One of these arrays as numpy's; gets what an error shall call it, and the array.
+    to_numpy: Callable[[str, Any], Array] = lambda _, value: np.asarray(value)
+
+    def eager(self, **inputs: Any) -> Results:
+        """Its answers, from numpy arrays by name to numpy arrays."""
+        return Results.of(self.run(**inputs)).convert(self.to_numpy)
 
 
 def export_bundle(
@@ -93,7 +102,9 @@ def export_bundle(
     `numerics`; this is left out when `platform` is not this process's own. Nothing appears at `out_dir` unless
     all checks pass. Raises BundleError for whatever cannot be exported or disagrees, FileExistsError.
     """
-    target = free_target(out_dir, overwrite)
+    target = writer.free_target(out_dir, overwrite)
+    if platform not in PLATFORMS:
+        raise BundleError(f"platform: '{platform}' is none of {', '.join(PLATFORMS)}")
     names, leaves, tree = _flatten(params)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
@@ -156,7 +167,7 @@ def export_bundle(
             with steps(f"compare {target.name}", len(keys)) as compared:
                 document["numerics"] = compare(
                     written,
-                    function.eager(original.eager) if original else function.jitted(leaves),
+                    function.eager(original) if original else function.jitted(leaves),
                     {**TOLERANCE, **(tolerance or {})},
                     {
                         n: np.asarray(v)
@@ -168,14 +179,6 @@ def export_bundle(
             writer.write_manifest(work / "manifest.yaml", document)
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
-
-
-def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
-    """The absolute path of a bundle that is to be written. Raises FileExistsError if it is there and shall stay."""
-    target = Path(os.path.abspath(out_dir))
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
-    return target
 
 
 def eager_jax(fn: Callable[..., Any], params: Any) -> Callable[..., Results]:
@@ -217,12 +220,12 @@ class _Flat:
         compiled = jax.jit(self)
         return lambda *inputs: compiled(*inputs, *leaves)
 
-    def eager(self, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-        """Another function of the same named inputs and results, with the same calling convention."""
+    def eager(self, original: Original) -> Callable[..., tuple[Any, ...]]:
+        """What `fn` was made from, with the same calling convention."""
 
         def direct(*inputs: Any) -> tuple[Any, ...]:
             try:
-                result = call(**dict(zip(self.inputs, inputs, strict=True)))
+                result = original.run(**dict(zip(self.inputs, inputs, strict=True)))
             except BundleError:
                 raise
             except Exception as e:
@@ -230,7 +233,9 @@ class _Flat:
                     f"the model itself fails on random inputs ({type(e).__name__}: {e}); where only some integers"
                     " are allowed, give an example input that holds such"
                 ) from e
-            return tuple(Results.of(result).named(self.output_names).values())
+            # Not a failure of the model's, if it is one.
+            converted = Results.of(result).convert(original.to_numpy)
+            return tuple(converted.named(self.output_names).values())
 
         return direct
 

@@ -6,10 +6,11 @@ import argparse
 import sys
 import traceback
 
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import BundleError, TargetError, os_error
 from rsrv_bundle.input_texts import parse_inputs
 from rsrv_bundle.kinds import KINDS
 from rsrv_bundle.sources import LoadError, load
+from rsrv_bundle.writer import free_target
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -26,11 +27,12 @@ def export(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--hooks {arguments.hooks}: is no file")
         if arguments.out_dir.exists() and not arguments.overwrite:
             raise ValueError(f"{arguments.out_dir} exists; pass --overwrite to replace it")
+        free_target(arguments.out_dir, arguments.overwrite)
     except LoadError as e:
         if e.__cause__ is not None:
             traceback.print_exception(e.__cause__)
         return _trouble(str(e))
-    except ValueError as e:
+    except (ValueError, TargetError) as e:
         return _trouble(str(e))
     try:
         bundle = source.export(
@@ -53,7 +55,7 @@ def export(arguments: argparse.Namespace) -> int:
             print(f"{target}: {problem}", file=sys.stderr)
         return 1
     except OSError as e:
-        return _trouble(f"{e.filename or arguments.out_dir}: {e.strerror}")
+        return _trouble(os_error(e))
     except Exception:  # noqa: BLE001 - the model's own, and where it happened says more than any word here
         traceback.print_exc()
         print(f"{target}: cannot be traced; the last lines above say why", file=sys.stderr)

@@ -8,7 +8,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
@@ -38,18 +37,20 @@ def export_equinox(
     def fn(params: Any, **inputs: Any) -> Any:
         return _call(eqx.combine(params, rest), inputs, by_row)
 
-    original = Original(eager_equinox(model, rows=by_row), ("equinox",))
+    original = _original(model, by_row)
     return export_bundle(fn, weights, example_inputs, original=original, **{"code": type(model), **options})
 
 
 def eager_equinox(model: eqx.Module, *, rows: bool = True) -> Callable[..., Results]:
     """The model's own answers, from numpy arrays by name to numpy arrays. rows: as for `export_equinox`."""
+    return _original(model, rows).eager
 
-    def eager(**inputs: Any) -> Results:
-        arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
-        return Results.of(_call(model, arrays, rows)).convert(lambda _, value: np.asarray(value))
 
-    return eager
+def _original(model: eqx.Module, by_row: bool) -> Original:
+    def run(**inputs: Any) -> Any:
+        return _call(model, {name: jnp.asarray(value) for name, value in inputs.items()}, by_row)
+
+    return Original(run, ("equinox",))
 
 
 def _batch_is_elsewhere(batch_axis: Any, axes: Mapping[str, str], inputs: Iterable[str]) -> bool:
@@ -67,3 +68,10 @@ def _call(model: Any, inputs: Mapping[str, Any], by_row: bool) -> Any:
         if "requires a key" not in str(e):
             raise
         raise BundleError(f"model: draws random numbers ({e}); use eqx.nn.inference_mode(model)") from e
+    except NameError as e:
+        if "unbound axis name" not in str(e):
+            raise
+        raise BundleError(
+            f"model: compares the rows of a batch, as batch normalisation does in training ({e}); use"
+            " eqx.nn.inference_mode(model)"
+        ) from e

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
@@ -28,32 +28,50 @@ def export_nnx(model: nnx.Module, example_inputs: Mapping[str, Any], **options: 
     """
     graph, rngs, state = _split(model)
 
-    def fn(params: Any, **inputs: Any) -> Any:
-        weights, streams = _copy(state), _copy(rngs)
+    def run(streams: Any, params: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any]:
+        weights = _copy(state)
         nnx.replace_by_pure_dict(weights, params)
-        copy = nnx.merge(graph, streams, weights)
-        result = caller(copy, tuple(inputs))(inputs)
-        _, streams_after, after = _split(copy)
-        _check_unchanged(nnx.to_pure_dict(rngs), streams_after, "draws random numbers")
-        _check_unchanged(params, after, "changes when the model runs, and requests may not touch each other")
+        copy = nnx.merge(graph, _copy(streams), weights)
+        return caller(copy, tuple(inputs))(inputs), _split(copy)
+
+    def fn(params: Any, **inputs: Any) -> Any:
+        result, (_, streams, after) = run(rngs, params, inputs)
+        drawn = _changed(nnx.to_pure_dict(rngs), streams)
+        # Recurrent layers draw the zeros that they begin with.
+        if drawn and _matters(lambda *arguments: Results.of(run(*arguments)[0]).values, rngs, params, inputs):
+            raise BundleError(
+                f"model: {drawn}: draws random numbers that its results depend on; call model.eval() first, or make"
+                " them an input"
+            )
+        if changed := _changed(params, after):
+            raise BundleError(
+                f"model: {changed}: changes when the model runs, and requests may not touch each other; call"
+                " model.eval() first"
+            )
         return result
 
-    original = Original(eager_nnx(model), ("flax",))
     return export_bundle(
-        fn, nnx.to_pure_dict(state), example_inputs, original=original, **{"code": type(model), **options}
+        fn,
+        nnx.to_pure_dict(state),
+        example_inputs,
+        original=_original(model),
+        **{"code": type(model), **options},
     )
 
 
 def eager_nnx(model: nnx.Module) -> Callable[..., Results]:
     """The model's own answers, from numpy arrays by name to numpy arrays; the model stays as it is."""
+    return _original(model).eager
+
+
+def _original(model: nnx.Module) -> Original:
     graph, state = nnx.split(model)
 
-    def eager(**inputs: Any) -> Results:
+    def run(**inputs: Any) -> Any:
         arrays = {name: jnp.asarray(value) for name, value in inputs.items()}
-        result = caller(nnx.merge(graph, _copy(state)), tuple(arrays))(arrays)
-        return Results.of(result).convert(lambda _, value: np.asarray(value))
+        return caller(nnx.merge(graph, _copy(state)), tuple(arrays))(arrays)
 
-    return eager
+    return Original(run, ("flax",))
 
 
 def _split(model: nnx.Module) -> Any:
@@ -66,9 +84,17 @@ def _copy(state: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf, state)
 
 
-def _check_unchanged(before: Any, after: Any, why: str) -> None:
+def _changed(before: Any, after: Any) -> str:
+    """The path of a variable that is another one now, or an empty text."""
     old = dict(jax.tree_util.tree_flatten_with_path(before)[0])
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(after))[0]:
         if old.get(path) is not leaf:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise BundleError(f"model: {name}: {why}; call model.eval() first")
+            return jax.tree_util.keystr(path, simple=True, separator="/")
+    return ""
+
+
+def _matters(function: Callable[..., tuple[Any, ...]], first: Any, *rest: Any) -> bool:
+    """Whether the results depend on the first argument, when all that they do not need is left out."""
+    jaxpr = jax.make_jaxpr(function)(first, *rest).jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return any(used[: len(jax.tree.leaves(first))])

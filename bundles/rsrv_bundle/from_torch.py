@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import torch
+from torch import nn
 
 from rsrv.progress import steps
 from rsrv_bundle.calling import Results, caller
 from rsrv_bundle.errors import BundleError
-from rsrv_bundle.export import Original, export_bundle, free_target
+from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.interface import plan_inputs, value_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.torch_arrays import dtype_of, to_numpy, to_torch
-from rsrv_bundle.torch_programs import Programs
+from rsrv_bundle.writer import free_target
 
 
 def export_torch(
-    module: torch.nn.Module,
+    module: nn.Module,
     example_inputs: Mapping[str, Any],
     *,
     batch_sizes: Sequence[int],
@@ -41,9 +43,11 @@ def export_torch(
 
     The module is traced at each size by itself, so that nothing in it needs to work for sizes in general. Raises
     BundleError for a module in training mode, one that draws random numbers or changes its buffers, one that
-    torch.export cannot trace, for operations that torchax lacks, and as `export_bundle`.
+    torch.export cannot trace, for operations that torchax lacks, and as `export_bundle`. torchax registers a device
+    with PyTorch, so that afterwards torch.compile and nn.DataParallel do not work in this process.
     """
     free_target(out_dir, options.get("overwrite", False))
+    module = _plain(module)
     _check_module(module)
     examples = {name: _example(name, value) for name, value in example_inputs.items()}
     inputs = plan_inputs(
@@ -53,7 +57,9 @@ def export_torch(
         axes=axes or {},
         input_shapes=input_shapes,
     )
-    programs = Programs(module, {name: dtype_of(value.dtype) for name, value in examples.items()})
+    programs = _torch_programs().Programs(
+        module, {name: dtype_of(value.dtype) for name, value in examples.items()}
+    )
     keys = list(inputs.keys())
     with steps(f"trace {Path(out_dir).name}", len(keys)) as traced:
         for variant, size in keys:
@@ -70,36 +76,103 @@ def export_torch(
             batch_axis=batch_axis,
             axes=axes,
             input_shapes=input_shapes,
-            original=Original(eager_torch(module), ("torch", "torchax")),
+            original=_original(module),
             **{"code": type(module), **options},
         )
 
 
-def eager_torch(module: torch.nn.Module) -> Callable[..., Results]:
+def eager_torch(module: nn.Module) -> Callable[..., Results]:
     """The module's own answers, from numpy arrays by name to numpy arrays. Asked in training mode it raises BundleError."""
+    return _original(_plain(module)).eager
 
-    def eager(**inputs: Any) -> Results:
+
+def _original(module: nn.Module) -> Original:
+    def run(**inputs: Any) -> Any:
         _check_module(module)
         tensors = {name: to_torch(np.asarray(value)) for name, value in inputs.items()}
-        with torch.no_grad():
-            result = caller(module, tuple(inputs), like=module.forward)(tensors)
-        return Results.of(result).convert(to_numpy)
+        # Compiled parts would not get over the device that torchax registers.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return caller(module, tuple(inputs), like=module.forward)(tensors)
 
-    return eager
+    return Original(run, ("torch", "torchax"), to_numpy)
 
 
-def _check_module(module: torch.nn.Module) -> None:
-    elsewhere = {str(tensor.device) for tensor in module.state_dict().values()} - {"cpu"}
-    if elsewhere:
+def _torch_programs() -> Any:
+    """The module that knows torchax. Not imported before it is needed, since PyTorch is not the same afterwards. Raises
+    BundleError if torchax is missing, or not made for this PyTorch."""
+    try:
+        from rsrv_bundle import torch_programs
+    except (ImportError, AttributeError) as e:
         raise BundleError(
-            f"module: is on {', '.join(sorted(elsewhere))}; export module.cpu(), for any platform"
+            f"torchax: cannot be imported with torch {torch.__version__} ({type(e).__name__}: {e}); install"
+            f" 'rsrv[export-torch]'{_pins()}"
+        ) from e
+    return torch_programs
+
+
+def _pins() -> str:
+    try:
+        requirements = [text.partition(";") for text in metadata.requires("rsrv") or ()]
+    except metadata.PackageNotFoundError:
+        return ""
+    pins = [what.strip() for what, _, when in requirements if "export-torch" in when and "==" in what]
+    return f", which is {', '.join(pins)}" if pins else ""
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was given, whose weights have no prefix; any other as it is."""
+    if not isinstance(module, torch._dynamo.OptimizedModule):
+        return module
+    inner = module._orig_mod
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise BundleError(
+            "module: is TorchScript; export the module that it was made from, as docs/from-pytorch.md says under Coming"
+            " from TorchScript"
         )
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise BundleError(f"module: is a {type(module).__name__}; export module.module")
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith("torch.ao.nn.quantized"):
+            raise BundleError(
+                f"module: {name or 'it'}: is quantised, which bundles are not; export it as it was before"
+            )
+    problems = dict.fromkeys(
+        _elsewhere(name, tensor.device, moves)
+        for name, tensor, moves in _tensors(module)
+        if tensor.device.type != "cpu"
+    )
+    if problems:
+        raise BundleError(problems)
     training = [name or "it" for name, part in module.named_modules() if part.training]
     if training:
         raise BundleError(
             f"module: is in training mode ({', '.join(training[:3])}); call module.eval() first, so that dropout and"
             " batch normalisation do what they shall do when serving"
         )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """All by name, and whether module.cpu() moves them."""
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        for key, value in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            yield prefix + key, value, True
+        for key, value in vars(part).items():
+            if isinstance(value, torch.Tensor):
+                yield prefix + key, value, False
+
+
+def _elsewhere(name: str, device: torch.device, moves: bool) -> str:
+    if device.type == "meta":
+        return "module: is on meta, where tensors have no values; load its weights on the CPU first"
+    if moves:
+        return f"module: is on {device}; export module.cpu(), for any platform"
+    return f"module: {name}: is on {device}, and module.cpu() does not move it; make it a buffer by register_buffer"
 
 
 def _example(name: str, value: Any) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.spec import TensorSpec
@@ -63,6 +65,9 @@ def plan_inputs(
     input_shapes: Sequence[Mapping[str, int]],
 ) -> Inputs:
     """Derive the inputs' specs from example shapes. Raises BundleError, naming the input."""
+    for size in batch_sizes:
+        if not isinstance(size, int | np.integer) or size < 1:
+            raise BundleError(f"batch_sizes: {size!r} is no number of rows; give whole numbers from 1 on")
     variable = {letter for entry in input_shapes for letter in entry}
     specs = []
     for name, (dtype, shape) in examples.items():
@@ -73,10 +78,14 @@ def plan_inputs(
             specs.append(_spec(name, dtype, shape, _auto_letters(name, len(shape), axis), set()))
         elif len(letters) != len(shape):
             raise BundleError(f"axes: {name}: '{letters}' names {len(letters)} axes, the example has {shape}")
+        elif len(set(letters.replace("b", "n"))) < len(letters):
+            raise BundleError(
+                f"axes: {name}: '{letters}' names two axes alike; each has a letter of its own, and one is the batch's"
+            )
         else:
             specs.append(_spec(name, dtype, shape, letters, variable))
     inputs = Inputs(
-        tuple(specs), tuple(dict(entry) for entry in input_shapes), tuple(sorted(set(batch_sizes)))
+        tuple(specs), tuple(dict(entry) for entry in input_shapes), tuple(sorted(set(map(int, batch_sizes))))
     )
     if inputs.batched and not inputs.batch_sizes:
         raise BundleError("batch_sizes: is empty; give the sizes to compile, or batch_axis=None")
@@ -85,7 +94,8 @@ def plan_inputs(
     used = {letter for spec in specs for letter in axes.get(spec.name, "")}
     if variable - used:
         raise BundleError(
-            f"input_shapes: {', '.join(sorted(variable - used))}: no input has such an axis; name axes with axes="
+            f"input_shapes: {', '.join(sorted(variable - used))}: no input has such an axis; name axes with axes=,"
+            " or in --input"
         )
     return inputs
 
@@ -109,6 +119,8 @@ def plan_outputs(inputs: Inputs, axes: Mapping[str, str], outputs_at: OutputsAt)
                 f" ({type(e).__name__}); give a second size"
             ) from e
     first = seen[keys[0]]
+    if any(at.keys() != first.keys() for at in probes.values()):
+        raise BundleError("outputs: their names depend on the input shapes; return the same for all")
     return tuple(
         _output_spec(name, {key: at[name] for key, at in probes.items()}, inputs, axes.get(name))
         for name in first
@@ -181,5 +193,15 @@ def value_of(name: str, dtype: Any, shape: Sequence[int]) -> Value:
     try:
         token = dtypes.token_of(dtype)
     except (KeyError, TypeError):
-        raise BundleError(f"{name}: has the element type {dtype}, which the format has no name for") from None
+        raise nameless(name, dtype) from None
     return token, tuple(int(extent) for extent in shape)
+
+
+def nameless(name: str, dtype: Any) -> BundleError:
+    """What to raise for an element type that the format lacks."""
+    cure = (
+        "; keep real and imaginary parts, e.g. by torch.view_as_real, jax.numpy.real and imag"
+        if str(dtype).startswith("complex")
+        else ""
+    )
+    return BundleError(f"{name}: has the element type {dtype}, which the format has no name for{cure}")

@@ -36,9 +36,7 @@ def write_meta_bundle(
 
     Nothing appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError.
     """
-    target = Path(os.path.abspath(out_dir))
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass overwrite=True to replace it")
+    target = writer.free_target(out_dir, overwrite)
     document: dict[str, Any] = {"format_version": "3.0"}
     if description:
         document["description"] = description

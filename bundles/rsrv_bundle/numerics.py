@@ -5,7 +5,6 @@ Needs jax, but for the arithmetic. All modules run on jax's default device, whic
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.inputs import example_inputs, random_inputs, row_count
 from rsrv_bundle.modules import (
     Look,
     Signature,
@@ -37,7 +36,8 @@ Rows = Sequence[Array]
 #: module, by its file's name without ".mlir" -> the largest relative error found there
 Errors = dict[str, float]
 
-#: Largest error allowed, relative to the largest magnitude of an output; element types not listed must be equal.
+#: Largest error allowed, relative to the largest magnitude of an output; element types not listed must be equal, unless
+#: somebody gives a tolerance for them.
 TOLERANCE: Mapping[str, float] = {
     "f64": 1e-9,
     "f32": 1e-4,
@@ -124,20 +124,24 @@ def compare(
 ) -> dict[str, Any]:
     """Run every module, with the weights as read from the file, against `direct(*inputs)`, and against each other.
 
-    examples: as `random_inputs` takes them. done: is called with a module's name when it has been compared with `direct`.
+    examples: as `random_inputs` and `example_inputs` take them.
+    done: is called with a module's name when it has been compared with `direct`.
 
     Returns the manifest's `numerics`: max_abs_error and max_rel_error over all outputs, and by module `source`, and what
     `check_buckets` returns; relative means divided by the output's largest magnitude. Raises BundleError naming every
-    module and output that is further away than its tolerance, and every output whose rows are not treated apart.
+    module and output that is further away than its tolerance, every output whose rows are not treated apart, and every
+    one of which nothing finite was compared.
     """
     judge = Judge(bundle, tolerance)
     run = Running(bundle)
     for key in run.keys():  # noqa: SIM118 - not a mapping
-        inputs = random_inputs(bundle, *key, examples)
-        judge.source(key, run(key, inputs), direct(*inputs))
+        for inputs in (random_inputs(bundle, *key, examples), example_inputs(bundle, *key, examples)):
+            if inputs is not None:
+                judge.source(key, run(key, inputs), direct(*inputs))
         done(label(bundle, key))
-    check_buckets(run, random_rows(run, examples), judge)
-    judge.problems.raise_if_any()
+    for rows in (random_rows(run, examples), example_rows(run, examples)):
+        check_buckets(run, rows, judge)
+    judge.raise_if_any()
     return judge.numerics()
 
 
@@ -153,6 +157,8 @@ class Judge:
         self._absolute = self._relative = 0.0
         #: kind of comparison -> errors
         self.errors: dict[str, Errors] = {}
+        #: (variant, output) -> nothing but infinities and NaNs so far, and in which module that was first
+        self._hollow: dict[tuple[int, str], Key | None] = {}
 
     def source(self, key: Key, found: Sequence[Any], expected: Sequence[Any]) -> None:
         """A module's outputs against those of what it was made from."""
@@ -176,6 +182,18 @@ class Judge:
         """The same rows in another order."""
         self._compare("rows", key, found, expected, "a row changes with its place in the batch, by")
 
+    def raise_if_any(self) -> None:
+        """Raises BundleError with what was found, and with the outputs of which no finite value was compared."""
+        for (_, name), key in self._hollow.items():
+            if key is not None:
+                self.problems.add(
+                    module_file(self.bundle, key).name,
+                    f"output '{name}'",
+                    "no finite value to compare, so nothing is known about it; give example inputs (floats that are"
+                    " not all the same) or samples on which it is finite",
+                )
+        self.problems.raise_if_any()
+
     def numerics(self) -> dict[str, Any]:
         """As the manifest stores it."""
         found: dict[str, Any] = {}
@@ -196,12 +214,25 @@ class Judge:
         name = label(self.bundle, key)
         both = []
         for spec, got, want in zip(self.bundle.manifest.outputs, found, expected, strict=True):
-            absolute, relative = difference(np.asarray(got), np.asarray(want))
+            got, want = np.asarray(got), np.asarray(want)
+            absolute, relative = difference(got, want)
+            place = (key[0], spec.name)
+            if relative or not want.size or np.isfinite(want.astype(np.float64)).any():
+                self._hollow[place] = None
+            else:
+                self._hollow.setdefault(place, key)
             both.append((absolute, relative))
             errors[name] = max(errors.get(name, 0.0), relative)
             allowed = self.tolerance.get(spec.dtype, 0.0)
-            if not relative <= allowed:
-                rule = f"{verb} {relative:.3g} of its largest magnitude; the tolerance for {spec.dtype} is {allowed:g}"
+            # An infinite one is no number for the manifest, whatever is allowed.
+            if not (np.isfinite(relative) and relative <= allowed):
+                known = spec.dtype in self.tolerance
+                limit = (
+                    f"the tolerance for {spec.dtype} is {allowed:g}"
+                    if known
+                    else f"{spec.dtype} must be equal, unless you give a tolerance for {spec.dtype}"
+                )
+                rule = f"{verb} {relative:.3g} of its largest magnitude; {limit}"
                 self.problems.add(
                     module_file(self.bundle, key).name,
                     f"output '{spec.name}'",
@@ -307,56 +338,37 @@ def random_rows(run: Running, examples: Mapping[str, Array] = MappingProxyType({
 
     examples: as `random_inputs` takes them.
     """
+    return {
+        variant: _as_rows(run.bundle, random_inputs(run.bundle, variant, run.sizes(variant)[-1], examples))
+        for variant in range(run.bundle.variants)
+    }
+
+
+def example_rows(run: Running, examples: Mapping[str, Array]) -> dict[int, Rows]:
+    """For each variant the examples' own rows, at most as many as its largest module takes; empty if they say nothing.
+
+    examples: as `example_inputs` takes them.
+    """
     pools: dict[int, Rows] = {}
     for variant in range(run.bundle.variants):
-        inputs = random_inputs(run.bundle, variant, run.sizes(variant)[-1], examples)
-        pools[variant] = [
-            array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
-            for spec, array in zip(run.bundle.manifest.inputs, inputs, strict=True)
-        ]
+        inputs = example_inputs(run.bundle, variant, run.sizes(variant)[-1], examples)
+        if inputs is not None:
+            pools[variant] = _cut(_as_rows(run.bundle, inputs), row_count(run.bundle, examples))
     return pools
 
 
-def random_inputs(
-    bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array] = MappingProxyType({})
-) -> list[Array]:
-    """One array per executable input; the same for the same arguments in every process.
-
-    examples: input name -> array. An integer input has only values that its example has, since they are often
-    indices, unless that holds nothing but zeros, as one that was made to tell a shape does.
-    """
-    arrays = []
-    for index, spec in enumerate(bundle.manifest.inputs):
-        rng = np.random.default_rng(zlib.crc32(f"{spec.name}/{variant}/{size}".encode()))
-        shape = bundle.input_shape(index, variant, size)
-        example = examples.get(spec.name)
-        if example is not None and example.dtype.kind in "iu" and example.any():
-            arrays.append(rng.choice(np.unique(example), shape).astype(dtypes.numpy_dtype(spec.dtype)))
-        else:
-            arrays.append(_random(rng, spec.dtype, shape))
-    return arrays
-
-
-def _random(rng: np.random.Generator, token: str, shape: tuple[int, ...]) -> Array:
-    dtype = dtypes.numpy_dtype(token)
-    if token == "bool":
-        return rng.integers(0, 2, shape).astype(dtype)
-    if token[0] in "iu":
-        # Small and not negative: integers are often indices.
-        return rng.integers(0, 100, shape).astype(dtype)
-    return np.asarray(rng.standard_normal(shape)).astype(dtype)
+def _as_rows(bundle: Bundle, inputs: Sequence[Array]) -> Rows:
+    return [
+        array[np.newaxis] if spec.batch_axis is None else np.moveaxis(array, spec.batch_axis, 0)
+        for spec, array in zip(bundle.manifest.inputs, inputs, strict=True)
+    ]
 
 
 def difference(got: Array, want: Array) -> tuple[float, float]:
     """(largest absolute difference, that divided by the largest magnitude of `want`); infinite where only one of
-    the two is finite, or their infinities or NaNs differ."""
+    the two is finite, or their infinities or NaNs differ. Integers that are not equal never give 0."""
     if got.size == 0:
         return 0.0, 0.0
-    if got.dtype.kind in "iub":
-        if np.array_equal(got, want):
-            return 0.0, 0.0
-        # Neighbours among large 64-bit integers are equal as floats; the difference is at least one.
-        return max(1.0, float(np.abs(got.astype(np.float64) - want.astype(np.float64)).max())), float("inf")
     a, b = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(
@@ -366,5 +378,8 @@ def difference(got: Array, want: Array) -> tuple[float, float]:
     if not finite.any():
         return 0.0, 0.0
     absolute = float(np.abs(a[finite] - b[finite]).max())
+    if got.dtype.kind in "iub" and not np.array_equal(got, want):
+        # Neighbours among large 64-bit integers are equal as floats.
+        absolute = max(1.0, absolute)
     scale = float(np.abs(b[finite]).max())
     return absolute, absolute / scale if scale else absolute

@@ -73,7 +73,8 @@ def _git(code: Any) -> dict[str, Any]:
         commit = _run(source, "rev-parse", "HEAD")
         return {
             "git_commit": commit,
-            "git_dirty": bool(_run(source, "status", "--porcelain", "--", str(source))),
+            # As working_tree_patch: what the file imports makes the model, too.
+            "git_dirty": bool(_run(source, "status", "--porcelain", "--untracked-files=no")),
         }
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -23,6 +23,7 @@ from rsrv_bundle.tensors import MAX_EXTENT
 HOOKS_FILE = "model.py"
 _JULIA_HOOKS_FILE = "model.jl"
 
+NAME_RULE = "a bundle's directory name is letters, digits, '_', '-' and '.', and starts with no '.'"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _MODULE = re.compile(r"(model(?:\.v(?:0|[1-9]\d{0,5}))?)(?:\.b([1-9]\d{0,9}))?\.mlir", re.ASCII)
 _MAX_ENTRIES = 10_000
@@ -48,6 +49,11 @@ def may_be_bundle(name: str) -> bool:
     return not name.startswith(".") and name != "lost+found"
 
 
+def may_be_name(name: str) -> bool:
+    """Whether a model can be called so, and its bundle's directory, as NAME_RULE says."""
+    return _NAME.fullmatch(name) is not None
+
+
 def _has_manifest(entry: Path) -> bool:
     try:
         return (entry / manifest_file.FILE).is_file()
@@ -65,10 +71,8 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
     directory = Path(os.path.abspath(path))
     name = directory.name
     problems = Problems()
-    if not _NAME.fullmatch(name):
-        problems.add(
-            name, "", "a bundle's directory name is letters, digits, '_', '-' and '.', and starts with no '.'"
-        )
+    if not may_be_name(name):
+        problems.add(name, "", NAME_RULE)
     if not directory.is_dir():
         raise BundleError([*problems.lines, f"{name}: there is no such directory"])
     files = list_files(directory, problems)

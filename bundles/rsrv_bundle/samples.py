@@ -17,12 +17,19 @@ Array = np.ndarray[Any, Any]
 
 
 def read_samples(file: Path) -> dict[str, Array]:
-    """The arrays of an .npz file, by name. Raises OSError, ValueError if it is none, or holds Python objects."""
+    """The arrays of an .npz file, by name. Raises OSError, ValueError if it is none, holds Python objects or no sample."""
     with file.open("rb") as opened:
         if not zipfile.is_zipfile(opened):
             raise ValueError("is no .npz file; write it with numpy.savez(file, NAME=array)")
     with np.load(file, allow_pickle=False) as found:
-        return {name: found[name] for name in found.files}
+        samples = {name: found[name] for name in found.files}
+    # What was not compared must not look like something that agrees.
+    if not samples:
+        raise ValueError("holds no array")
+    for name, array in samples.items():
+        if array.ndim and not len(array):
+            raise ValueError(f"{name}: its first axis counts the samples, and there are none")
+    return samples
 
 
 def rows_of(bundle: Bundle, samples: Mapping[str, Array]) -> dict[int, list[Array]]:

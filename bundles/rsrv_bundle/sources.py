@@ -64,6 +64,9 @@ def load(kind: str, target: str) -> Source:
         eager, export = _FRONTS[kind](model)
     except ModuleNotFoundError as e:
         raise _missing(target, e) from None
+    except (ImportError, AttributeError) as e:
+        extra = _EXTRAS[{"nnx": "flax"}.get(kind, kind)]
+        raise LoadError(f"{target}: what exports it fails: {type(e).__name__}: {e}; install '{extra}'") from e
     # An object does not know its file.
     code = (
         found

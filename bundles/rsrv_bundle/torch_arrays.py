@@ -9,6 +9,7 @@ import torch
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import BundleError
+from rsrv_bundle.interface import nameless
 
 Array = np.ndarray[Any, Any]
 
@@ -39,6 +40,7 @@ def to_numpy(name: str, value: Any) -> Array:
     try:
         dtype = dtypes.numpy_dtype(dtypes.token_of_numpy(kind))
     except KeyError:
-        raise BundleError(f"{name}: has the element type {kind}, which the format has no name for") from None
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().copy().view(dtype).reshape(tuple(value.shape))
+        raise nameless(name, kind) from None
+    # Not contiguous(), which leaves a single element its stride, and that must be 1 for a view of bytes.
+    dense = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tuple(value.shape))

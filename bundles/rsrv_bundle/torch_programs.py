@@ -49,6 +49,8 @@ with _quiet():
 
 #: Whose lines say nothing to somebody with a model.
 _TORCH, _HERE = (Path(file).resolve().parent for file in (torch.__file__, __file__))
+#: They have no result. The first PyTorch keeps in order by tokens.
+_ASSERTIONS = (torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.msg)
 #: Before the names of all that belongs to the module, which is traced inside another.
 _PREFIX = "module."
 #: A tensor by what it is: memory, and how it is looked at. Those equal in all share their weight.
@@ -211,8 +213,10 @@ class _Interpreter(JaxInterpreter):  # type: ignore[misc]
         self.extra_traceback = False
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # What a served model gives where PyTorch raises is not a number.
-        return (None, None) if target is with_effects else super().call_function(target, args, kwargs)
+        # What a served model gives where PyTorch raises is not a number, or means nothing.
+        if target is with_effects:
+            return None, None
+        return None if target in _ASSERTIONS else super().call_function(target, args, kwargs)
 
     def run_node(self, node: Any) -> Any:
         try:
@@ -268,8 +272,8 @@ def _is_ruled_by_values(node: Any) -> bool:
 
 
 def _is_assertion(node: Any) -> bool:
-    """Whether it asks if a matrix could be inverted or the like, which PyTorch keeps in order by tokens."""
-    return node.target is with_effects and node.args[1] is torch.ops.aten._linalg_check_errors.default
+    """Whether it asks if a matrix could be inverted, indices are within bounds or the like."""
+    return (node.args[1] if node.target is with_effects else node.target) in _ASSERTIONS
 
 
 def _known(target: Any) -> bool:

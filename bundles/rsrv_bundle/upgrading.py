@@ -12,10 +12,11 @@ from typing import Any
 import jax  # noqa: F401 - before jaxlib's parts are, whose log it keeps quiet
 
 from rsrv_bundle import writer
-from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.errors import BundleError, Problems, TargetError
+from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, artifact_version, module_file, rewritten, signature_of
-from rsrv_bundle.numerics import Running, random_inputs
+from rsrv_bundle.numerics import Running
 from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
@@ -38,11 +39,12 @@ def upgrade(
 
     Every module is run on random inputs before and after, and the answers have to be equal, bit by bit. Tensors that
     `argument_order` does not list, and keys of the manifest that format 3.0 does not know, are left behind. Nothing
-    appears at `out_dir` unless all is well. Raises BundleError, FileExistsError.
+    appears at `out_dir` unless all is well. Raises BundleError, FileExistsError,
+    TargetError if the one is inside of the other.
     """
-    target = Path(os.path.abspath(out_dir))
-    if target.exists() and not overwrite:
-        raise FileExistsError(f"{target} exists; pass --overwrite to replace it")
+    target = writer.free_target(out_dir, overwrite)
+    if Path(directory).resolve() in target.resolve().parents:
+        raise TargetError(f"{out_dir}: is inside of {directory}, which would be copied into itself")
     old = read_bundle(directory)
     before = Running(old, look) if old.modules else None
     target.parent.mkdir(parents=True, exist_ok=True)

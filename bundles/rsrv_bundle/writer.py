@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from rsrv_bundle import dtypes
-from rsrv_bundle.errors import BundleError
+from rsrv_bundle.errors import TargetError
+from rsrv_bundle.reader import NAME_RULE, may_be_name
 from rsrv_bundle.spec import Manifest, TensorSpec
 
 
@@ -125,18 +127,37 @@ def write_weights(path: Path, weights: Sequence[tuple[str, np.ndarray[Any, Any]]
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
+def free_target(out_dir: str | os.PathLike[str], overwrite: bool) -> Path:
+    """The absolute path of a bundle that is to be written, checked before there is any work.
+
+    Raises FileExistsError if it is there and shall stay, TargetError if it has no model's name, or a file is in the way.
+    """
+    target = Path(os.path.abspath(out_dir))
+    if not may_be_name(target.name):
+        raise TargetError(f"{target.name}: {NAME_RULE}")
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target} exists; pass --overwrite (overwrite=True) to replace it")
+    _refuse_file(target)
+    return target
+
+
 def put_in_place(work: Path, target: Path, aside: Path) -> None:
     """Rename the finished directory `work` to `target`; what was there goes to `aside`, on the same file system.
 
-    A reader sees the old bundle, for an instant none, then the new one. Raises BundleError if a file is in the way.
+    A reader sees the old bundle, for an instant none, then the new one. Raises TargetError if a file is in the way.
     """
-    if target.is_symlink() or target.is_file():
-        raise BundleError(f"{target.name}: is no directory; remove it first")
-    if target.exists():
-        target.rename(aside)
+    _refuse_file(target)
     try:
+        if target.exists():
+            target.rename(aside)
         work.rename(target)
-    except OSError:
-        if aside.exists():
+    except BaseException:
+        # Interrupted, too: what lies aside is deleted soon.
+        if aside.exists() and not target.exists():
             shutil.move(aside, target)
         raise
+
+
+def _refuse_file(target: Path) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise TargetError(f"{target.name}: is no directory; remove it first")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from rsrv_bundle import Bundle, BundleError, cli, read_bundle
 from rsrv_bundle.agreement import SourceError, Wanted, agree
@@ -222,12 +223,38 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
         seen.update(i.tolist())
         return table[i]
 
-    with pytest.raises(SourceError, match="IndexError"):
+    with pytest.raises(
+        SourceError, match=r"IndexError: .*; where only some integers are allowed, give an example"
+    ):
         lines_of(bundle, Wanted(source))
     for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
         seen.clear()
         lines_of(bundle, Wanted(source, samples, examples))
         assert seen <= ({0, 1, 5} if samples else {3, 7})
+
+
+def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_path: Path) -> None:
+    """Without them nothing is known about it; an example that is only a shape is none, nor what numpy cannot read."""
+    bundle = forged(tmp_path, {size: lambda x: jnp.log(x - 5) for size in (1, 4)})
+
+    def source(x: Array) -> Any:
+        return np.log(x - 5)
+
+    example = np.array([[6, 7, 8]], np.float32)
+    for wanted in (
+        Wanted(),
+        Wanted(source),
+        Wanted(source, examples={"x": jax.ShapeDtypeStruct((1, 3), jnp.float32)}),
+        Wanted(source, examples={"x": torch.ones((1, 3), dtype=torch.bfloat16)}),
+    ):
+        with (
+            np.errstate(invalid="ignore"),
+            pytest.raises(BundleError, match="'y': no finite value to compare"),
+        ):
+            lines_of(bundle, wanted)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        assert len(lines_of(bundle, Wanted(source, examples={"x": torch.tensor(example)}))) == 2
+        assert len(lines_of(bundle, Wanted(source, {"x": example}))) == 2
 
 
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
@@ -287,8 +314,10 @@ def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:
         (["--store"], "belong to --numerics"),
         (["--numerics", "--no-signatures"], "leave out --no-signatures"),
         (["--numerics", "--tolerance", "f33=1"], "no element type 'f33'"),
-        (["--numerics", "--tolerance", "f32"], "invalid _tolerance value"),
-        (["--numerics", "--tolerance", "f32=-1"], "invalid _tolerance value"),
+        (["--numerics", "--tolerance", "f32"], "'f32': write TYPE=ERROR, e.g. f32=1e-3"),
+        (["--numerics", "--tolerance", "f32=x"], "'f32=x': write TYPE=ERROR"),
+        (["--numerics", "--tolerance", "f32=-1"], "'f32=-1': the error is a finite number of at least 0"),
+        (["--numerics", "--tolerance", "f32=inf"], "the error is a finite number"),
         (["--numerics", "--samples", "none.npz"], "--samples none.npz: "),
         (["--numerics", "--samples", __file__], "is no .npz file"),
         (["--numerics", "--against", "nobody:nothing"], "No module named 'nobody'"),
@@ -315,6 +344,26 @@ def test_samples_are_asked_as_well(
     assert cli.main(["check", *flags, str(exported)]) == 0
     pools = rows_of(read_bundle(exported), read_samples(tmp_path / "samples.npz"))
     assert {variant: [rows.shape for rows in pool] for variant, pool in pools.items()} == {0: [(5, 3)]}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "problem"),
+    [({}, "holds no array"), ({"x": np.zeros((0, 3), np.float32)}, "x: its first axis counts the samples")],
+)
+def test_samples_that_are_none_are_refused(
+    exported: Path,
+    arrays: Mapping[str, Array],
+    problem: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was not compared does not agree."""
+    file = tmp_path / "samples.npz"
+    np.savez(file, **arrays)  # type: ignore[arg-type] # numpy's own keyword
+    assert cli.main(["check", "--numerics", "--samples", str(file), str(exported)]) == 2
+    found = capsys.readouterr()
+    assert problem in found.err
+    assert found.out == ""
 
 
 HOOKS = """

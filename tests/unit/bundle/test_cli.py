@@ -41,7 +41,7 @@ def test_broken_bundles_print_one_line_per_problem_and_exit_1(
     """Signatures and hooks are looked at together, and other bundles are checked all the same."""
     junk = make_bundle(tmp_path, hooks="pass\n")
     bad = make_bundle(tmp_path, changed(GOOD, kind="x", name=3), name="bad")
-    assert cli.main(["check", str(junk), str(bad), str(tmp_path / "none")]) == 1
+    assert cli.main(["check", str(junk), str(bad)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines] == [
         "model.py",
@@ -49,8 +49,29 @@ def test_broken_bundles_print_one_line_per_problem_and_exit_1(
         "model.b4.mlir",
         "manifest.yaml",
         "manifest.yaml",
-        "none",
     ]
+
+
+@pytest.mark.parametrize("command", [["check"], ["show"], ["diff", "."], ["upgrade", "-o", "new"]])
+def test_a_directory_that_is_not_there_is_wrong_usage(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No bundle is broken."""
+    assert cli.main([*command, "none"]) == 2
+    assert capsys.readouterr().err == "rsrv-bundle: none: there is no such directory\n"
+
+
+@pytest.mark.parametrize("command", [["show"], ["diff"], ["upgrade", "-o", "new"]])
+def test_problems_say_whose_they_are(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside another bundle all the more."""
+    bad = make_bundle(tmp_path, changed(GOOD, kind="x"), name="bad")
+    good = [str(make_bundle(tmp_path))] if command == ["diff"] else []
+    assert cli.main([*command, *good, str(bad)]) == (2 if good else 1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith(f"{bad}: manifest.yaml: ") for line in lines)
 
 
 def test_a_meta_model_that_could_not_run_is_broken(

@@ -15,8 +15,8 @@ import pytest
 import examples.build
 from examples import digits, digits_hooks, mlp, two_sizes, v2_affine
 from rsrv_bundle import load_weights, read_bundle
+from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
-from rsrv_bundle.numerics import random_inputs
 
 EXAMPLES = Path(examples.build.__file__).parent
 OURS = {"examples": EXAMPLES, "rsrv.hooks": EXAMPLES.parents[1] / "triton_backend" / "rsrv" / "hooks"}

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rsrv_bundle import BundleError, load_weights, numerics
+from rsrv_bundle import BundleError, load_weights, numerics, read_bundle
+from rsrv_bundle.errors import TargetError
 from rsrv_bundle.export import Original, export_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from rsrv_bundle.numerics import difference
@@ -306,6 +307,63 @@ def test_a_result_beyond_its_tolerance_is_refused(tmp_path: Path, monkeypatch: p
     assert bundle.manifest.numerics["max_rel_error"] == pytest.approx(0.1, rel=1e-3)
 
 
+def test_integers_may_differ_by_a_tolerance_that_is_given(tmp_path: Path) -> None:
+    """Rounding tells at an edge only, and then by a whole one; without a tolerance they are equal or refused."""
+
+    def model(params: Any, x: Any) -> Any:
+        return jnp.round(jax.nn.sigmoid(x) * 200).astype(jnp.uint8)
+
+    def one_more(x: Any) -> Any:
+        return np.asarray(model({}, x)) + np.uint8(1)
+
+    options: Any = {"fn": model, "params": {}, "original": Original(one_more)}
+    with pytest.raises(
+        BundleError,
+        match=r"by 0\.00\d+ of its largest magnitude; u8 must be equal, unless you give a tolerance for u8",
+    ):
+        export(tmp_path / "m", **options)
+    found = export(tmp_path / "m", **options, tolerance={"u8": 0.01}).manifest.numerics
+    assert found["max_abs_error"] == 1
+    assert 0.005 < found["max_rel_error"] < 0.01
+
+
+def test_an_infinite_error_is_beyond_every_tolerance(tmp_path: Path) -> None:
+    """The manifest could not hold it."""
+    with pytest.raises(BundleError, match="differs from fn by inf"):
+        export(tmp_path / "m", original=Original(lambda x: x[:, :2] * np.inf), tolerance={"f32": np.inf})
+
+
+def log(params: Any, x: Any) -> Any:
+    """x: [n, 3] -> [n]: NaN for any row of the normal distribution that has something negative."""
+    return jnp.log(x - 5).sum(-1)
+
+
+@pytest.mark.parametrize("example", [np.zeros((1, 3)), np.full((2, 3), 6)])
+def test_what_is_nan_everywhere_proves_nothing(tmp_path: Path, example: Any) -> None:
+    """An example that is the same everywhere only tells a shape."""
+    with pytest.raises(BundleError) as found:
+        export(tmp_path / "m", log, {}, {"x": example.astype(np.float32)})
+    [line] = found.value.problems
+    assert line.startswith("model.b1.mlir: output 'output': no finite value to compare")
+    assert "give example inputs" in line
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+def test_floats_of_the_example_are_compared_as_well(tmp_path: Path, rows: int) -> None:
+    """Its rows are repeated or cut to the batch size, beside the random ones."""
+    seen: list[Any] = []
+
+    def eager(x: Any) -> Any:
+        seen.append(x)
+        return np.asarray(log({}, x))
+
+    given = 6 + np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+    bundle = export(tmp_path / "m", log, {}, {"x": given}, original=Original(eager))
+    assert [len(x) for x in seen] == [1, 1, 4, 4]
+    np.testing.assert_array_equal(seen[3], given[np.arange(4) % rows])
+    assert bundle.manifest.numerics["max_rel_error"] < 1e-4
+
+
 def test_a_foreign_platform_is_lowered_for_but_not_run(tmp_path: Path) -> None:
     """Then the manifest claims no numerics."""
     bundle = export(tmp_path / "m", platform="tpu")
@@ -321,8 +379,52 @@ def test_a_bundle_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert set(export(tmp_path / "m", overwrite=True).modules) == {(0, 1), (0, 4)}
     shutil.rmtree(tmp_path / "m")
     (tmp_path / "m").touch()
-    with pytest.raises(BundleError, match="is no directory"):
+    with pytest.raises(TargetError, match="is no directory"):
+        export(tmp_path / "m", untraced, overwrite=True)
+
+
+def untraced(params: Any, x: Any) -> Any:
+    raise AssertionError("there was no need to look at the model")
+
+
+@pytest.mark.parametrize("name", [".m", "a b", "é"])
+def test_a_name_that_no_model_can_have_is_refused_first(tmp_path: Path, name: str) -> None:
+    """Before anything is traced."""
+    with pytest.raises(TargetError, match="a bundle's directory name is letters"):
+        export(tmp_path / name, untraced)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_replacement_leaves_the_old_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames there is no bundle, and the old one is where it would be deleted."""
+    old = export(tmp_path / "m", batch_sizes=[1, 8])
+    rename = Path.rename
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if to == tmp_path / "m":
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         export(tmp_path / "m", overwrite=True)
+    assert read_bundle(tmp_path / "m").digest == old.digest
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1.5, "2"])
+def test_a_batch_size_is_a_number_of_rows(tmp_path: Path, size: Any) -> None:
+    """From one on, and whole."""
+    with pytest.raises(BundleError, match="is no number of rows; give whole numbers from 1 on"):
+        export(tmp_path / "m", batch_sizes=[size])
+
+
+@pytest.mark.parametrize("letters", ["nn", "nb", "aa"])
+def test_axes_have_letters_of_their_own(tmp_path: Path, letters: str) -> None:
+    """And one batch axis at most, whether it is called n or b."""
+    with pytest.raises(BundleError, match=f"axes: x: '{letters}' names two axes alike"):
+        export(tmp_path / "m", axes={"x": letters})
 
 
 def test_the_date_is_stored_when_it_is_given(tmp_path: Path) -> None:
@@ -351,4 +453,4 @@ def test_difference_is_relative_to_the_largest_magnitude(
 
 def test_neighbouring_large_integers_differ() -> None:
     """As floats they would be equal."""
-    assert difference(np.array([2**62 + 1]), np.array([2**62])) == (1.0, np.inf)
+    assert difference(np.array([2**62 + 1]), np.array([2**62])) == (1.0, 2.0**-62)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv_bundle import cli, read_bundle
+from rsrv_bundle import cli, read_bundle, writer
 from rsrv_bundle.input_texts import parse_inputs
-from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, working_tree_patch
+from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, collect, working_tree_patch
 from rsrv_bundle.sources import LoadError, load
 
 MODELS = """
@@ -112,12 +114,35 @@ def test_a_model_of_each_kind_is_exported(
 INPUT = ["--input", "x=f32[3]"]
 
 
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_an_export_that_is_ended_leaves_nothing_behind(
+    models: str, name: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No temporary directory, and no traceback; the signal means to the program what it meant before."""
+
+    def end(*_: object) -> None:
+        assert len(list(Path("out").glob(".export-*"))) == 1
+        os.kill(os.getpid(), getattr(signal, name))
+
+    monkeypatch.setattr(writer, "write_manifest", end)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["export", "--jax", f"{models}:pair", *INPUT, "-o", "out/m"]) == status
+    assert list(Path("out").iterdir()) == []
+    assert "Traceback" not in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["--torch", ":in_training", *INPUT], 1, ":in_training: module: is in training mode"),
         (["--jax", ":pair", "--input", "y=f32[3]"], 1, ":untraced"),
         (["--jax", ":untraceable", *INPUT], 1, "TracerBoolConversionError"),
+        (
+            ["--jax", ":pair", *INPUT, "--platform", "gpu"],
+            1,
+            "platform: 'gpu' is none of cpu, cuda, rocm, tpu",
+        ),
         (["--jax", ":raises", *INPUT], 2, ":raises: raised ValueError: no weights here"),
         (["--jax", ":nothing", *INPUT], 2, "has no attribute 'nothing'"),
         (["--jax", ":needs_more", *INPUT], 2, "No module named 'flax_of_tomorrow'"),
@@ -127,6 +152,13 @@ INPUT = ["--input", "x=f32[3]"]
         (["--jax", ":with_examples", *INPUT], 2, "gives example inputs; leave one of the two out"),
         (["--jax", ":pair", *INPUT, "--hooks", "none.py"], 2, "--hooks none.py: is no file"),
         (["--jax", ":pair", *INPUT, "--batch-sizes", "1,0"], 2, "'1,0' must be whole numbers"),
+        (
+            ["--jax", ":pair", *INPUT, "--tolerance", "foo=1"],
+            2,
+            "'foo=1': no element type 'foo'; use one of f16",
+        ),
+        (["--jax", ":pair", *INPUT, "--tolerance", "f32"], 2, "'f32': write TYPE=ERROR, e.g. f32=1e-3"),
+        (["--jax", ":untraceable", *INPUT, "-o", "out/a b"], 2, "a b: a bundle's directory name is letters"),
         (["--jax", ":pair", *INPUT, "-o", "."], 2, ". exists; pass --overwrite to replace it"),
     ],
 )
@@ -188,6 +220,18 @@ def git(folder: Path, *arguments: str) -> None:
     subprocess.run(["git", *settings, *arguments], cwd=folder, check=True, capture_output=True)
 
 
+def dirty(code: object) -> object:
+    return collect(code, platform="cpu", stablehlo="", exported_at=None)["git_dirty"]
+
+
+def test_a_framework_that_does_not_fit_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install, and not only if it is missing."""
+    monkeypatch.delitem(sys.modules, "rsrv_bundle.from_nnx", raising=False)
+    monkeypatch.delattr("jax.interpreters.partial_eval.dce_jaxpr")
+    with pytest.raises(LoadError, match=r"dce_jaxpr.*; install 'rsrv\[export-flax\]'"):
+        load("nnx", f"{models}:nnx_net")
+
+
 def test_what_is_not_yet_committed_is_stored_on_request(
     models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,3 +260,8 @@ def test_what_is_not_yet_committed_is_stored_on_request(
     assert working_tree_patch(factory) is None
     assert working_tree_patch(len) is None
     assert len(patch) < MAX_PATCH_BYTES
+    # Of another file alone, too; not what git was never told about.
+    git(tmp_path, "checkout", "-q", f"{models}.py")
+    assert dirty(sys.modules[models].with_examples) is True
+    git(tmp_path, "checkout", "-q", "notes")
+    assert dirty(sys.modules[models].with_examples) is False

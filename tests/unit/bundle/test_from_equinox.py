@@ -77,6 +77,10 @@ def test_a_model_of_whole_batches_gets_them(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     """Dropout that draws, and a batch that is not in front where rows are taken one by one."""
     options: dict[str, Any] = {"batch_sizes": [1], "out_dir": tmp_path / "m"}
+    with pytest.raises(
+        BundleError, match=r"compares the rows of a batch, .* use eqx.nn.inference_mode\(model\)"
+    ):
+        export_equinox(with_norm(), X, **options)
     with pytest.raises(BundleError, match=r"draws random numbers .* use eqx.nn.inference_mode\(model\)"):
         export_equinox(eqx.nn.Dropout(0.5), X, **options)
     for elsewhere in ({"batch_axis": 1}, {"batch_axis": {"x": 1}}, {"axes": {"x": "an"}}):

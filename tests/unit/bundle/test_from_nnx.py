@@ -63,7 +63,8 @@ def test_a_model_in_training_mode_is_refused_and_stays_as_it_is(tmp_path: Path) 
     model = Network()
     before = model.norm.mean[...]
     with pytest.raises(
-        BundleError, match=r"model: drop/rngs/count: draws random numbers; call model.eval\(\) first"
+        BundleError,
+        match=r"model: drop/rngs/count: draws random numbers .*; call model.eval\(\) first, or make",
     ):
         export_nnx(model, X, batch_sizes=[1], out_dir=tmp_path / "m")
     model.drop.deterministic = True
@@ -83,3 +84,13 @@ def test_a_sequence_takes_its_input_under_any_name(tmp_path: Path) -> None:
         BundleError, match=r"x: the model takes \(inputs, out_sharding\)|x: the model takes \(inputs\)"
     ):
         export_nnx(layer, X, **options, overwrite=True)
+
+
+@pytest.mark.parametrize("cell", [nnx.GRUCell, nnx.OptimizedLSTMCell])
+def test_a_recurrent_layer_is_exported(tmp_path: Path, cell: Any) -> None:
+    """It asks for random numbers to begin with, and then begins with zeros."""
+    model: Any = nnx.RNN(cell(3, 4, rngs=nnx.Rngs(0)))
+    model.eval()
+    inputs = {"inputs": np.zeros((1, 5, 3), np.float32)}
+    bundle = export_nnx(model, inputs, batch_sizes=[1, 2], out_dir=tmp_path / "m")
+    assert bundle.manifest.outputs[0].dims == (-1, 5, 4)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rsrv_bundle import BundleError, load_weights
 from rsrv_bundle.dtypes import TOKENS, numpy_dtype
@@ -198,6 +202,76 @@ def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:
     assert [w.shape for w in load_weights(bundle)] == [(3, 2)]
 
 
+class Scale(nn.Module):
+    """One buffer, or one plain attribute."""
+
+    def __init__(self, scale: torch.Tensor, *, persistent: bool | None = True) -> None:
+        super().__init__()
+        if persistent is None:
+            self.scale = scale
+        else:
+            self.register_buffer("scale", scale, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"all": x * self.scale, "column": x[:, 0]}
+
+
+def test_columns_of_one_element_are_exported(tmp_path: Path) -> None:
+    """A single element may have any stride, in weights and at batch size 1 in results."""
+    bundle = export(tmp_path / "m", Scale(torch.arange(4.0)[None][:, 1]), batch_sizes=[1, 2])
+    assert [spec.dims for spec in bundle.manifest.outputs] == [(-1, 3), (-1,)]
+    assert [np.asarray(weight).tolist() for weight in load_weights(bundle)] == [[1.0]]
+
+
+def test_classes_become_vectors(tmp_path: Path) -> None:
+    """PyTorch's question whether there are so many classes is left out."""
+    module = Function(lambda x: nn.functional.one_hot(x, 5))
+    bundle = export(tmp_path / "m", module, {"x": torch.tensor([[4, 0, 1]])})
+    assert bundle.manifest.outputs[0].dims == (-1, 3, 5)
+
+
+def test_a_compiled_module_is_exported_as_it_was_before(tmp_path: Path) -> None:
+    """Weights keep their names; compiled parts run uncompiled, where torchax is already there, too."""
+    inner = nn.Sequential(nn.Linear(3, 2)).eval()
+    compiled: Any = torch.compile(inner, backend="eager")
+    bundle = export(tmp_path / "m", compiled, {"input": X["x"]})
+    assert [weight.name for weight in bundle.weights] == ["0.bias", "0.weight"]
+    assert len(export(tmp_path / "n", nn.Sequential(compiled), {"input": X["x"]}).weights) == 2
+    assert eager_torch(compiled)(input=np.zeros((1, 3), np.float32)).values[0].shape == (1, 2)
+
+
+def test_nothing_of_torchax_is_there_before_an_export() -> None:
+    """With it torch.compile does not work."""
+    program = "import sys, rsrv_bundle.from_torch; assert 'torchax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_torchax_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install."""
+    monkeypatch.delitem(sys.modules, "rsrv_bundle.torch_programs", raising=False)
+    monkeypatch.delattr("rsrv_bundle.torch_programs", raising=False)
+    monkeypatch.setitem(sys.modules, "torchax", None)
+    monkeypatch.setattr(
+        "rsrv_bundle.from_torch.metadata.requires",
+        lambda _: ["numpy>=2", 'torch==1.2.3; extra == "export-torch"', 'flax==1; extra == "export-flax"'],
+    )
+    with pytest.raises(BundleError, match=r"install 'rsrv\[export-torch\]', which is torch==1.2.3$"):
+        export(tmp_path / "m", Scale(torch.ones(3)))
+
+
+def test_an_error_of_ours_is_not_told_as_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are converted after the model has run."""
+
+    def broken(name: str, value: Any) -> Any:
+        if name.startswith("outputs"):
+            raise RuntimeError("ours")
+        return to_numpy(name, value)
+
+    monkeypatch.setattr("rsrv_bundle.from_torch.to_numpy", broken)
+    with pytest.raises(RuntimeError, match=r"^ours$"):
+        export(tmp_path / "m", Scale(torch.ones(3)))
+
+
 def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
     """Also if it is only a part, and by the eager call, too."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).eval()
@@ -209,9 +283,39 @@ def test_a_module_in_training_mode_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_elsewhere_is_refused(tmp_path: Path) -> None:
-    """Only here, a device without memory stands for a GPU."""
-    with pytest.raises(BundleError, match=r"module: is on meta; export module.cpu\(\), for any platform"):
-        export(tmp_path / "m", nn.Linear(3, 2, device="meta"), {"input": X["x"]})
+    """Buffers that are not stored, and plain attributes, too."""
+    with FakeTensorMode():
+        far = torch.empty(3, device="cuda")
+    for module, message in (
+        (nn.Linear(3, 2, device="meta"), "module: is on meta, where tensors have no values"),
+        (Scale(far), r"module: is on cuda:0; export module.cpu\(\), for any platform"),
+        (Scale(far, persistent=False), r"module: is on cuda:0; export module.cpu\(\)"),
+        (nn.Sequential(Scale(far, persistent=None)), "module: 0.scale: is on cuda:0, .* make it a buffer"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            export(tmp_path / "m", module)
+
+
+def test_a_module_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """With what to export instead."""
+    net = nn.Sequential(nn.Linear(3, 2)).eval()
+    # Their functions have no types.
+    jit: Any = torch.jit
+    quantization: Any = torch.ao.quantization
+    with warnings.catch_warnings():
+        # PyTorch keeps these two, and says that there will be others.
+        warnings.simplefilter("ignore")
+        script = jit.trace(net, X["x"])
+        quantised = quantization.quantize_dynamic(net, {nn.Linear})
+    parallel = nn.DataParallel.__new__(nn.DataParallel)
+    nn.Module.__init__(parallel)
+    for module, message in (
+        (script, "module: is TorchScript; export the module that it was made from"),
+        (quantised, "module: 0: is quantised"),
+        (parallel, "module: is a DataParallel; export module.module"),
+    ):
+        with pytest.raises(BundleError, match=message):
+            export_torch(module, {"input": X["x"]}, batch_sizes=[1], out_dir=tmp_path / "m")
 
 
 class Counter(nn.Module):
@@ -252,7 +356,11 @@ LARGE = torch.rand(600, 600)
         ),
         (Function(lambda x: x + LARGE.clone()[0, :3]), "captures 1440000 bytes of constants"),
         (Function(lambda x: {"a": x, "b": 3}), "outputs: b: is a int; return tensors"),
-        (Function(torch.fft.fft), "outputs: output: has the element type complex64"),
+        (Function(torch.fft.fft), r"outputs: output: has the element type complex64, .* torch.view_as_real"),
+        (
+            Function(lambda x: {f"a{len(x)}": x}),
+            "outputs: their names depend on the input shapes; return the same for all",
+        ),
         (Function(lambda x: (x, x)), "outputs: fn returns a tuple; name its parts with output_names"),
     ],
 )

@@ -86,6 +86,18 @@ def test_a_bundle_that_is_there_stays(old: Path, tmp_path: Path, capsys: pytest.
     assert read_bundle(tmp_path / "m").digest != digest
 
 
+def test_a_bundle_is_not_written_into_itself(
+    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor into a link to it."""
+    (tmp_path / "link").symlink_to(old)
+    before = sorted(old.rglob("*"))
+    for out in (old / "inside", old / "a" / "b", tmp_path / "link" / "inside"):
+        assert cli.main(["upgrade", str(old), "-o", str(out)]) == 2
+        assert f"{out}: is inside of {old}" in capsys.readouterr().err
+    assert sorted(old.rglob("*")) == before
+
+
 def test_a_meta_model_has_only_a_manifest_to_upgrade(tmp_path: Path) -> None:
     """With all that format 3.0 knows."""
     calls = {"calls": ["first"], "external": ["resnet"]}

@@ -1,0 +1,102 @@
+"""Inputs for running the modules of a bundle: random ones, and what its author gave as examples."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from rsrv_bundle import dtypes
+from rsrv_bundle.spec import Bundle
+
+Array = np.ndarray[Any, Any]
+
+
+def random_inputs(
+    bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array] = MappingProxyType({})
+) -> list[Array]:
+    """One array per executable input; the same for the same arguments in every process.
+
+    examples: input name -> array. An integer input has only values that its example has, since they are often
+    indices, unless that holds nothing but zeros, as one that was made to tell a shape does.
+    """
+    arrays = []
+    for index, spec in enumerate(bundle.manifest.inputs):
+        rng = np.random.default_rng(zlib.crc32(f"{spec.name}/{variant}/{size}".encode()))
+        shape = bundle.input_shape(index, variant, size)
+        example = examples.get(spec.name)
+        if example is not None and example.dtype.kind in "iu" and example.any():
+            arrays.append(rng.choice(np.unique(example), shape).astype(dtypes.numpy_dtype(spec.dtype)))
+        else:
+            arrays.append(_random(rng, spec.dtype, shape))
+    return arrays
+
+
+def example_inputs(
+    bundle: Bundle, variant: int, size: int, examples: Mapping[str, Array]
+) -> list[Array] | None:
+    """The examples as executable inputs, repeated or cut to the module's sizes; inputs that have none are random.
+
+    examples: input name -> array. None if none of floats says more than a shape: what has one value everywhere says
+    no more, and makes many models answer nothing but rounding errors.
+    """
+    fitting = _fitting(bundle, examples)
+    if not any(
+        _is_float(bundle.manifest.inputs[index].dtype) and _speaks(fitting[index]) for index in fitting
+    ):
+        return None
+    arrays = random_inputs(bundle, variant, size, examples)
+    return [
+        _repeated(fitting[index], array.shape).astype(array.dtype) if index in fitting else array
+        for index, array in enumerate(arrays)
+    ]
+
+
+def row_count(bundle: Bundle, examples: Mapping[str, Array]) -> int:
+    """How many rows the longest example has; 1 without a batch axis, 0 without examples."""
+    axes = [spec.batch_axis for spec in bundle.manifest.inputs]
+    counts = [
+        1 if (axis := axes[index]) is None else example.shape[axis]
+        for index, example in _fitting(bundle, examples).items()
+    ]
+    return max(counts, default=0)
+
+
+def _fitting(bundle: Bundle, examples: Mapping[str, Array]) -> dict[int, Array]:
+    """By the input's index, those with its axes."""
+    return {
+        index: example
+        for index, spec in enumerate(bundle.manifest.inputs)
+        if (example := examples.get(spec.name)) is not None
+        and example.size
+        and example.ndim == len(spec.dims)
+        and example.dtype != np.object_
+    }
+
+
+def _is_float(token: str) -> bool:
+    return token != "bool" and token[0] not in "iu"
+
+
+def _speaks(example: Array) -> bool:
+    first = example.reshape(-1)[0]
+    return bool((example != first).any() if example.size > 1 else first != 0)
+
+
+def _repeated(array: Array, shape: tuple[int, ...]) -> Array:
+    for axis, size in enumerate(shape):
+        array = array.take(np.arange(size) % array.shape[axis], axis)
+    return array
+
+
+def _random(rng: np.random.Generator, token: str, shape: tuple[int, ...]) -> Array:
+    dtype = dtypes.numpy_dtype(token)
+    if token == "bool":
+        return rng.integers(0, 2, shape).astype(dtype)
+    if token[0] in "iu":
+        # Small and not negative: integers are often indices.
+        return rng.integers(0, 100, shape).astype(dtype)
+    return np.asarray(rng.standard_normal(shape)).astype(dtype)

@@ -91,6 +91,13 @@ def test_commands_that_are_mentioned_exist(page: Path) -> None:
             assert re.search(rf"^{re.escape(words[0])}:", makefile, re.MULTILINE), mention
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_examples_are_not_made_where_their_sources_are(page: Path) -> None:
+    """With PYTHONPATH=bundles a maker is called from the repository's root: it writes below build, not beside itself."""
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"""\bmake\([^)]*["']bundles/[^)]*\)""", text) == []
+
+
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     """Those of the words that look like a flag or a subcommand, and are none that the parser knows."""
     (choices,) = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)] or [

@@ -68,9 +68,13 @@ def test_whatever_a_maker_imports_decides_whether_its_bundle_is_built_anew(
 ) -> None:
     """Each source of ours that a maker uses, by way of others, too, is in the hash that its bundle is stamped with."""
     read: list[Path] = []
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path, real=Path.read_bytes: read.append(path) or real(path)
-    )
+    real = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
     for name in examples.build.NAMES:
         read.clear()
         examples.build._source_digest(name)

@@ -191,7 +191,8 @@ class Waves(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
-        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * weight, 4, dim=1)
+        answer: torch.Tensor = torch.fft.irfft(torch.fft.rfft(x, dim=1) * weight, 4, dim=1)
+        return answer
 
 
 def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from rsrv.address import Address, parse_address
         ("gpu1:8001", Address("gpu1", 8001), "gpu1:8001"),
         ("10.0.0.1:65535", Address("10.0.0.1", 65535), "10.0.0.1:65535"),
         ("[::1]:8001", Address("::1", 8001), "[::1]:8001"),
-        ("::1:8001", Address("::1", 8001), "[::1]:8001"),
         ("[fe80::1%eth0]:1", Address("fe80::1%eth0", 1), "[fe80::1%eth0]:1"),
     ],
 )
@@ -42,6 +41,18 @@ def test_host_and_port_are_taken_apart(text: str, address: Address, again: str) 
         "a:b",
         "a:1_0",
         "a:\u0661",
+        "::1",
+        "::1:8001",
+        "http://a:8001",
+        "a/b:80",
+        " a:80",
+        "a b:80",
+        "a:80\n",
+        "]:80",
+        "[:80",
+        "[]:80",
+        "[[::1]]:4",
+        "x[::1]:4",
     ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:

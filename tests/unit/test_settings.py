@@ -73,6 +73,8 @@ def test_the_dump_documents_every_key() -> None:
         ("traces: {endpoint: 'localhost:4318/v1/traces'}", "traces.endpoint: "),
         ("traces: {endpoint: 'grpc://localhost:4317'}", "write it as http://localhost:4318/v1/traces"),
         ("traces: {endpoint: ''}", "traces.endpoint: "),
+        ("gateway: {workers: [{host: 'http://gpu1'}]}", "'http://gpu1' is no name or address"),
+        ("gateway: {workers: [{host: '[[::1]]'}]}", "is no name or address"),
         ("models: {m: {weight: 0}}", "models.m.weight: "),
         ("models: {m: {max_delay_us: 1.5}}", "models.m.max_delay_us: "),
     ],

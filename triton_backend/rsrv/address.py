@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
+
+#: only what is in brackets has colons
+_ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][:/\s]*):([0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +29,18 @@ class Address:
 
 
 def parse_address(text: str, *, any_host: bool = False, any_port: bool = False) -> Address:
-    """Of HOST:PORT; an IPv6 address may be in brackets. Raises ValueError.
+    """Of HOST:PORT; an IPv6 address is in brackets. Raises ValueError.
 
     Args:
         any_host: for who listens: there may be no host.
         any_port: for who listens: 0 is a port that is free.
     """
-    host, _, port = text.rpartition(":")
-    # isdecimal() alone takes other scripts' digits, too.
-    number = int(port) if port.isascii() and port.isdecimal() else -1
-    if not (host or (any_host and text.startswith(":"))) or not (not any_port) <= number < 65536:
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return Address(bare(host), number)
+    found = _ADDRESS.fullmatch(text)
+    host, port = ("", -1) if found is None else (found[1], int(found[2]))
+    if not (host or any_host) or not (not any_port) <= port < 65536:
+        hint = ", with an IPv6 address in brackets" if text.count(":") > 1 and "/" not in text else ""
+        raise ValueError(f"{text!r} is not HOST:PORT{hint}")
+    return Address(bare(host), port)
 
 
 def bare(host: str) -> str:

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rsrv.address import Address, bare, parse_address
 from rsrv.section import Section
 
 Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["all"]
@@ -35,6 +36,15 @@ class WorkerEntry(WorkerPorts):
     name: str | None = Field(
         None, description="What it is called in tables, metrics and logs; null: HOST:GRPC_PORT."
     )
+
+    @field_validator("host")
+    @classmethod
+    def _is_host(cls, host: str) -> str:
+        try:
+            parse_address(str(Address(bare(host), 1)))
+        except ValueError:
+            raise ValueError(f"{host!r} is no name or address of a host") from None
+        return host
 
 
 class GatewayModelSection(Section):

@@ -166,7 +166,7 @@ def _exporting(settings: "Settings", link: "RuntimeLink") -> "Exporting | None":
     except ModuleNotFoundError as error:
         log.error(
             "traces.endpoint is set, and the runtime's environment has no %s: pip install 'rsrv[traces]' there. "
-            "Nothing is traced",
+            "Until then spans are made, which costs time, and sent to nobody",
             error.name,
         )
         return None

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv import logs
+from rsrv.limits import raise_limit
 from rsrv.stub.complaints import Complaints
 from rsrv.stub.terms import id_of
 from rsrv.wire.frames import Status
@@ -170,7 +172,9 @@ class Pipe:
         """So many lines."""
         text = b""
         while text[self._skip :].count(b"\n") < count:
-            assert select.select([self._reader], [], [], 30)[0], text
+            poll = select.poll()
+            poll.register(self._reader, select.POLLIN)
+            assert poll.poll(30_000), text
             text += os.read(self._reader, 4096)
         lines = text[self._skip :].decode().splitlines()
         self._skip = 0
@@ -207,6 +211,20 @@ def test_nobody_waits_for_a_log_that_is_not_read(pipe: Pipe, blocking: bool) -> 
     said.remove("the log takes no more: 5 lines are lost")
     assert said == [logs.shorten(line, 16_000) for line in lines]
     handler.flush()
+
+
+def test_a_log_may_have_any_descriptor(pipe: Pipe) -> None:
+    """A server with hundreds of models has thousands of them; there, too, is waited for room."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_limit(resource.RLIMIT_NOFILE)
+    far = fcntl.fcntl(pipe.end, fcntl.F_DUPFD, 1024)
+    os.set_blocking(far, False)
+    writer = threading.Thread(target=logs.write, args=(far, b"here\n"))
+    writer.start()
+    assert pipe.read(1) == ["here"]
+    writer.join()
+    os.close(far)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_process_without_a_line_has_no_thread_for_them(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:

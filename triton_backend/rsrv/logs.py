@@ -82,7 +82,10 @@ def write(fd: int, data: bytes) -> None:
         try:
             left = left[os.write(fd, left) :]
         except BlockingIOError:
-            select.select([], [fd], [])
+            # Not select(), which knows no descriptor beyond 1023, of which a server has many.
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
+            poll.poll()
 
 
 def formatter(format: Format, model: str | None = None) -> logging.Formatter:

@@ -242,6 +242,21 @@ def test_a_lane_knows_that_somebody_closed_its_socket(runtime: Runtime) -> None:
         lane.close()
 
 
+def test_a_connection_that_is_closed_while_it_is_looked_at_was_not_robbed(
+    start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads find out at once that the runtime is gone: what the one closes is no crime to the other."""
+    lane = Lane(start_runtime().open())
+    real = os.fstat
+
+    def meanwhile(fd: int) -> os.stat_result:
+        lane.close()
+        return real(fd)
+
+    monkeypatch.setattr(os, "fstat", meanwhile)
+    assert not lane.robbed
+
+
 def test_memory_that_the_machine_does_not_have_is_not_asked_for(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,9 +273,11 @@ class Lane:
         if fd < 0:
             return False
         try:
-            return not stat.S_ISSOCK(os.fstat(fd).st_mode)
+            lost = not stat.S_ISSOCK(os.fstat(fd).st_mode)
         except OSError:
-            return True
+            lost = True
+        # Another thread of ours may have closed it meanwhile, and then has forgotten its number first.
+        return lost and self.sock.fileno() == fd
 
     def receive(self, timeout: float) -> list[Completion]:
         """The next completions, waiting at most `timeout` seconds. Raises TimeoutError, Closed, ProtocolError."""

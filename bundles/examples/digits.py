@@ -21,6 +21,11 @@ Params = dict[str, Any]
 BATCH_SIZES = (1, 4, 16, 32)
 #: Share of the held-out images that a trained network must get right.
 REQUIRED_ACCURACY = 0.97
+#: what digits_hooks makes of the network's answers
+CLIENT_OUTPUTS = (
+    {"name": "class", "dtype": "i64", "shape": "nk", "dims": {"k": 1}},
+    {"name": "score", "dtype": "f32", "shape": "nk", "dims": {"k": 1}},
+)
 
 _EPOCHS = 30
 _BATCH = 64
@@ -149,10 +154,7 @@ def make(out_dir: Path) -> None:
         axes={"image": "nhwc"},
         out_dir=out_dir,
         hooks=Path(digits_hooks.__file__),
-        client_outputs=[
-            {"name": "class", "dtype": "i64", "shape": "nk", "dims": {"k": 1}},
-            {"name": "score", "dtype": "f32", "shape": "nk", "dims": {"k": 1}},
-        ],
+        client_outputs=CLIENT_OUTPUTS,
         description="Handwritten digits, 8 x 8 pixels from 0 to 1.",
         overwrite=True,
     )

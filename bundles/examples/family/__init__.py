@@ -89,10 +89,7 @@ def make(out_dir: Path) -> None:
         axes={"image": "nhwc"},
         out_dir=out_dir,
         hooks=Path(digits_hooks.__file__),
-        client_outputs=[
-            {"name": "class", "dtype": "i64", "shape": "nk", "dims": {"k": 1}},
-            {"name": "score", "dtype": "f32", "shape": "nk", "dims": {"k": 1}},
-        ],
+        client_outputs=digits.CLIENT_OUTPUTS,
         description=f"Handwritten digits, 8 x 8 pixels from 0 to 1: their class, for 0 to 9 {TASKS[name]}.",
         overwrite=True,
     )

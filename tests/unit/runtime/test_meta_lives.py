@@ -24,32 +24,36 @@ from tests.unit.runtime.metas import (
     ask,
     assert_fails,
     assert_served,
+    assert_y,
     both_kinds,
     chain,
     request,
+    rows,
     status_of,
 )
 
 
 @both_kinds
 def test_the_stub_closes_while_runs_are_under_way(runtime: Runtime, start_meta: StartMeta, run: Run) -> None:
-    """One executes, one waits for the device and one for its turn: each is answered, and closing does not hang."""
+    """One executes, one waits for the device, and both end; who waits for a turn is told; closing waits for nobody."""
     engine = start_meta(runtime, run)
     runtime.device.gate.clear()
-    requests = [request(value=n) for n in range(3)]
-    for one in requests:
+    *inside, outside = [request(value=n) for n in range(3)]
+    for one in inside:
         assert engine.execute([one]) is None
-    assert runtime.device.gate.waiting.wait(20)
+    until(lambda: status_of()["running"] == 2)
+    assert engine.execute([outside]) is None
     until(lambda: status_of()["waiting"] == 1)
+    assert runtime.device.gate.waiting.wait(20)
 
     closing = threading.Thread(target=engine.close)
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
+    assert_fails(answer_of(outside), FakeError.UNAVAILABLE, "the model is being unloaded")
     runtime.device.gate.set()
-    for one in requests:
-        answer = answer_of(one)
-        assert answer.error is not None or answer.arrays["y"].shape == (1, 3)
+    for n, one in enumerate(inside):
+        assert_y(answer_of(one), rows(1, 4 * n + 4))
 
 
 @both_kinds

@@ -422,6 +422,22 @@ def test_a_model_leaves_with_its_last_stub_and_comes_back(
     assert runtime.device.resident == 1
 
 
+def test_the_stub_closes_while_requests_wait(runtime: Runtime, doubling: Path) -> None:
+    """The one that executes and the one behind it are told; closing waits for neither."""
+    engine = make_engine(runtime, doubling)
+    runtime.device.gate.clear()
+    requests = [FakeRequest({"x": rows(1)}) for _ in range(2)]
+    for request in requests:
+        assert engine.execute([request]) is None
+
+    engine.close()
+
+    for request in requests:
+        answer = request.answers.get(timeout=10)
+        assert refused(answer, FakeError.UNAVAILABLE, "the model is being unloaded")
+    runtime.device.gate.set()
+
+
 def test_outputs_without_axes_of_their_own_get_one_for_triton(start_engine: StartEngine) -> None:
     """A hook's [N] is sent as [N, 1] where the configuration says so."""
     engine = start_engine(

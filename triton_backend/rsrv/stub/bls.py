@@ -19,6 +19,7 @@ from typing import Any
 
 from rsrv.logs import TEXT, fields, shorten
 from rsrv.stub.replies import Failure, untag
+from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.stub.terms import RUN, TRACEPARENT
 from rsrv.wire.frames import Status
@@ -371,7 +372,7 @@ def _settle(future: Future[Arrays], outcome: Arrays | Failure) -> None:
 
 
 def _closed() -> Failure:
-    return Failure(Status.RUNTIME_DOWN, "the model is being unloaded")
+    return Failure(Status.RUNTIME_DOWN, UNLOADED)
 
 
 def _about(call: _Call) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rsrv.stub.lane import Lane
 from rsrv.stub.replies import Reply, Responses
-from rsrv.stub.session import DOWN, Link, Session
+from rsrv.stub.session import DOWN, UNLOADED, Link, Session
 from rsrv.stub.terms import id_of
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
@@ -173,9 +173,13 @@ class Later(Generic[W]):
         self.run(lambda: self._answer(job))
 
     def close(self) -> None:
+        """Who still waits is told now: nobody reads their answers any more."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
         self._reader.join(timeout=5)
+        with self._lock:
+            jobs = [job for lane in list(self._lanes) for job in self._forget(lane).values()]
+        self._fail(jobs, Status.RUNTIME_DOWN, UNLOADED)
         for _ in range(self._started):
             self._work.put(None)
 

@@ -19,6 +19,7 @@ from rsrv.wire.socket import Closed
 log = logging.getLogger("rsrv.stub")
 
 DOWN = "the model runtime is not reachable; it is being restarted, try again"
+UNLOADED = "the model is being unloaded"
 _REFUSED = "the model runtime does not load this model again; the server's log says why"
 
 #: seconds between attempts to reach a runtime, doubling; the last one if it answers, and refuses the model: each
@@ -150,7 +151,7 @@ class Session:
             if self._closed.is_set():
                 direct.close()
                 later.close()
-                raise Closed("the model is being unloaded")
+                raise Closed(UNLOADED)
             # First: whoever sees the link may already use it.
             self.on_link(link)
             self.link = link

@@ -7,11 +7,9 @@ first sub-call; the others wait in the runtime, not on threads here, until it sa
 import inspect
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,16 +27,17 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
 from rsrv.stub.meters import Meters
-from rsrv.stub.replies import Failure, Reply, Responses
+from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import id_of, read_parameters, read_terms
-from rsrv.stub.tracing import Trace, end_request, end_unserved
+from rsrv.stub.tracing import end_request, end_unserved
 from rsrv.stub.triton import ThroughTriton
-from rsrv.wire.calls import Entrance, Leaving
-from rsrv.wire.frames import Completion, Status, request_tag
+from rsrv.stub.visit import Visit
+from rsrv.wire.calls import Leaving
+from rsrv.wire.frames import Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -49,69 +48,6 @@ Run = Callable[[dict[str, Array], Any], Any]
 _MAX_BLOCK = 0.2
 #: weight of the latest run in the learned length of one: single ones are disturbed, none is faster than it can be
 _FALL, _RISE = 0.5, 0.02
-#: seconds between looks whether the client is still there; each costs up to 0.2 ms
-_CHECK = 0.05
-
-
-@dataclass(slots=True, eq=False)
-class Visit:
-    """One request of a meta model."""
-
-    id: int  # of its ENTER
-    request: Any
-    link: Link
-    lane: Lane  # that its ENTER goes by, if it has to wait
-    since: float  # when it came, of time.perf_counter
-    deadline_ns: int = 0
-    priority: int = 0
-    trace: Trace | None = None  # if it is traced
-    #: random, so that nobody else can name it
-    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
-    let_in: bool = False
-    failure: Failure | None = None
-    response: Any = None
-    reply: Reply | None = None
-    checked: float = 0.0
-    cancelling: bool = False
-    #: arrays that the response may refer to
-    results: Sequence[Array] = ()
-    #: where execute() waits for it
-    inbox: queue.SimpleQueue["Visit"] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def tag(self) -> int:
-        return request_tag(self.request.request_id())
-
-    def write(self) -> Entrance:
-        return Entrance(self.id, self.token, self.deadline_ns, self.priority, self.tag)
-
-    def finish(self, done: Completion) -> None:
-        self.let_in = done.status is Status.OK
-        if self.trace is not None:
-            self.trace.part("queue", self.since, done.text)
-        if not self.let_in:
-            self.failure = Failure(done.status, done.text)
-
-    def fail(self, status: Status, text: str) -> None:
-        self.failure = Failure(status, text)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.results)
-
-    def release(self) -> None:
-        self.request, self.results = None, ()
-
-    def check(self) -> None:
-        """Raises Failure when nobody needs the answer any more."""
-        if self.deadline_ns and time.monotonic_ns() >= self.deadline_ns:
-            raise Failure(Status.DEADLINE, "the deadline passed before it was called")
-        now = time.monotonic()
-        if self.reply is not None and now - self.checked > _CHECK:
-            self.checked = now
-            if self.reply.cancelled():
-                raise Failure(Status.CANCELLED, "the request was cancelled")
 
 
 class MetaEngine:

@@ -27,6 +27,8 @@ LONG_SECONDS: tuple[float, ...] = (
 )
 #: rows of an execution
 ROWS: tuple[float, ...] = tuple(float(2**k) for k in range(13))
+#: rows that an execution's size is above its requests' rows
+PADDING: tuple[float, ...] = (0.0, *ROWS)
 
 
 class Histogram:

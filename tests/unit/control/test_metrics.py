@@ -15,7 +15,7 @@ from rsrv.control.http import HttpServer
 from rsrv.control.metrics import Server, expose
 from rsrv.control.rounds import Failure
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.histogram import LONG_SECONDS, ROWS, SECONDS, Histogram
+from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.live.routes import Page
 from tests.unit.control.peers import looped, served, until
 
@@ -54,13 +54,13 @@ SAID: dict[str, Any] = {
             "device_bytes": 20,
             "executions": 2,
             "rows": 5,
-            "padded_rows": 3,
             "misses": 1,
             "evictions": {"room": 1},
             "queue_wait": measured(SECONDS, 0.1, 100.0),
             "execute": measured(SECONDS, 0.001),
             "load": measured(SECONDS, 0.2),
             "batch_rows": measured(ROWS, 1, 4),
+            "batch_padding": measured(PADDING, 0, 3),
         }
     },
     "metas": {"chain": {**common(), "running": 1, "calls": 7}},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rsrv.histogram import ROWS, SECONDS, Histogram
+from rsrv.histogram import PADDING, ROWS, SECONDS, Histogram
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
@@ -99,6 +99,7 @@ def test_a_model_counts_requests_executions_and_hooks(runtime: Runtime, doubling
     }
     assert (a["executions"], a["rows"], count(a["execute"])) == (3, 6, 3)
     assert (count(a["queue_wait"]), count(a["batch_rows"], ROWS)) == (3, 3)
+    assert (count(a["batch_padding"], PADDING), a["batch_padding"][0]) == (3, 6)  # 2 rows go with the size 4
     assert (a["resident"], a["queued"], count(a["load"])) == (True, 0, 1)
     assert a["device_bytes"] == a["host_bytes"] == 12
     with Operator(runtime) as operator:

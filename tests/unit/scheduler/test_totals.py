@@ -31,7 +31,7 @@ def test_a_wait_is_from_arrival_to_execution() -> None:
     found = totals(device)
     assert found.queue_wait.sum == pytest.approx(0.010 + 0.020)
     assert found.execute.sum == found.device_seconds == pytest.approx(0.030)
-    assert (sum(found.rows.counts), found.rows.sum, found.padded_rows) == (3, 3.0, 0)
+    assert (sum(found.rows.counts), found.rows.sum, found.padding.sum) == (3, 3.0, 0)
 
 
 def test_a_missed_deadline_is_counted_where_the_request_was() -> None:

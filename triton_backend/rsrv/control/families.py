@@ -93,6 +93,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."),
     Family("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),
+    Family("rsrv_batch_padding_rows", "histogram", ("model",), "Rows of padding in an execution."),
     Family("rsrv_padded_rows_total", "counter", ("model",), "Rows of padding in all executions."),
     # weights
     Family("rsrv_model_resident", "gauge", ("model",), "1 while the weights are on the device."),

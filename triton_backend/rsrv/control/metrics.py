@@ -10,7 +10,7 @@ import rsrv
 from rsrv.control.answering import Refused
 from rsrv.control.families import FAMILIES
 from rsrv.control.runtime import RuntimeDown, RuntimeLink
-from rsrv.histogram import LONG_SECONDS, ROWS, SECONDS, Histogram
+from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 
 log = logging.getLogger("rsrv.control")
 
@@ -116,7 +116,8 @@ def _put_model(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
     page.measure("rsrv_execute_seconds", (name,), SECONDS, model["execute"])
     page.measure("rsrv_batch_rows", (name,), ROWS, model["batch_rows"])
     page.put("rsrv_rows_total", (name,), model["rows"])
-    page.put("rsrv_padded_rows_total", (name,), model["padded_rows"])
+    page.measure("rsrv_batch_padding_rows", (name,), PADDING, model["batch_padding"])
+    page.put("rsrv_padded_rows_total", (name,), model["batch_padding"][0])
     page.put("rsrv_model_resident", (name,), float(model["resident"]))
     page.put("rsrv_model_weight_bytes", (name, "host"), model["host_bytes"])
     page.put("rsrv_model_weight_bytes", (name, "device"), model["device_bytes"])

@@ -115,7 +115,6 @@ def _model(totals: Totals, reported: Reported | None) -> dict[str, Any]:
         "missed": {stage.value: count for stage, count in totals.missed.items()},
         "executions": totals.dispatches,
         "rows": totals.useful_rows,
-        "padded_rows": totals.padded_rows,
         "device_seconds": totals.device_seconds,
         "misses": totals.misses,
         "evictions": {cause.value: count for cause, count in totals.evictions.items()},
@@ -123,6 +122,7 @@ def _model(totals: Totals, reported: Reported | None) -> dict[str, Any]:
         "execute": totals.execute.to_json(),
         "load": totals.load.to_json(),
         "batch_rows": totals.rows.to_json(),
+        "batch_padding": totals.padding.to_json(),
         **_reported(reported),
     }
 

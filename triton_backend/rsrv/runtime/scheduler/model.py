@@ -226,8 +226,8 @@ class ModelState:
         totals = self.totals
         totals.dispatches += 1
         totals.useful_rows += execute.rows
-        totals.padded_rows += execute.size - execute.rows
         totals.rows.observe(execute.rows)
+        totals.padding.observe(execute.size - execute.rows)
         key = (execute.variant, execute.size)
         self.sizes[key] = self.sizes.get(key, 0) + 1
 
@@ -267,7 +267,7 @@ class ModelState:
             refused=dict(totals.counts.refused),
             dispatches=totals.dispatches,
             useful_rows=totals.useful_rows,
-            padded_rows=totals.padded_rows,
+            padded_rows=int(totals.padding.sum),
             device_seconds=totals.device_seconds,
             sizes=dict(self.sizes),
             costs={

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from rsrv.histogram import ROWS, SECONDS, Histogram
+from rsrv.histogram import PADDING, ROWS, SECONDS, Histogram
 from rsrv.runtime.scheduler.events import Outcome, Reason
 
 K = TypeVar("K")
@@ -89,10 +89,9 @@ class Totals:
     counts: Counts = field(default_factory=Counts)
     #: deadlines that were missed, by where.
     missed: dict[Stage, int] = field(default_factory=dict)
-    #: executions started, with their rows of requests, and of padding.
+    #: executions started, with their rows of requests.
     dispatches: int = 0
     useful_rows: int = 0
-    padded_rows: int = 0
     #: device time of executions that ended, failed ones included.
     device_seconds: float = 0.0
     #: requests that found the weights elsewhere, and times that these gave way.
@@ -104,8 +103,9 @@ class Totals:
     execute: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     #: of loads that ended well; seconds.
     load: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    #: rows of requests in an execution.
+    #: rows of requests in an execution, and of padding.
     rows: Histogram = field(default_factory=lambda: Histogram(ROWS))
+    padding: Histogram = field(default_factory=lambda: Histogram(PADDING))
 
     @classmethod
     def of(cls, several: Iterable["Totals"]) -> "Totals":
@@ -126,7 +126,6 @@ class Totals:
         _add(self.missed, other.missed)
         self.dispatches += other.dispatches
         self.useful_rows += other.useful_rows
-        self.padded_rows += other.padded_rows
         self.device_seconds += other.device_seconds
         self.misses += other.misses
         _add(self.evictions, other.evictions)
@@ -134,6 +133,7 @@ class Totals:
         self.execute.add(other.execute)
         self.load.add(other.load)
         self.rows.add(other.rows)
+        self.padding.add(other.padding)
 
 
 def _add(mine: dict[K, int], others: Mapping[K, int]) -> None:

@@ -21,11 +21,11 @@ import numpy as np
 from examples import v2_affine
 from rsrv.stub.hooks import load_hooks, load_run
 from rsrv_bundle import Bundle, dtypes, load_weights, read_bundle, weights, writer, yaml12
+from rsrv_bundle.commands.upgrading import upgrade
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.meta import write_meta_bundle
 from rsrv_bundle.numerics import Array, Running, answers, label
-from rsrv_bundle.upgrading import upgrade
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 #: in a set: bundle -> its digest

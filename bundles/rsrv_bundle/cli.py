@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv.command import add_version
-from rsrv_bundle.kinds import KINDS
+from rsrv_bundle.commands.kinds import KINDS
 
 if TYPE_CHECKING:
-    from rsrv_bundle.agreement import Wanted
+    from rsrv_bundle.commands.agreement import Wanted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,14 +119,7 @@ def _add_export(commands: Any) -> None:
     export.add_argument(
         "--platform", default="cpu", help="what to lower for: cpu (default), cuda, rocm or tpu"
     )
-    export.add_argument(
-        "--tolerance",
-        metavar="TYPE=ERROR",
-        type=_tolerance,
-        action="append",
-        default=[],
-        help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-3",
-    )
+    _add_tolerance(export)
     export.add_argument(
         "--working-tree-patch",
         action="store_true",
@@ -166,14 +159,7 @@ def _add_check(commands: Any) -> None:
         type=Path,
         help="compare on these, too: one array per input, whose first axis counts samples",
     )
-    numerics.add_argument(
-        "--tolerance",
-        metavar="TYPE=ERROR",
-        type=_tolerance,
-        action="append",
-        default=[],
-        help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-5",
-    )
+    _add_tolerance(numerics)
     numerics.add_argument(
         "--store", action="store_true", help="write the errors that were found into the manifest"
     )
@@ -218,6 +204,17 @@ def _add_upgrade(commands: Any) -> None:
     upgrade.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
 
 
+def _add_tolerance(options: Any) -> None:
+    options.add_argument(
+        "--tolerance",
+        metavar="TYPE=ERROR",
+        type=_tolerance,
+        action="append",
+        default=[],
+        help="largest error allowed, relative to an output's largest magnitude, e.g. f32=1e-3",
+    )
+
+
 def _tolerance(text: str) -> tuple[str, float]:
     from rsrv_bundle.dtypes import TOKENS
 
@@ -237,13 +234,13 @@ def _tolerance(text: str) -> tuple[str, float]:
 
 def _export(arguments: argparse.Namespace) -> int:
     _need("jax", "rsrv[export]")
-    from rsrv_bundle import exporting
+    from rsrv_bundle.commands import exporting
 
     return exporting.export(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from rsrv_bundle import checking
+    from rsrv_bundle.commands import checking
 
     wanted = None
     if arguments.numerics:
@@ -260,8 +257,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _wanted(arguments: argparse.Namespace) -> Wanted:
     _need("jax", "rsrv[export]")
-    from rsrv_bundle.agreement import Wanted
-    from rsrv_bundle.samples import read_samples
+    from rsrv_bundle.commands.agreement import Wanted
+    from rsrv_bundle.commands.samples import read_samples
 
     try:
         samples = None if arguments.samples is None else read_samples(arguments.samples)
@@ -279,7 +276,7 @@ def _target(arguments: argparse.Namespace) -> tuple[str, str]:
 
 def _source(kind: str, target: str) -> tuple[Callable[..., Any] | None, Mapping[str, Any]]:
     """A function of the inputs, by name, and example inputs, if there are any."""
-    from rsrv_bundle.sources import LoadError, load, named
+    from rsrv_bundle.commands.sources import LoadError, load, named
 
     if not kind:
         return None, {}
@@ -310,25 +307,25 @@ def _show(arguments: argparse.Namespace) -> int:
     _need("jaxlib", "rsrv[runtime]")
     if arguments.compile:
         _need("jax", "rsrv[export]")
-    from rsrv_bundle import commands
+    from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)
-    return commands.show(arguments.directory, json=arguments.json, compiled=arguments.compile)
+    return printing.show(arguments.directory, json=arguments.json, compiled=arguments.compile)
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from rsrv_bundle import commands
+    from rsrv_bundle.commands import printing
 
     _directories(arguments.a, arguments.b)
-    return commands.diff(arguments.a, arguments.b)
+    return printing.diff(arguments.a, arguments.b)
 
 
 def _upgrade(arguments: argparse.Namespace) -> int:
     _need("jax", "rsrv[export]")
-    from rsrv_bundle import commands
+    from rsrv_bundle.commands import printing
 
     _directories(arguments.directory)
-    return commands.upgrade(
+    return printing.upgrade(
         arguments.directory,
         arguments.out_dir,
         stablehlo=arguments.stablehlo_version,

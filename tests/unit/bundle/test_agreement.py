@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from rsrv_bundle import Bundle, BundleError, cli, read_bundle
-from rsrv_bundle.agreement import SourceError, Wanted, agree
+from rsrv_bundle.commands.agreement import SourceError, Wanted, agree
+from rsrv_bundle.commands.samples import read_samples, rows_of
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import signature_of
 from rsrv_bundle.numerics import TOLERANCE, in_batches
-from rsrv_bundle.samples import read_samples, rows_of
 from tests.pages import ROOT
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle, tensor
 

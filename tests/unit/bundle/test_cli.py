@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv_bundle import checking, cli
+from rsrv_bundle import cli
+from rsrv_bundle.commands import checking
 from rsrv_bundle.export import export_bundle
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle
 

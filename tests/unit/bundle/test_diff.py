@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv_bundle import cli, read_bundle
-from rsrv_bundle.differing import Tensor, relate, weights_of
+from rsrv_bundle.commands.differing import Tensor, relate, weights_of
 from rsrv_bundle.weights import TensorKey
 from rsrv_bundle.writer import write_weights
 from tests.unit.bundle.forge import GOOD, META, changed, make_bundle, tensor

@@ -11,11 +11,11 @@ import pytest
 
 import golden_bundles
 from rsrv_bundle import Bundle, dtypes, read_bundle
+from rsrv_bundle.commands.upgrading import upgrade
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import artifact_version, check_signatures, known_version
 from rsrv_bundle.numerics import TOLERANCE, difference, label
 from rsrv_bundle.spec import TensorSpec
-from rsrv_bundle.upgrading import upgrade
 
 Array = np.ndarray[Any, Any]
 

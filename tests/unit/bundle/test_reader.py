@@ -20,7 +20,7 @@ NO_BATCH = changed(GOOD, batching=None, executable_inputs=[tensor(shape="c", c=2
 
 def test_reading_needs_nothing_heavy() -> None:
     """The stub and the generator import this package; jax and friends stay out until they are needed."""
-    code = "import sys, rsrv_bundle, rsrv_bundle.modules, rsrv_bundle.checking; print(*sys.modules)"
+    code = "import sys, rsrv_bundle, rsrv_bundle.modules, rsrv_bundle.commands.checking; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"jax", "jaxlib", "safetensors", "ruamel.yaml", "ml_dtypes"} & set(found.split())
 

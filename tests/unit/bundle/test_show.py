@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv_bundle import cli, describing, read_bundle
-from rsrv_bundle.describing import describe
+from rsrv_bundle import cli, read_bundle
+from rsrv_bundle.commands import describing
+from rsrv_bundle.commands.describing import describe
+from rsrv_bundle.commands.showing import amount, page, shape, table
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import signature_of
-from rsrv_bundle.showing import amount, page, shape, table
 from tests.unit.bundle.forge import META, changed, make_bundle, one_weight
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from examples import v2_affine
-from rsrv_bundle import BundleError, cli, load_weights, read_bundle, upgrading
+from rsrv_bundle import BundleError, cli, load_weights, read_bundle
+from rsrv_bundle.commands import upgrading
+from rsrv_bundle.commands.upgrading import upgrade
 from rsrv_bundle.modules import artifact_version, known_version, rewritten
-from rsrv_bundle.upgrading import upgrade
 from tests.unit.bundle.forge import META, changed, make_bundle
 from tests.unit.bundle.test_modules import X4, Y4, W, returning
 

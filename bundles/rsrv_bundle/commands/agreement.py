@@ -12,6 +12,7 @@ import numpy as np
 from rsrv.progress import steps
 from rsrv_bundle import writer
 from rsrv_bundle.calling import Results
+from rsrv_bundle.commands.samples import rows_of
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.modules import Look
 from rsrv_bundle.numerics import (
@@ -26,7 +27,6 @@ from rsrv_bundle.numerics import (
     label,
     random_rows,
 )
-from rsrv_bundle.samples import rows_of
 from rsrv_bundle.spec import Bundle
 
 #: takes executable inputs by name, of any batch size that was compiled, and returns the outputs as `Results.of` takes them

@@ -6,14 +6,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
-from rsrv_bundle import showing
-from rsrv_bundle.describing import describe
-from rsrv_bundle.differing import Tensor, Weights, file_differences, manifest_differences, relate, weights_of
+from rsrv_bundle.commands import showing
+from rsrv_bundle.commands.describing import describe
+from rsrv_bundle.commands.differing import (
+    Tensor,
+    Weights,
+    file_differences,
+    manifest_differences,
+    relate,
+    weights_of,
+)
+from rsrv_bundle.commands.showing import amount, printable
 from rsrv_bundle.errors import BundleError, TargetError, os_error
 from rsrv_bundle.inspection import Inspector, InspectorError
 from rsrv_bundle.modules import known_version
 from rsrv_bundle.reader import read_bundle
-from rsrv_bundle.showing import amount, printable
 
 
 def show(directory: str, *, json: bool, compiled: bool) -> int:
@@ -85,7 +92,7 @@ def upgrade(directory: str, out_dir: str, *, stablehlo: str | None, overwrite: b
     """Writes a bundle anew and prints what became of it; returns the exit status, as `cli.main`."""
 
     def work() -> int:
-        from rsrv_bundle.upgrading import upgrade as write
+        from rsrv_bundle.commands.upgrading import upgrade as write
 
         try:
             version = known_version(stablehlo)

@@ -6,10 +6,10 @@ import argparse
 import sys
 import traceback
 
+from rsrv_bundle.commands.input_texts import parse_inputs
+from rsrv_bundle.commands.kinds import KINDS
+from rsrv_bundle.commands.sources import LoadError, load
 from rsrv_bundle.errors import BundleError, TargetError, os_error
-from rsrv_bundle.input_texts import parse_inputs
-from rsrv_bundle.kinds import KINDS
-from rsrv_bundle.sources import LoadError, load
 from rsrv_bundle.writer import free_target
 
 

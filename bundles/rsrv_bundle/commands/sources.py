@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from rsrv_bundle.kinds import KINDS
+from rsrv_bundle.commands.kinds import KINDS
 
 #: what is missing -> what has it
 _EXTRAS = {

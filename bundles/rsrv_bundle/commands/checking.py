@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 
-from rsrv_bundle.agreement import SourceError, Wanted, agree
+from rsrv_bundle.commands.agreement import SourceError, Wanted, agree
 from rsrv_bundle.errors import BundleError, os_error
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.inspection import Inspector, InspectorError

@@ -181,8 +181,15 @@ def test_every_line_of_ours_in_the_log_is_an_object(metrics: Metrics) -> None:
     with caller(metrics.server) as call:
         row = np.full((1, 4), bundles.deed("preprocess", "raise"), np.float32)
         refusal(lambda: call("hooked", {"x": row}, request_id="mine"))
+    place(bundles.ensure() / "exact", metrics.bundles / "guest")
+    wait_until(lambda: metrics.value("rsrv_queue_depth", model="guest") == 0, what="another model")
+    shutil.rmtree(metrics.bundles / "guest")
+    ends = (
+        '"request": "mine", "status"',
+        '"model": "guest", "version": "guest@[0-9a-f]+", "event": "unloaded"',
+    )
     wait_until(
-        lambda: '"request": "mine", "status"' in metrics.server.log_text(), what="the line of its failure"
+        lambda: all(re.search(end, metrics.server.log_text()) for end in ends), what="the last of these lines"
     )
     lines = metrics.server.log_text().splitlines()
 

@@ -1,8 +1,9 @@
 """A model without a server, in a process of its own: rows per second in eager PyTorch, or compiled as in its bundle.
 
-    python -m tests.bench.real.direct eager|compiled MODEL FOLDER SECONDS ROWS...
+    python -m tests.bench.real.direct eager|compiled MODEL FOLDER ROWS...
 
-Prints the rate for each number of rows in a call; nothing where there is no such thing.
+Prints for which of these numbers of rows in a call there is such a thing. For each line `ROWS SECONDS` that it reads then, it
+calls for so long, and prints the rate.
 """
 
 from __future__ import annotations
@@ -117,9 +118,8 @@ def compiled(name: str, folder: Path, request: Arrays) -> Run | None:
 
 
 def rate(run: Run, rows: int, seconds: float) -> float:
-    """Rows per second, one call after the other, after a few that do not count."""
-    for _ in range(3):
-        run()
+    """Rows per second, one call after the other, after one that does not count."""
+    run()
     calls, started = 0, time.perf_counter()
     while (passed := time.perf_counter() - started) < seconds:
         run()
@@ -128,13 +128,18 @@ def rate(run: Run, rows: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Prints the rates."""
-    how, name, folder, seconds, *sizes = sys.argv[1:]
+    """Prints the rates that it is asked for."""
+    how, name, folder, *sizes = sys.argv[1:]
     start = {"eager": eager, "compiled": compiled}[how]
-    for size in map(int, sizes):
-        run = start(name, Path(folder), CASES[name].inputs(size))
-        if run is not None:
-            print(rate(run, size, float(seconds)), flush=True)
+    runs = {rows: start(name, Path(folder), CASES[name].inputs(rows)) for rows in map(int, sizes)}
+    there = {rows: run for rows, run in runs.items() if run is not None}
+    for run in there.values():
+        for _ in range(3):
+            run()
+    print(*there, flush=True)
+    for line in sys.stdin:
+        rows, seconds = line.split()
+        print(rate(there[int(rows)], int(rows), float(seconds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-#: rows of a request -> rows per second; nothing where there is no such thing
-Rates = Mapping[int, float]
+#: rows of a request -> rows per second, of each round; nothing where there is no such thing
+Rates = Mapping[int, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ def served(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
         "ratio",
     )
     for line in lines:
-        for rows, rate in sorted(line.served.items()):
-            eager, compiled = line.eager.get(rows), line.compiled.get(rows)
+        for rows, rates in sorted(line.served.items()):
+            eager, compiled = line.eager.get(rows, ()), line.compiled.get(rows, ())
             yield (
                 f"`{line.title.partition(' ')[0]}`",
                 f"{rows} {line.unit if rows > 1 else line.unit.removesuffix('s')}",
-                _rate(rate),
+                _rate(rates),
                 _rate(eager),
-                _ratio(rate, eager),
+                _ratio(rates, eager),
                 _rate(compiled),
-                _ratio(rate, compiled),
+                _ratio(rates, compiled),
             )
 
 
@@ -68,9 +69,17 @@ def _error(value: float) -> str:
     return f"{value:.1g}" if value else "0"
 
 
-def _rate(value: float | None) -> str:
-    return "—" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+def _rate(rates: Sequence[float]) -> str:
+    """The median."""
+    if not rates:
+        return "—"
+    value = median(rates)
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _ratio(over: float | None, under: float | None) -> str:
-    return "—" if over is None or under is None else f"{over / under:.2f}"
+def _ratio(over: Sequence[float], under: Sequence[float]) -> str:
+    """Of the two in each round: the median, the lowest and the highest."""
+    if not under:
+        return "—"
+    ratios = [one / other for one, other in zip(over, under, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

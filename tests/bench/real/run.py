@@ -1,7 +1,7 @@
 """Exports the real models, serves them, and writes the tables of docs/models.md.
 
-Every model is exported in a process of its own, all are served by one tritonserver, and what they are compared with runs in a
-process of its own, too, while the server idles.
+Every model is exported in a process of its own, all are served by one tritonserver, and what they are compared with runs in
+processes of its own, too. These take turns, several times, so that what else the machine does falls on all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
+from typing import Self
 
 import tritonclient.grpc
 
@@ -44,17 +45,16 @@ IN_FLIGHT = {False: 8, True: 2}
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 when everything could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.real", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement (%(default)s)")
-    parser.add_argument(
-        "--quick", action="store_true", help="short measurements, and the page stays as it is"
-    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="two short rounds, and the page stays as it is")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     options = parser.parse_args(argv)
     WORK.mkdir(parents=True, exist_ok=True)
     cases = [CASES[name] for name in options.only]
     before = machine()
     try:
-        lines = measure(cases, 0.5 if options.quick else options.seconds)
+        lines = measure(cases, *(2, 0.5) if options.quick else (options.rounds, options.seconds))
     except (BenchFailed, ServerFailed, InstallError, RuntimeError) as error:
         print(f"models: {error}", file=sys.stderr)
         return 1
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(cases: Sequence[Case], seconds: float) -> list[Line]:
-    """All figures of these models."""
+def measure(cases: Sequence[Case], rounds: int, seconds: float) -> list[Line]:
+    """All figures of these models; each rate `rounds` times, for so many seconds."""
     exports = {}
     for case in cases:
         exports[case.model] = float(_ask("tests.bench.real.exporting", case.model, str(FOLDER)))
@@ -78,10 +78,8 @@ def measure(cases: Sequence[Case], seconds: float) -> list[Line]:
     lines = []
     with served("models", generate("models-gen", bundles), has_runtime=True) as side:
         for case in cases:
-            sizes = (1, case.most)
-            rates: Rates = {rows: throughput(side.server.grpc_url, case, rows, seconds) for rows in sizes}
-            eager, compiled = (direct(how, case.model, sizes, seconds) for how in ("eager", "compiled"))
-            say(f"{case.title}: served {rates}, eager {eager}, compiled {compiled}")
+            served_rates, eager, compiled = rates(side.server.grpc_url, case, rounds, seconds)
+            say(f"{case.title}: served {served_rates}, eager {eager}, compiled {compiled}")
             lines.append(
                 Line(
                     case.title,
@@ -90,7 +88,7 @@ def measure(cases: Sequence[Case], seconds: float) -> list[Line]:
                     exports[case.model],
                     sum(file.stat().st_size for name in case.bundles for file in (FOLDER / name).iterdir()),
                     errors(case),
-                    rates,
+                    served_rates,
                     eager,
                     compiled,
                 )
@@ -109,6 +107,24 @@ def errors(case: Case) -> dict[int, float]:
             size = int(module.rpartition(".b")[2])
             found[size] = max(found.get(size, 0.0), error)
     return found
+
+
+def rates(url: str, case: Case, rounds: int, seconds: float) -> tuple[Rates, Rates, Rates]:
+    """Through Triton, in eager PyTorch, and compiled but not served."""
+    sizes = (1, case.most)
+    with Direct("eager", case.model, sizes) as eager, Direct("compiled", case.model, sizes) as compiled:
+        found: list[dict[int, list[float]]] = [{}, {}, {}]
+        for _ in range(rounds):
+            for rows in sizes:
+                took = (
+                    throughput(url, case, rows, seconds),
+                    eager.rate(rows, seconds),
+                    compiled.rate(rows, seconds),
+                )
+                for each, rate in zip(found, took, strict=True):
+                    if rate is not None:
+                        each.setdefault(rows, []).append(rate)
+    return found[0], found[1], found[2]
 
 
 def throughput(url: str, case: Case, rows: int, seconds: float) -> float:
@@ -139,10 +155,41 @@ def _infer(client: tritonclient.grpc.InferenceServerClient, model: str, request:
     client.infer(model, tensors(tritonclient.grpc, request))
 
 
-def direct(how: str, model: str, sizes: Sequence[int], seconds: float) -> Rates:
-    """Rows per second without a server, by rows in a call."""
-    said = _ask("tests.bench.real.direct", how, model, str(FOLDER), str(seconds), *map(str, sizes)).split()
-    return dict(zip(sizes, map(float, said), strict=True)) if said else {}
+class Direct:
+    """`tests.bench.real.direct` in a process, for the length of a block."""
+
+    def __init__(self, how: str, model: str, sizes: Sequence[int]) -> None:
+        self._name = f"{how} {model}"
+        self._log = WORK / f"models-{how}.log"
+        command = [sys.executable, "-m", "tests.bench.real.direct", how, model, str(FOLDER), *map(str, sizes)]
+        with self._log.open("w") as log:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe, stderr=log
+            )
+
+    def __enter__(self) -> Self:
+        self._there = set(map(int, self._line().split()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()  # the end of its input is its end
+
+    def rate(self, rows: int, seconds: float) -> float | None:
+        """Rows per second; None where there is no such thing. Raises BenchFailed."""
+        if rows not in self._there:
+            return None
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{rows} {seconds}\n")
+        self._process.stdin.flush()
+        return float(self._line())
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchFailed(f"{self._name} ended:\n{self._log.read_text()}")
+        return line
 
 
 def _ask(module: str, *arguments: str) -> str:

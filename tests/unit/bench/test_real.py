@@ -16,9 +16,9 @@ LINE = Line(
     export_seconds=12.34,
     bundle_bytes=1_500_000,
     errors={32: 1.23e-6, 1: 0.0},
-    served={32: 1500.0, 1: 120.0},
-    eager={1: 60.0},
-    compiled={1: 240.0, 32: 3000.0},
+    served={32: [1500.0, 1400.0, 1600.0], 1: [120.0, 30.0, 200.0]},
+    eager={1: [60.0, 10.0, 200.0]},
+    compiled={1: [240.0, 240.0, 240.0], 32: [3000.0, 2800.0, 3200.0]},
 )
 
 
@@ -29,10 +29,10 @@ def test_a_model_has_a_line_of_what_its_export_costs() -> None:
 
 
 def test_a_model_has_a_line_for_each_size_of_request() -> None:
-    """Ratios of Triton to what is beside it, and a dash where there is nothing."""
+    """Medians of the rounds; ratios of Triton to what was beside it in the same round; a dash where there is nothing."""
     _, one, many = served([replace(LINE, title="unet (2 bundles)")])
-    assert one == ("`unet`", "1 image", "120", "60", "2.00", "240", "0.50")
-    assert many == ("`unet`", "32 images", "1,500", "—", "—", "3,000", "0.50")
+    assert one == ("`unet`", "1 image", "120", "60", "2.00 (1.00 to 3.00)", "240", "0.50 (0.12 to 0.83)")
+    assert many == ("`unet`", "32 images", "1,500", "—", "—", "3,000", "0.50 (0.50 to 0.50)")
 
 
 def test_every_case_is_an_example_and_its_requests_have_their_rows() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from rsrv.logs import fields
-from rsrv.stub.complaints import Complaints
+from rsrv.stub.endings import Endings, blame
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
@@ -25,7 +25,6 @@ from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import id_of, read_parameters, read_terms
-from rsrv.stub.tracing import end_request, end_unserved
 from rsrv.wire.frames import ProtocolError, Status, request_tag
 from rsrv.wire.socket import Closed
 
@@ -71,7 +70,7 @@ class Engine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
-        self._complaints = Complaints()
+        self._endings = Endings(self.meters, responses)
         self._farewell = Farewell(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
@@ -130,11 +129,8 @@ class Engine:
         """Triton's entry: a list of responses, or None when they come later."""
         now, link = time.perf_counter(), self._session.link
         if link is None:
-            down = self._session.down
-            if self._traced:
-                for request in requests:
-                    end_unserved(self.meters.spans, request, self._link.key, now, Status.RUNTIME_DOWN, down)
-            return self._end(requests, now, Status.RUNTIME_DOWN, down)
+            key = self._link.key if self._traced else None
+            return self._endings.turned_away(requests, now, Status.RUNTIME_DOWN, self._session.down, key)
         if link is not self._link:
             self._switch(link)
         try:
@@ -143,20 +139,13 @@ class Engine:
         except Exception:  # noqa: BLE001 - logged by _say_failed
             _say_failed(requests)
             self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
-            return self._end(requests, now, Status.INTERNAL, _OUR_FAULT)
+            return self._endings.turned_away(requests, now, Status.INTERNAL, _OUR_FAULT)
         try:
             self._answer_later(link, requests)
         except Exception:  # noqa: BLE001 - logged by _say_failed
             # Those that have no answer yet get it when their replies are dropped.
             _say_failed(requests)
         return None
-
-    def _end(self, requests: list[Any], since: float, status: Status, text: str) -> list[Any]:
-        """The responses of requests that came at `since` and get no further."""
-        for request in requests:
-            self.meters.answered(status, since)
-            self._complaints.ended(status, text, id_of(request))
-        return [self._responses.failure(status, text) for _ in requests]
 
     def _soon(self, link: Link, count: int) -> bool:
         """Whether to wait inside execute(): the executions take at most stub.in_place_ms and start before long.
@@ -280,8 +269,8 @@ class Engine:
                 job.deadline_ns, job.priority, job.run = read_terms(job.request, parameters, now_ns, unix_ns)
                 if self._internal and not job.run:
                     raise Failure(Status.NOT_FOUND, _INTERNAL)
-            except Exception as error:  # noqa: BLE001 - logged by _blame
-                _blame(job, error)
+            except Exception as error:  # noqa: BLE001 - logged by blame
+                blame(job, error)
         return jobs
 
     def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:
@@ -293,8 +282,8 @@ class Engine:
                 continue
             try:
                 nbytes += self._resolve_job(job, nbytes)
-            except Exception as error:  # noqa: BLE001 - logged by _blame
-                _blame(job, error)
+            except Exception as error:  # noqa: BLE001 - logged by blame
+                blame(job, error)
             else:
                 resolved.append(job)
         if not resolved:
@@ -334,7 +323,7 @@ class Engine:
             self._learn(job.execute_ns)
         try:
             response = self._responses.answer(self._outputs_of(job))
-            self._ended(job, Status.OK)
+            self._endings.ended(job, self._link.key, Status.OK)
             return response
         except Failure as failure:
             return self._failed(job, failure)
@@ -345,16 +334,7 @@ class Engine:
             return self._failed(job, Failure(Status.INTERNAL, why))
 
     def _failed(self, job: Job, failure: Failure) -> Any:
-        self._ended(job, failure.status, failure.text)
-        self._complaints.ended(failure.status, failure.text, id_of(job.request))
-        return self._responses.failure(failure.status, failure.text, sub_call=job.run != 0)
-
-    def _ended(self, job: Job, status: Status, text: str = "") -> None:
-        self.meters.answered(status, job.since)
-        if job.trace is not None:
-            rows = {} if job.plan is None else {"rsrv.rows": job.plan.rows}
-            who = id_of(job.request)
-            end_request(job.trace, self._link.key, job.since, status, text, who, rows)
+        return self._endings.failed(job, self._link.key, failure.status, failure.text, sub_call=job.run != 0)
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.plan is not None
@@ -389,14 +369,3 @@ def _mark(lane: Lane, jobs: Sequence[Job]) -> None:
     marks = [job.trace.mark(job.id) for job in jobs if job.trace is not None]
     if marks:
         lane.mark(marks)
-
-
-def _blame(job: Job, error: Exception) -> None:
-    """A job fails for what was raised. To be called while that is handled."""
-    if isinstance(error, Failure):
-        # Without the exception itself: its traceback would keep the whole batch alive.
-        job.fail(error.status, error.text)
-    else:
-        who = id_of(job.request)
-        log.exception("request %r: preparing failed", who, extra=fields(request=who))
-        job.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")

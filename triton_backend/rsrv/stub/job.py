@@ -1,6 +1,6 @@
 """One request on its way through the stub."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ class Job:
         that finds no room is missed by its caller for as long as a call through Triton may take.
         """
         return self.plan.output_bytes if self.plan and not self.run else 0
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """What its span tells of it."""
+        return {} if self.plan is None else {"rsrv.rows": self.plan.rows}
 
     def release(self) -> None:
         """It is answered: its memory serves others."""

@@ -18,8 +18,8 @@ import numpy as np
 from rsrv.logs import fields
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
-from rsrv.stub.complaints import Complaints
 from rsrv.stub.direct import DirectRun
+from rsrv.stub.endings import Endings, blame
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
@@ -33,7 +33,6 @@ from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.terms import id_of, read_parameters, read_terms
-from rsrv.stub.tracing import end_request, end_unserved
 from rsrv.stub.triton import ThroughTriton
 from rsrv.stub.visit import Visit
 from rsrv.wire.calls import Leaving
@@ -75,7 +74,7 @@ class MetaEngine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
-        self._complaints = Complaints()
+        self._endings = Endings(self.meters, responses)
         self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
@@ -138,13 +137,9 @@ class MetaEngine:
         """Triton's entry: a list of responses, or None when they come later."""
         link = self._session.link
         if link is None:
-            now, down, last = time.perf_counter(), self._session.down, self._link
-            for request in requests:
-                if last is not None and last.settings["traces"]["enabled"]:
-                    end_unserved(self.meters.spans, request, last.key, now, Status.RUNTIME_DOWN, down)
-                self.meters.answered(Status.RUNTIME_DOWN, now)
-                self._complaints.ended(Status.RUNTIME_DOWN, down, id_of(request))
-            return [self._responses.failure(Status.RUNTIME_DOWN, down) for _ in requests]
+            now, last = time.perf_counter(), self._link
+            key = last.key if last is not None and last.settings["traces"]["enabled"] else None
+            return self._endings.turned_away(requests, now, Status.RUNTIME_DOWN, self._session.down, key)
         visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
@@ -172,12 +167,8 @@ class MetaEngine:
             visit.deadline_ns, visit.priority, _ = read_terms(
                 request, parameters, time.monotonic_ns(), time.time_ns()
             )
-        except Failure as failure:
-            visit.fail(failure.status, failure.text)
-        except Exception:
-            who = id_of(request)
-            log.exception("request %r: preparing failed", who, extra=fields(request=who))
-            visit.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
+        except Exception as error:  # noqa: BLE001 - logged by blame
+            blame(visit, error)
         return visit
 
     def _divide(self, visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
@@ -248,22 +239,14 @@ class MetaEngine:
 
     def _end(self, visit: Visit, status: Status, text: str) -> Any:
         """The response of a request that fails."""
-        self._ended(visit, status, text)
-        self._complaints.ended(status, text, id_of(visit.request))
-        return self._responses.failure(status, text)
-
-    def _ended(self, visit: Visit, status: Status, text: str = "") -> None:
-        self.meters.answered(status, visit.since)
-        if visit.trace is not None:
-            who = id_of(visit.request)
-            end_request(visit.trace, visit.link.key, visit.since, status, text, who, {})
+        return self._endings.failed(visit, visit.link.key, status, text)
 
     def _serve(self, visit: Visit) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
             response = self._responses.answer(self._answer(visit))
-            self._ended(visit, Status.OK)
+            self._endings.ended(visit, visit.link.key, Status.OK)
             return response
         except Failure as failure:
             return self._end(visit, failure.status, failure.text)

@@ -4,9 +4,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rsrv.stub.endpoint import Array
 from rsrv.stub.lane import Lane
@@ -43,6 +43,9 @@ class Visit:
     #: where execute() waits for it
     inbox: queue.SimpleQueue["Visit"] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    #: its span tells no more of it than those of all requests
+    attributes: ClassVar[Mapping[str, int]] = {}
 
     @property
     def tag(self) -> int:

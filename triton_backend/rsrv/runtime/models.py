@@ -162,7 +162,7 @@ def build(
     # Last: nobody would close them after a failure.
     weights = host.open(bundle, keep=of_model.residency == "system")
     program = Program(
-        model=model_key(name, bundle),
+        model=own["version"],
         name=name,
         costs=dict.fromkeys(executables, _UNKNOWN_COST),
         coalesce=coalesces(bundle),
@@ -171,17 +171,18 @@ def build(
         tensors=weights.distinct,
         **terms(settings, name),
     )
+    took = time.perf_counter() - started
     log.info(
         "%s: built in %.2f s (compiling %.2f s), %d bytes of weights, %d of scratch",
         name,
-        time.perf_counter() - started,
+        took,
         compiled,
         weights.nbytes,
         scratch,
         extra=fields(
             **own,
             event="built",
-            seconds=round(time.perf_counter() - started, 6),
+            seconds=round(took, 6),
             compile_seconds=round(compiled, 6),
             bytes=weights.nbytes,
             scratch_bytes=scratch,
@@ -236,15 +237,16 @@ def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tu
                 seconds.append(run(device, executable, weights, inputs)[1])
         costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
     _smooth(costs)
+    took = time.perf_counter() - started
     log.info(
         "%s: warmed up in %.2f s, costs %s",
         model.name,
-        time.perf_counter() - started,
+        took,
         {f"{v}/{s}": f"{c * 1e6:.0f}us" for (v, s), c in costs.items()},
         extra=about(
             model,
             event="warmed_up",
-            seconds=round(time.perf_counter() - started, 6),
+            seconds=round(took, 6),
             costs={f"{v}/{s}": round(c, 9) for (v, s), c in costs.items()},
         ),
     )

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.stub.complaints import Complaints
-from rsrv.stub.terms import id_of
+from rsrv.stub.request import Now, Request
 from rsrv.wire.frames import Status
+from tests.fakes import FakeRequest
 
 
 @pytest.fixture
@@ -323,21 +324,50 @@ def test_from_where_it_serves_nobody_waits_for_the_log(
 @pytest.mark.parametrize("status", [Status.INTERNAL, Status.INVALID])
 def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.LogCaptureFixture) -> None:
     """An id and a text of a client's may be as long as its request: what is said of them has a length."""
+    request = Request(FakeRequest({}, id="i" * 10_000_000), Now.read())
     with caplog.at_level(logging.INFO, "rsrv.stub"):
-        Complaints().ended(status, "t" * 1_000_000, id_of(Requested("i" * 10_000_000)))
+        Complaints().ended(status, "t" * 1_000_000, request.id)
     (record,) = caplog.records
     assert len(record.getMessage()) < 1000
     assert len(record.__dict__["fields"]["request"]) < 250
 
 
-class Requested:
-    """Triton's request, as far as its id goes."""
+def test_lines_about_single_requests_are_limited_by_their_message(root: logging.Logger) -> None:
+    """A client that makes every request fail gets a few lines a second; other lines stay, and the count of the rest."""
+    now = [100.0]
+    limit = logs.LineLimit(logs.Throttle(2, lambda: now[0]))
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(limit)
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    log = logging.getLogger("rsrv.test")
 
-    def __init__(self, id: str) -> None:
-        self._id = id
+    for number in range(5):
+        log.error("request %r failed", number, extra=logs.of_request(str(number)))
+        log.error("request %r is odd: %s", number, "100 %", extra=logs.of_request(""))
+    log.error("another line")
+    log.error("another line")
+    now[0] += 1
+    log.error("request %r failed", 5, extra=logs.of_request("5"))
 
-    def request_id(self) -> str:
-        return self._id
+    assert stream.getvalue().splitlines() == [
+        "request 0 failed",
+        "request 0 is odd: 100 %",
+        "request 1 failed",
+        "request 1 is odd: 100 %",
+        "another line",
+        "another line",
+        "request 5 failed (3 more since the last such line)",
+    ]
+
+
+def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logger) -> None:
+    """Also after the settings are known."""
+    for aside in (False, True):
+        logs.setup(aside=aside)
+        (handler,) = [one for one in root.handlers if one.name == "rsrv"]
+        assert [type(one) for one in handler.filters] == [logs.LineLimit]
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,9 @@ def test_one_that_ends_is_started_again_later_and_later(
         steer(python("raise SystemExit(7)"), tmp_path, rests, clock=lambda: 0.0)
 
     assert rests.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert caplog.messages[0] == "the control process ended with status 7; starting it again in 1 s"
+    # Sessions of earlier tests may still look for their runtimes, and say so.
+    told = [one.getMessage() for one in caplog.records if one.name == "rsrv.runtime"]
+    assert told[0] == "the control process ended with status 7; starting it again in 1 s"
 
 
 def test_one_that_lived_long_is_started_again_soon(tmp_path: Path) -> None:

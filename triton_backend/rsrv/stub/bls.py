@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rsrv.logs import TEXT, fields, shorten
+from rsrv.logs import TEXT, of_request, shorten
 from rsrv.stub.replies import Failure, untag
+from rsrv.stub.request import RUN
 from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors
-from rsrv.stub.terms import RUN, TRACEPARENT
+from rsrv.stub.tracing import TRACEPARENT
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -377,4 +378,4 @@ def _closed() -> Failure:
 
 def _about(call: _Call) -> dict[str, Any]:
     """For `extra` of a line of the log."""
-    return fields(request=call.who, calls=call.model)
+    return of_request(call.who, calls=call.model)

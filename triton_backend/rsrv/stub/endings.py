@@ -1,72 +1,57 @@
 """How requests end, of every kind of model: counted, told in their traces, and in the log where there was no answer."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from rsrv.logs import fields
+from rsrv.logs import of_request
 from rsrv.stub.complaints import Complaints
 from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Responses
-from rsrv.stub.terms import id_of
-from rsrv.stub.tracing import Trace, end_request, end_unserved
+from rsrv.stub.request import Request
+from rsrv.stub.tracing import Spans, end_request
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
 
-
-class Ending(Protocol):
-    """A request that has come."""
-
-    request: Any
-    since: float  # when it came, of time.perf_counter
-    trace: Trace | None
-
-    def fail(self, status: Status, text: str) -> None: ...
-
-    @property
-    def attributes(self) -> Mapping[str, str | int | float]:
-        """What its span tells of it."""
+_NONE: Mapping[str, int] = {}
 
 
 class Endings:
-    """For any thread. `key`: the model's, NAME@VERSION, for traces."""
+    """For any thread."""
 
     def __init__(self, meters: Meters, responses: Responses) -> None:
         self._meters = meters
         self._responses = responses
         self._complaints = Complaints()
+        self._key = ""
+        #: where spans of requests go; None: no request is traced
+        self.spans: Spans | None = None
 
-    def ended(self, one: Ending, key: str, status: Status, text: str = "") -> None:
-        """It has its answer, or `text` is why not."""
-        self._meters.answered(status, one.since)
-        if one.trace is not None:
-            end_request(one.trace, key, one.since, status, text, id_of(one.request), one.attributes)
+    def serve(self, key: str, *, traced: bool) -> None:
+        """The requests that come from now on are those of the model `key`, NAME@VERSION."""
+        self._key, self.spans = key, self._meters.spans if traced else None
 
-    def failed(self, one: Ending, key: str, status: Status, text: str, *, sub_call: bool = False) -> Any:
-        """Its response; `sub_call` as `Responses.failure` has it."""
-        self.ended(one, key, status, text)
-        self._complaints.ended(status, text, id_of(one.request))
-        return self._responses.failure(status, text, sub_call=sub_call)
+    def ended(
+        self, request: Request, status: Status, text: str = "", attributes: Mapping[str, int] = _NONE
+    ) -> None:
+        """The request has its answer, or `text` is why not. `attributes` are those of its span."""
+        self._meters.answered(status, request.since)
+        if request.trace is not None:
+            end_request(request.trace, self._key, request.since, status, text, request.id, attributes)
 
-    def turned_away(
-        self, requests: Sequence[Any], since: float, status: Status, text: str, key: str | None = None
-    ) -> list[Any]:
-        """The responses of requests that came at `since` and get no further. `key`: None if they are not in traces."""
-        for request in requests:
-            if key is not None:
-                end_unserved(self._meters.spans, request, key, since, status, text)
-            self._meters.answered(status, since)
-            self._complaints.ended(status, text, id_of(request))
-        return [self._responses.failure(status, text) for _ in requests]
+    def failed(self, request: Request, failure: Failure, attributes: Mapping[str, int] = _NONE) -> Any:
+        """Return the response of a request that ends with `failure`."""
+        self.ended(request, failure.status, failure.text, attributes)
+        self._complaints.ended(failure.status, failure.text, request.id)
+        return self._responses.failure(failure.status, failure.text, sub_call=request.terms.run != 0)
 
 
-def blame(one: Ending, error: Exception) -> None:
-    """It fails for what was raised when it was prepared. To be called while that is handled."""
+def blame(request: Request, error: Exception) -> None:
+    """Have the request fail for what was raised when it was prepared. Call this while `error` is handled."""
     if isinstance(error, Failure):
-        # Without the exception itself: its traceback would keep the whole batch alive.
-        one.fail(error.status, error.text)
+        request.failure = error.anew()
     else:
-        who = id_of(one.request)
-        log.exception("request %r: preparing failed", who, extra=fields(request=who))
-        one.fail(Status.INTERNAL, "the request could not be prepared; the server's log says why")
+        log.exception("request %r: preparing failed", request.id, extra=of_request(request.id))
+        text = "the request could not be prepared; the server's log says why"
+        request.failure = Failure(Status.INTERNAL, text)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.hooks import BadInput
-from rsrv.logs import fields, shorten
+from rsrv.logs import of_request, shorten
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
@@ -137,11 +137,14 @@ class Endpoint:
 
 
 def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor]) -> dict[str, Array]:
-    """A Triton request's tensors by name; valid while the request is held."""
+    """A Triton request's tensors by name; valid while the request is held. Raises Failure."""
     arrays = {}
     for tensor in request.inputs():
-        name = tensor.name()
-        wire = wires[name]
+        try:
+            name = tensor.name()
+            wire = wires[name]
+        except (UnicodeDecodeError, KeyError):
+            raise Failure(Status.INVALID, "the request has an input that the model does not have") from None
         array = tensors.read(tensor, wire.dtype)
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
@@ -181,7 +184,7 @@ def check_results(
 
 def hook_failed(hook: str, why: str, who: str) -> Failure:
     """What the client of the request `who` hears of a hook's fault; the log says why."""
-    log.error("request %r: model.py: %s: %s", who, hook, why, extra=fields(request=who, hook=hook))
+    log.error("request %r: model.py: %s: %s", who, hook, why, extra=of_request(who, hook=hook))
     return Failure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
 
 
@@ -209,10 +212,10 @@ def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> 
             who,
             name,
             error,
-            extra=fields(request=who, hook=name),
+            extra=of_request(who, hook=name),
         )
         return Failure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
-    log.exception("request %r: model.py: %s raised", who, name, extra=fields(request=who, hook=name))
+    log.exception("request %r: model.py: %s raised", who, name, extra=of_request(who, hook=name))
     return Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")
 
 

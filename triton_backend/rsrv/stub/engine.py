@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rsrv.logs import fields
+from rsrv.logs import of_request
 from rsrv.stub.endings import Endings, blame
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
+from rsrv.stub.execute import Entry
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
@@ -22,10 +23,10 @@ from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
 from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.request import Request
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.terms import id_of, read_parameters, read_terms
-from rsrv.wire.frames import ProtocolError, Status, request_tag
+from rsrv.wire.frames import ProtocolError, Status
 from rsrv.wire.socket import Closed
 
 log = logging.getLogger("rsrv.stub")
@@ -41,9 +42,6 @@ _QUEUE_FACTOR = 5
 _RISE = 0.01
 #: bytes of the direct lane's memory: the least, and how much of it stays after a large batch
 _LEAST, _KEEP = 64 << 10, 16 << 20
-#: requests of a batch that a line of the log names
-_MOST_NAMED = 16
-_OUR_FAULT = "the request could not be handled; the server's log says why"
 _INTERNAL = "this model is a part of meta models and not served by itself; `public: true` in its manifest changes that"
 
 
@@ -87,6 +85,7 @@ class Engine:
             link.settings["stub"]["sender_threads"],
             self._farewell,
         )
+        self._entry = Entry(self._answer, self._endings, self._later.reply, self._farewell)
         session.on_link = self._later.watch
         self._later.watch(link)
         self._switch(link)
@@ -96,7 +95,7 @@ class Engine:
         if self._direct is not None:
             self._direct.close()
         self._link, self._direct, self._slab = link, link.direct, None
-        self._traced = link.settings["traces"]["enabled"]
+        self._endings.serve(link.key, traced=link.settings["traces"]["enabled"])
         (model,) = link.models
         self._largest = model.interface.variants[0].sizes[-1]
         self._endpoint = endpoint = Endpoint(
@@ -126,25 +125,24 @@ class Engine:
     # --- execute ------------------------------------------------------------------------------------------
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        """Triton's entry: a list of responses, or None when they come later."""
-        now, link = time.perf_counter(), self._session.link
+        """As `Entry.execute`."""
+        return self._entry.execute(requests)
+
+    def _answer(self, requests: list[Request]) -> list[Any] | None:
+        """As `execute.Answer`."""
+        link = self._session.link
         if link is None:
-            key = self._link.key if self._traced else None
-            return self._endings.turned_away(requests, now, Status.RUNTIME_DOWN, self._session.down, key)
+            down = Failure(Status.RUNTIME_DOWN, self._session.down)
+            return [self._endings.failed(request, request.failure or down) for request in requests]
         if link is not self._link:
             self._switch(link)
-        try:
-            if self._direct is link.direct and self._soon(link, len(requests)):
+        if self._direct is link.direct and self._soon(link, len(requests)):
+            try:
                 return self._in_place(link, link.direct, requests)
-        except Exception:  # noqa: BLE001 - logged by _say_failed
-            _say_failed(requests)
-            self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
-            return self._endings.turned_away(requests, now, Status.INTERNAL, _OUR_FAULT)
-        try:
-            self._answer_later(link, requests)
-        except Exception:  # noqa: BLE001 - logged by _say_failed
-            # Those that have no answer yet get it when their replies are dropped.
-            _say_failed(requests)
+            except BaseException:
+                self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
+                raise
+        self._answer_later(link, requests)
         return None
 
     def _soon(self, link: Link, count: int) -> bool:
@@ -171,12 +169,11 @@ class Engine:
         else:
             self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
-    def _in_place(self, link: Link, lane: Lane, requests: list[Any]) -> list[Any] | None:
+    def _in_place(self, link: Link, lane: Lane, requests: list[Request]) -> list[Any] | None:
         jobs = self._receive(lane, requests)
         placed = self._place_all(jobs, lane, self._take_direct)
         waiting = {job.id: job for job in placed}
-        if self._traced:
-            _mark(lane, placed)
+        _mark(lane, placed)
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
@@ -220,7 +217,7 @@ class Engine:
         """It takes longer than predicted: let execute() return, and the lane and its memory with it."""
         self._direct = self._slab = None
         for job in jobs:
-            job.reply = self._later.reply(job.request, job.deadline_ns)
+            self._later.reply(job.request)
 
         def idle() -> None:
             if self._link is link:
@@ -231,11 +228,12 @@ class Engine:
             if job.id not in waiting:
                 self._later.finish(job)
 
-    def _answer_later(self, link: Link, requests: list[Any]) -> None:
+    def _answer_later(self, link: Link, requests: list[Request]) -> None:
         jobs = self._receive(link.later, requests)
         now = time.monotonic()
         for job in jobs:
-            job.reply, job.checked = self._later.reply(job.request, job.deadline_ns), now
+            self._later.reply(job.request)
+            job.checked = now
         if self._endpoint.preprocess_seconds * len(jobs) < _SLOW_HOOK:
             self._submit_later(link, jobs)
             return
@@ -248,42 +246,31 @@ class Engine:
         for job in jobs:
             if job.id not in waiting:
                 self._later.finish(job)
-        if self._traced:
-            _mark(link.later, placed)
+        _mark(link.later, placed)
         self._later.submit(link, placed)
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _receive(self, lane: Lane, requests: list[Any]) -> list[Job]:
-        """Jobs for all requests, with what these ask for, or how they fail."""
-        jobs = [
-            Job(id, request, lane) for id, request in zip(lane.next_ids(len(requests)), requests, strict=True)
-        ]
-        now_ns, unix_ns, now = time.monotonic_ns(), time.time_ns(), time.perf_counter()
-        for job in jobs:
-            job.since = now
-            try:
-                parameters = read_parameters(job.request)
-                if self._traced:
-                    job.trace = self.meters.spans.begin(job.request, parameters)
-                job.deadline_ns, job.priority, job.run = read_terms(job.request, parameters, now_ns, unix_ns)
-                if self._internal and not job.run:
-                    raise Failure(Status.NOT_FOUND, _INTERNAL)
-            except Exception as error:  # noqa: BLE001 - logged by blame
-                blame(job, error)
-        return jobs
+    def _receive(self, lane: Lane, requests: list[Request]) -> list[Job]:
+        """Return jobs for all requests; some of these have failed."""
+        if self._internal:
+            for request in requests:
+                if request.failure is None and not request.terms.run:
+                    request.failure = Failure(Status.NOT_FOUND, _INTERNAL)
+        ids = lane.next_ids(len(requests))
+        return [Job(id, request, lane) for id, request in zip(ids, requests, strict=True)]
 
     def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:
         """Those of the jobs that need the device, with a place in shared memory; others may fail."""
         resolved: list[Job] = []
         nbytes = 0
         for job in jobs:
-            if job.failure is not None:
+            if job.request.failure is not None:
                 continue
             try:
                 nbytes += self._resolve_job(job, nbytes)
             except Exception as error:  # noqa: BLE001 - logged by blame
-                blame(job, error)
+                blame(job.request, error)
             else:
                 resolved.append(job)
         if not resolved:
@@ -291,7 +278,7 @@ class Engine:
         try:
             slab = take(lane, nbytes, len(resolved))
         except OSError:
-            log.exception("no memory for %d bytes of requests", nbytes)
+            log.exception("no memory for %d bytes of requests", nbytes, extra=of_request(""))
             for job in resolved:
                 job.fail(Status.QUEUE_FULL, "the server has no memory for this request; try again later")
             return []
@@ -301,13 +288,13 @@ class Engine:
 
     def _resolve_job(self, job: Job, at: int) -> int:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
-        if job.reply is not None and job.reply.sent:
+        request = job.request
+        if request.reply is not None and request.reply.sent:
             raise Failure(Status.DEADLINE, LATE)  # nobody needs what the hook would do
-        arrays = read_inputs(self._tensors, job.request, self._link.inputs)
+        arrays = read_inputs(self._tensors, request.triton, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
-        job.tag, who = request_tag(job.request.request_id()), id_of(job.request)
-        job.inputs, plan = self._endpoint.prepare(arrays, who, job.trace)
+        job.inputs, plan = self._endpoint.prepare(arrays, request.id, request.trace)
         job.plan = plan
         job.inputs_at = at
         job.outputs_at = at + plan.input_bytes
@@ -315,26 +302,23 @@ class Engine:
 
     def _respond(self, job: Job) -> Any:
         """The response of a job whose outcome is known; never raises."""
-        if job.failure is None and job.reply is not None and job.reply.sent:
+        request = job.request
+        if request.failure is None and request.reply is not None and request.reply.sent:
             job.fail(Status.DEADLINE, LATE)
-        if job.failure is not None:
-            return self._failed(job, job.failure)
+        if request.failure is not None:
+            return self._endings.failed(request, request.failure, job.attributes)
         if job.execute_ns:
             self._learn(job.execute_ns)
         try:
             response = self._responses.answer(self._outputs_of(job))
-            self._endings.ended(job, self._link.key, Status.OK)
+            self._endings.ended(request, Status.OK, attributes=job.attributes)
             return response
         except Failure as failure:
-            return self._failed(job, failure)
+            return self._endings.failed(request, failure, job.attributes)
         except Exception:
-            who = id_of(job.request)
-            log.exception("request %r: answering failed", who, extra=fields(request=who))
-            why = "the answer could not be made; the server's log says why"
-            return self._failed(job, Failure(Status.INTERNAL, why))
-
-    def _failed(self, job: Job, failure: Failure) -> Any:
-        return self._endings.failed(job, self._link.key, failure.status, failure.text, sub_call=job.run != 0)
+            log.exception("request %r: answering failed", request.id, extra=of_request(request.id))
+            why = Failure(Status.INTERNAL, "the answer could not be made; the server's log says why")
+            return self._endings.failed(request, why, job.attributes)
 
     def _outputs_of(self, job: Job) -> list[Any]:
         assert job.plan is not None
@@ -343,8 +327,8 @@ class Engine:
             spec.name: job.slab.view(job.outputs_at + offset, spec, job.plan.rows)
             for spec, offset in job.plan.outputs
         }
-        who = id_of(job.request)
-        results = self._endpoint.results(arrays, who, job.trace)
+        who = job.request.id
+        results = self._endpoint.results(arrays, who, job.request.trace)
         rows = job.client_rows if self._batched else None
         checked = check_results(results, self._outputs, rows, "postprocess", who)
         return [
@@ -353,19 +337,8 @@ class Engine:
         ]
 
 
-def _say_failed(requests: list[Any]) -> None:
-    """To be called while the exception is handled."""
-    named = [who for request in requests if (who := id_of(request))][:_MOST_NAMED]
-    log.exception(
-        "a batch of %d requests failed: %s",
-        len(requests),
-        ", ".join(map(repr, named)),
-        extra=fields(requests=named),
-    )
-
-
 def _mark(lane: Lane, jobs: Sequence[Job]) -> None:
     """Tell the runtime which of the jobs that come next are traced."""
-    marks = [job.trace.mark(job.id) for job in jobs if job.trace is not None]
+    marks = [job.request.trace.mark(job.id) for job in jobs if job.request.trace is not None]
     if marks:
         lane.mark(marks)

@@ -5,23 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rsrv.stub.lane import Array, Lane, Slab
-from rsrv.stub.replies import Failure, Reply
+from rsrv.stub.replies import Failure
+from rsrv.stub.request import Request
 from rsrv.stub.shapes import Plan
-from rsrv.stub.tracing import Trace
 from rsrv.wire.frames import Completion, Status, Submission
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     id: int  # unique on its lane
-    request: Any
+    request: Request
     lane: Lane
-    since: float = 0.0  # when it came, of time.perf_counter
-    deadline_ns: int = 0  # CLOCK_MONOTONIC, 0: none
-    priority: int = 0
-    run: int = 0  # token of the meta model's run that it belongs to
-    tag: int = 0  # stands for its client's id
-    trace: Trace | None = None  # if it is traced
     #: what the request asks for, once its shapes are known
     inputs: Sequence[Array] = ()
     plan: Plan | None = None
@@ -31,10 +25,7 @@ class Job:
     inputs_at: int = 0
     outputs_at: int = 0
     execute_ns: int = 0  # of the execution it was part of
-    failure: Failure | None = None
     response: Any = None  # if it was made before the rest of its batch was done
-    #: set when the answer will be sent after execute() returned
-    reply: Reply | None = None
     checked: float = 0.0  # when its client was last asked after
     cancelling: bool = False
 
@@ -52,18 +43,18 @@ class Job:
         for (spec, offset), array in zip(plan.inputs, self.inputs, strict=True):
             slab.view(self.inputs_at + offset, spec, plan.rows)[...] = array
         self.inputs = ()
-        segment = slab.place.segment
+        deadline_ns, priority, run = self.request.terms
         return Submission(
             self.id,
-            self.deadline_ns,
+            deadline_ns,
             plan.rows,
             plan.index,
-            self.priority,
-            segment,
+            priority,
+            slab.place.segment,
             self.inputs_at,
             self.outputs_at,
-            self.run,
-            self.tag,
+            run,
+            self.request.tag,
         )
 
     @property
@@ -73,7 +64,7 @@ class Job:
         Not that of a sub-call: the second one would end the server (24.10 takes it for another answer), while an answer
         that finds no room is missed by its caller for as long as a call through Triton may take.
         """
-        return self.plan.output_bytes if self.plan and not self.run else 0
+        return self.plan.output_bytes if self.plan and not self.request.terms.run else 0
 
     @property
     def attributes(self) -> Mapping[str, int]:
@@ -88,7 +79,7 @@ class Job:
     def finish(self, done: Completion) -> None:
         self.execute_ns = done.execute_ns
         if done.status is not Status.OK:
-            self.failure = Failure(done.status, done.text)
+            self.fail(done.status, done.text)
 
     def fail(self, status: Status, text: str) -> None:
-        self.failure = Failure(status, text)
+        self.request.failure = Failure(status, text)

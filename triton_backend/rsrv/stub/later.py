@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rsrv.stub.lane import Lane
 from rsrv.stub.replies import Reply, Responses
+from rsrv.stub.request import Request
 from rsrv.stub.session import DOWN, UNLOADED, Link, Session
-from rsrv.stub.terms import id_of
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
 
@@ -42,7 +42,7 @@ class Waiting(Protocol):
 
     id: int  # unique on its lane
     lane: Lane
-    reply: Reply | None
+    request: Request
     #: if it was made already
     response: Any
     checked: float  # when its client was last asked after, seconds of time.monotonic
@@ -113,9 +113,10 @@ class Later(Generic[W]):
         """Take over a lane with submitted jobs; `when_idle` is called when the last of them is answered."""
         self._add(link, lane, {job.id: job for job in jobs}, when_idle)
 
-    def reply(self, request: Any, deadline_ns: int) -> Reply:
-        """For a request that is answered later. From now on it is looked after."""
-        reply = Reply(request.get_response_sender(), self._responses, deadline_ns, id_of(request))
+    def reply(self, request: Request) -> Reply:
+        """Give a request that is answered later its reply. From now on it is looked after."""
+        sender = request.triton.get_response_sender()
+        reply = request.reply = Reply(sender, self._responses, request.terms.deadline_ns, request.id)
         if self._asleep:
             os.eventfd_write(self._wake, 1)
         return reply
@@ -164,9 +165,17 @@ class Later(Generic[W]):
         if self._started < self._threads:
             with self._lock:
                 if self._started < self._threads:
-                    self._started += 1
-                    threading.Thread(target=self._send, name="sender", daemon=True).start()
+                    self._start_thread()
         self._work.put(work)
+
+    def _start_thread(self) -> None:
+        """Under the lock. Where the system has no thread left, those that there are must do."""
+        try:
+            threading.Thread(target=self._send, name="sender", daemon=True).start()
+            self._started += 1
+        except RuntimeError:
+            if not self._started:
+                self._end(_BROKEN)
 
     def finish(self, job: W) -> None:
         """Answer a job whose outcome is known, on a sending thread."""
@@ -281,7 +290,7 @@ class Later(Generic[W]):
         for job in heapq.nsmallest(_CANCEL_CHECKS, due, key=attrgetter("checked")):
             job.checked = now
             try:
-                if job.reply is not None and job.reply.cancelled():
+                if job.request.reply is not None and job.request.reply.cancelled():
                     job.cancelling = job.lane.cancel([job.id])
             except Exception:
                 log.exception("looking whether a client is still there")
@@ -317,8 +326,8 @@ class Later(Generic[W]):
             self._end(_BROKEN)
 
     def _answer(self, job: W) -> None:
-        assert job.reply is not None
+        assert job.request.reply is not None
         try:
-            job.reply.send(job.response or self._respond(job), job.nbytes)
+            job.request.reply.send(job.response or self._respond(job), job.nbytes)
         finally:
             job.release()

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.logs import fields
+from rsrv.logs import of_request
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.endings import Endings, blame
+from rsrv.stub.endings import Endings
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
+from rsrv.stub.execute import Entry
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
@@ -28,11 +29,11 @@ from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
 from rsrv.stub.meters import Meters
 from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.request import Request
 from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.terms import id_of, read_parameters, read_terms
 from rsrv.stub.triton import ThroughTriton
 from rsrv.stub.visit import Visit
 from rsrv.wire.calls import Leaving
@@ -99,6 +100,7 @@ class MetaEngine:
         self._later: Later[Visit] = Later(
             session, responses, Lane.enter, self._respond, threads, self._farewell
         )
+        self._entry = Entry(self._answer, self._endings, self._later.reply, self._farewell)
         session.on_link = self._watch
         self._watch(link)
 
@@ -106,6 +108,7 @@ class MetaEngine:
         with self._lock:
             old, self._lanes = self._lanes, [link.direct]
             self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard, self.meters)
+            self._endings.serve(link.key, traced=link.settings["traces"]["enabled"])
         for lane in old:
             lane.close()
         self._later.watch(link)
@@ -134,46 +137,34 @@ class MetaEngine:
     # --- execute ------------------------------------------------------------------------------------------
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        """Triton's entry: a list of responses, or None when they come later."""
+        """As `Entry.execute`."""
+        return self._entry.execute(requests)
+
+    def _answer(self, requests: list[Request]) -> list[Any] | None:
+        """As `execute.Answer`."""
         link = self._session.link
         if link is None:
-            now, last = time.perf_counter(), self._link
-            key = last.key if last is not None and last.settings["traces"]["enabled"] else None
-            return self._endings.turned_away(requests, now, Status.RUNTIME_DOWN, self._session.down, key)
-        visits = [self._receive(link, id, request) for id, request in self._number(link, requests)]
+            down = Failure(Status.RUNTIME_DOWN, self._session.down)
+            return [self._endings.failed(request, request.failure or down) for request in requests]
+        ids = link.later.next_ids(len(requests))
+        visits = [Visit(id, request, link, link.later) for id, request in zip(ids, requests, strict=True)]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
         if not waiting and self._seconds <= limit:
             return self._in_place(visits, at_once)
         for visit in visits:
-            visit.reply = self._later.reply(visit.request, visit.deadline_ns)
+            self._later.reply(visit.request)
         self._start(at_once)
         for visit in visits:
-            if visit.failure is not None:
+            if visit.request.failure is not None:
                 self._later.finish(visit)
         if waiting:
             self._later.submit(link, waiting)
         return None
 
-    def _number(self, link: Link, requests: list[Any]) -> Any:
-        return zip(link.later.next_ids(len(requests)), requests, strict=True)
-
-    def _receive(self, link: Link, id: int, request: Any) -> Visit:
-        visit = Visit(id, request, link, link.later, time.perf_counter())
-        try:
-            parameters = read_parameters(request)
-            if link.settings["traces"]["enabled"]:
-                visit.trace = self.meters.spans.begin(request, parameters)
-            visit.deadline_ns, visit.priority, _ = read_terms(
-                request, parameters, time.monotonic_ns(), time.time_ns()
-            )
-        except Exception as error:  # noqa: BLE001 - logged by blame
-            blame(visit, error)
-        return visit
-
     def _divide(self, visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
         """Those that run at once, and those that wait for the others' ends; not those that have failed."""
-        well = [visit for visit in visits if visit.failure is None]
+        well = [visit for visit in visits if visit.request.failure is None]
         with self._lock:
             free = max(0, self._concurrency - self._underway) if self._gated else len(well)
             at_once, waiting = well[:free], well[free:]
@@ -203,10 +194,9 @@ class MetaEngine:
         return [visit.response or self._failed(visit) for visit in visits]
 
     def _hand_over(self, visit: Visit) -> None:
-        reply = self._later.reply(visit.request, visit.deadline_ns)
         with visit.lock:
-            visit.reply = reply
-            ended = visit.response is not None or visit.failure is not None
+            self._later.reply(visit.request)
+            ended = visit.response is not None or visit.request.failure is not None
         if ended:
             self._later.finish(visit)
 
@@ -217,7 +207,7 @@ class MetaEngine:
         response = self._serve(visit)
         with visit.lock:
             visit.response = response
-            reply = visit.reply
+            reply = visit.request.reply
         if reply is None:
             assert visit.inbox is not None
             visit.inbox.put(visit)
@@ -227,34 +217,30 @@ class MetaEngine:
 
     def _respond(self, visit: Visit) -> Any:
         """The response of a visit that was let in, or turned away; never raises."""
-        if visit.failure is not None:
+        if visit.request.failure is not None:
             return self._failed(visit)
         with self._lock:
             self._underway += 1
         return self._serve(visit)
 
     def _failed(self, visit: Visit) -> Any:
-        assert visit.failure is not None
-        return self._end(visit, visit.failure.status, visit.failure.text)
-
-    def _end(self, visit: Visit, status: Status, text: str) -> Any:
-        """The response of a request that fails."""
-        return self._endings.failed(visit, visit.link.key, status, text)
+        assert visit.request.failure is not None
+        return self._endings.failed(visit.request, visit.request.failure)
 
     def _serve(self, visit: Visit) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
-            response = self._responses.answer(self._answer(visit))
-            self._endings.ended(visit, visit.link.key, Status.OK)
+            response = self._responses.answer(self._run_one(visit))
+            self._endings.ended(visit.request, Status.OK)
             return response
         except Failure as failure:
-            return self._end(visit, failure.status, failure.text)
+            return self._endings.failed(visit.request, failure)
         except Exception:
-            who = id_of(visit.request)
-            log.exception("request %r: its run failed", who, extra=fields(request=who))
+            who = visit.request.id
+            log.exception("request %r: its run failed", who, extra=of_request(who))
             text = "the request failed; the server's log says why"
-            return self._end(visit, Status.INTERNAL, text)
+            return self._endings.failed(visit.request, Failure(Status.INTERNAL, text))
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -262,18 +248,11 @@ class MetaEngine:
                 weight = _FALL if seconds < self._seconds else _RISE
                 self._seconds += weight * (min(seconds, 4 * self._seconds) - self._seconds)
 
-    def _answer(self, visit: Visit) -> list[Any]:
-        lane = self._take_lane(visit)
-        trace = None if visit.trace is None else visit.trace.child()
-        run = DirectRun(
-            lane,
-            visit.token,
-            visit.deadline_ns,
-            visit.priority,
-            visit.tag,
-            id_of(visit.request),
-            trace,
-        )
+    def _run_one(self, visit: Visit) -> list[Any]:
+        lane, request = self._take_lane(visit), visit.request
+        trace = None if request.trace is None else request.trace.child()
+        deadline_ns, priority, _ = request.terms
+        run = DirectRun(lane, visit.token, deadline_ns, priority, request.tag, request.id, trace)
         run.entered = visit.let_in
         status = Status.INTERNAL
         try:
@@ -285,16 +264,16 @@ class MetaEngine:
             status = failure.status
             raise
         finally:
-            run.leave(status, grace(visit.deadline_ns))
+            run.leave(status, grace(deadline_ns))
             if run.broken:
                 self._withdraw(visit, status)
             self._give_lane(visit.link, lane, broken=run.broken)
 
     def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
-        arrays = read_inputs(self._tensors, visit.request, visit.link.inputs)
+        arrays = read_inputs(self._tensors, visit.request.triton, visit.link.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
-        results, who = self._call_user(visit, run, arrays), id_of(visit.request)
-        checked = check_results(results, self._outputs, rows, "run", who)
+        results = self._call_user(visit, run, arrays)
+        checked = check_results(results, self._outputs, rows, "run", visit.request.id)
         visit.results = checked
         return [
             self._tensors.make(wire.name, array, wire.dtype)
@@ -302,14 +281,14 @@ class MetaEngine:
         ]
 
     def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
-        who = id_of(visit.request)
-        triton = None if self._bls is None else ThroughTriton(self._bls, visit.deadline_ns, who, run.trace)
+        who, deadline_ns = visit.request.id, visit.request.terms.deadline_ns
+        triton = None if self._bls is None else ThroughTriton(self._bls, deadline_ns, who, run.trace)
         stages = Routes(
             run,
             self._stages,
             self._external,
             triton,
-            visit.deadline_ns,
+            deadline_ns,
             visit.token,
             self._guard,
             through_triton=self._through_triton,
@@ -318,9 +297,9 @@ class MetaEngine:
         try:
             with self._guard.within("run", who):
                 if inspect.iscoroutinefunction(self._run):
-                    results = run_async(self._run, arrays, AsyncCall(stages, visit.deadline_ns, visit.check))
+                    results = run_async(self._run, arrays, AsyncCall(stages, deadline_ns, visit.check))
                 else:
-                    results = self._run(arrays, Call(stages, visit.deadline_ns, visit.check))
+                    results = self._run(arrays, Call(stages, deadline_ns, visit.check))
                 return {key: np.asarray(value) for key, value in results.items()}
         except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
             failure = _failure_of(raised, who, self._guard)
@@ -348,8 +327,8 @@ class MetaEngine:
         try:
             return self._session.open_lane(link.key)
         except UNREACHABLE as error:
-            who = id_of(visit.request)
-            log.error("request %r: no connection for its run: %s", who, error, extra=fields(request=who))
+            who = visit.request.id
+            log.error("request %r: no connection for its run: %s", who, error, extra=of_request(who))
             self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 from weakref import ReferenceType, ref
 
-from rsrv.logs import fields
+from rsrv.logs import of_request
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -143,7 +143,7 @@ class Reply:
         try:
             self.send(self._responses.failure(status, text))
         except Exception:
-            log.exception("request %r could not be answered", self._who, extra=fields(request=self._who))
+            log.exception("request %r could not be answered", self._who, extra=of_request(self._who))
 
     def cancelled(self) -> bool:
         with self._lock:
@@ -151,5 +151,5 @@ class Reply:
 
     def __del__(self) -> None:
         if not self._sent:
-            log.error("request %r was dropped", self._who, extra=fields(request=self._who))
+            log.error("request %r was dropped", self._who, extra=of_request(self._who))
             self.send_failure(Status.INTERNAL, "the request was dropped; this is a fault of rsrv")

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rsrv.stub.replies import Failure
-from rsrv.stub.terms import TRACEPARENT, id_of, read_parameters
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
 
 log = logging.getLogger("rsrv.stub")
 
+#: parameter that has the trace context: of sub-calls through Triton, and, in any case of letters, of requests whose
+#: header Triton forwards
+TRACEPARENT = "traceparent"
 #: spans that wait to be reported
 _LENGTH = 4096
 
@@ -168,17 +170,6 @@ def end_request(
     if status is not Status.OK:
         told["rsrv.status"], error = status.name, text or status.name
     trace.end(f"infer {model}", started, error, told)
-
-
-def end_unserved(spans: Spans, request: Any, key: str, started: float, status: Status, text: str) -> None:
-    """A request that nothing is known of has its answer, if it is to be traced. Raises nothing."""
-    try:
-        parameters = read_parameters(request)
-    except ValueError:
-        parameters = {}
-    trace = spans.begin(request, parameters)
-    if trace is not None:
-        end_request(trace, key, started, status, text, id_of(request), {})
 
 
 def end_call(trace: Trace | None, model: str, started: float, failure: Failure | None) -> None:

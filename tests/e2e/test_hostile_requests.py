@@ -1,0 +1,184 @@
+"""Requests whose id or parameters are no text, beside honest ones: each of them fails alone, and no process dies."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count, cycle
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from local_triton import LOOPBACK
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e import bundles, metas
+from tests.e2e.answers import LEAST_STEPS, stepped
+from tests.e2e.calls import Arrays, Caller, Refused
+from tests.e2e.gateways import RunningGateway, running_gateway
+from tests.e2e.harness import RunningTriton, running_triton
+
+TWICE = """
+def run(inputs, call):
+    return {"y": call("scale", {"x": call("scale", {"x": inputs["x"]})["y"]})["y"]}
+"""
+
+
+def _exact(number: int) -> tuple[Arrays, Arrays]:
+    x = np.full((1 + number % 3, 64), number % 7, np.float32)
+    return {"x": x}, {"y": x @ bundles.exact_kernel()}
+
+
+def _elastic(number: int) -> tuple[Arrays, Arrays]:
+    x, steps = np.full((1, 4), number, np.uint32), np.full((1, 1), 40, np.int32)
+    return {"x": x, "steps": steps}, {"y": stepped(x, steps[0] + LEAST_STEPS)}
+
+
+def _hooked(number: int) -> tuple[Arrays, Arrays]:
+    x = np.full((1, 4), 1000 + number % 1000, np.float32)
+    return {"x": x}, {"y": 2 * x}
+
+
+def _twice(number: int) -> tuple[Arrays, Arrays]:
+    x = np.full((1, metas.COLUMNS), number % 1000, np.float32)
+    return {"x": x}, {"y": 9 * x}
+
+
+#: a model answered inside execute(), one answered later, one with hooks, and a meta model
+QUESTIONS: dict[str, Callable[[int], tuple[Arrays, Arrays]]] = {
+    "exact": _exact,
+    "elastic": _elastic,
+    "hooked": _hooked,
+    "twice": _twice,
+}
+
+#: what is put in front of a request's JSON
+HOSTILE = (
+    b'{"id": "\xff", ',
+    b'{"id": "a\xc3(", "parameters": {"rsrv_priority": 1}, ',
+    b'{"parameters": {"a": "\xff"}, ',
+    b'{"id": "known", "parameters": {"\xff": 1}, ',
+)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningTriton, RunningGateway]]:
+    """A server with a model of each kind, and a gateway in front of it."""
+    folder = tmp_path_factory.mktemp("hostile")
+    metas.write_scale(folder / "bundles" / "scale", 3.0)
+    metas.write_meta(folder / "bundles" / "twice", TWICE, ["scale"])
+    made = bundles.ensure()
+    sources = [str(made / name) for name in ("exact", "elastic", "hooked")]
+    assert rsrv_gen.main([*sources, str(folder / "bundles"), "-o", str(folder / "gen")]) == 0
+    with (
+        running_triton(folder / "gen", folder / "server.log") as server,
+        running_gateway(folder, [server]) as gateway,
+    ):
+        yield server, gateway
+
+
+class Honest:
+    """Clients that check each answer, until the block ends."""
+
+    def __init__(self, server: RunningTriton, model: str) -> None:
+        self._server = server
+        self._ask = QUESTIONS[model]
+        self._model = model
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, args=[protocol]) for protocol in ("grpc", "grpc", "http")
+        ]
+        self.right = 0
+        self.failed: list[str] = []
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, protocol: str) -> None:
+        call = Caller(self._server, protocol)
+        for number in count():
+            if self._over.is_set():
+                break
+            inputs, wanted = self._ask(number)
+            try:
+                got = (
+                    call(self._model, inputs, client_timeout=30)
+                    if protocol == "grpc"
+                    else call(self._model, inputs)
+                )
+            except Refused as refused:
+                self.failed.append(str(refused))
+            except Exception as error:  # noqa: BLE001 - a connection that is gone, say
+                self.failed.append(repr(error))
+                break
+            else:
+                if not np.array_equal(got["y"], wanted["y"]):
+                    self.failed.append(f"{inputs}: {got}")
+                self.right += 1
+        call.close()
+
+
+def send(port: int, model: str, start: bytes) -> tuple[int, str]:
+    """Send one hostile request over HTTP; return the status and the text of its answer."""
+    inputs, _ = QUESTIONS[model](3)
+    datatypes = {np.dtype(np.float32): "FP32", np.dtype(np.uint32): "UINT32", np.dtype(np.int32): "INT32"}
+    tensors: list[dict[str, Any]] = [
+        {"name": name, "shape": list(x.shape), "datatype": datatypes[x.dtype], "data": x.ravel().tolist()}
+        for name, x in inputs.items()
+    ]
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=30)
+    try:
+        connection.request(
+            "POST", f"/v2/models/{model}/infer", start + json.dumps({"inputs": tensors}).encode()[1:]
+        )
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(errors="replace")
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("model", QUESTIONS)
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.long)])
+def test_a_request_that_is_no_text_fails_alone(
+    servers: tuple[RunningTriton, RunningGateway], model: str, seconds: int
+) -> None:
+    """It is the client's fault, said without a word of the server's inside; honest requests lose nothing."""
+    server, gateway = servers
+    processes = [read_status(server.pid)["pid"], *sorted(server.stub_pids())]
+    lines = len(server.log_text().splitlines())
+    outcomes: Counter[int] = Counter()
+    texts: set[str] = set()
+    until = time.monotonic() + seconds
+    with Honest(server, model) as honest:
+        for start, port in zip(cycle(HOSTILE), cycle([server.http_port] * 4 + [gateway.http_port] * 4)):
+            status, text = send(port, model, start)
+            outcomes[status] += 1
+            texts.add(text)
+            if time.monotonic() > until:
+                break
+
+    print(
+        f"{model}: {honest.right} honest requests right, {len(honest.failed)} failed; hostile: {dict(outcomes)}"
+    )
+    assert honest.failed == []
+    assert honest.right > 20
+    assert set(outcomes) == {400}, texts
+    assert outcomes.total() > 20
+    for text in texts:
+        assert "UTF-8" in text
+        Refused("400", text).assert_is("INVALID_ARG", "http")
+    assert [read_status(server.pid)["pid"], *sorted(server.stub_pids())] == processes
+    # The log has a line a second, whatever comes.
+    assert len(server.log_text().splitlines()) - lines <= seconds + 5

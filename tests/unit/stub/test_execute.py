@@ -1,0 +1,121 @@
+"""Triton's entry to a stub: it returns whatever happens inside, and each request is answered exactly once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from rsrv.stub.endings import Endings
+from rsrv.stub.execute import Entry
+from rsrv.stub.meters import Meters
+from rsrv.stub.replies import Reply, Responses
+from rsrv.stub.request import Request
+from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse
+
+RESPONSES = Responses(FakePbUtils)
+WELL = FakeResponse([])
+
+
+def reply(request: Request) -> None:
+    request.reply = Reply(request.triton.get_response_sender(), RESPONSES)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def raise_it(*_: object) -> Any:
+        raise error
+
+    return raise_it
+
+
+def entry(answer: Callable[[list[Request]], Sequence[Any] | None], **other: Any) -> Entry:
+    parts = {"reply": reply, "end": raising(AssertionError("the process ends")), **other}
+    return Entry(answer, Endings(Meters(), RESPONSES), **parts)
+
+
+def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str]:
+    """What each request got: the codes and "well", all that it ever got, by either way."""
+    found = []
+    for index, request in enumerate(requests):
+        every = [] if returned is None else [returned[index]]
+        while not request.answers.empty():
+            every.append(request.answers.get())
+        found.append(" ".join("well" if one.error is None else one.error.code for one in every))
+    return found
+
+
+def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[Request]], Any]:
+    def answer(requests: list[Request]) -> Any:
+        for index in indices:
+            reply(requests[index])
+        return then()
+
+    return answer
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), MemoryError(), SystemExit(1), KeyboardInterrupt()])
+def test_a_batch_that_fails_is_answered_in_place_while_no_request_has_a_reply(error: BaseException) -> None:
+    """As a list of failures."""
+    requests = [FakeRequest({}) for _ in range(3)]
+    returned = entry(raising(error)).execute(requests)
+    assert answers(requests, returned) == [FakeError.INTERNAL] * 3
+
+
+@pytest.mark.parametrize("replied", [(0,), (1, 2), (0, 1, 2)])
+def test_a_batch_that_fails_half_way_is_answered_through_replies(replied: tuple[int, ...]) -> None:
+    """Triton must not get a list beside replies, and requests without a reply must not be forgotten."""
+    requests = [FakeRequest({}) for _ in range(3)]
+    returned = entry(replies_to(*replied, then=raising(ValueError("no")))).execute(requests)
+    assert returned is None
+    assert answers(requests, returned) == [FakeError.INTERNAL] * 3
+
+
+def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_again() -> None:
+    """The other ones fail."""
+    requests = [FakeRequest({}) for _ in range(2)]
+
+    def answer(arrived: list[Request]) -> None:
+        reply(arrived[0])
+        assert arrived[0].reply is not None
+        arrived[0].reply.send(WELL)
+        raise ValueError("no")
+
+    assert answers(requests, entry(answer).execute(requests)) == ["well", FakeError.INTERNAL]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (lambda _: None, FakeError.INTERNAL),
+        (lambda _: [WELL], FakeError.INTERNAL),
+        (lambda _: [WELL] * 3, FakeError.INTERNAL),
+        (replies_to(0, then=lambda: None), FakeError.INTERNAL),
+        (replies_to(0, 1, then=lambda: [WELL] * 2), FakeError.INTERNAL),
+        (lambda _: [WELL] * 2, "well"),
+        (replies_to(0, 1, then=lambda: None), ""),  # they come later
+    ],
+)
+def test_requests_that_the_inside_leaves_out_are_answered(
+    answer: Callable[[list[Request]], Any], expected: str
+) -> None:
+    """Neither too few answers nor too many reach Triton."""
+    requests = [FakeRequest({}) for _ in range(2)]
+    kept: list[Request] = []
+
+    def keep(arrived: list[Request]) -> Any:
+        kept.extend(arrived)
+        return answer(arrived)
+
+    assert answers(requests, entry(keep).execute(requests)) == [expected] * 2
+
+
+def test_a_process_that_cannot_even_fail_requests_ends() -> None:
+    """Its end answers those that wait, and the model is loaded again."""
+    ended: list[str] = []
+    broken = entry(
+        replies_to(0, then=raising(ValueError("no"))), reply=raising(OSError("no room")), end=ended.append
+    )
+    requests = [FakeRequest({}) for _ in range(2)]
+
+    assert broken.execute(requests) is None
+
+    assert ended == ["the model's process cannot answer any more; it is being restarted"]

@@ -1,0 +1,117 @@
+"""What is read of a client's request when it arrives, and what the calendar has to do with its deadline."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.stub.request import Now, Request, Terms, read_terms
+from rsrv.wire.frames import Status
+from tests.fakes import FakeRequest
+
+SECOND = 1_000_000_000
+HOURS = 10 * 3600 * SECOND
+#: the machine runs for a day; the calendar says 2026
+NOW, TODAY = 24 * 3600 * SECOND, 1_790_000_000 * SECOND
+
+
+def terms(unix_ns: int = TODAY, timeout_us: int = 0, **parameters: int) -> Terms:
+    return read_terms(timeout_us, parameters, NOW, unix_ns)
+
+
+@given(st.integers(-(1 << 62), 1 << 62))
+def test_a_timeout_counts_from_now_whatever_the_calendar_says(jump: int) -> None:
+    """And so does a request without any deadline."""
+    assert terms(TODAY + jump, timeout_us=5_000_000).deadline_ns == NOW + 5 * SECOND
+    assert terms(TODAY + jump, rsrv_priority=3) == Terms(0, 3)
+
+
+def test_a_deadline_by_the_calendar_is_kept_by_the_clock_from_its_arrival_on() -> None:
+    """A request that arrived before the calendar was changed keeps its time."""
+    assert terms(rsrv_deadline_unix_ns=TODAY + SECOND).deadline_ns == NOW + SECOND
+
+
+def test_a_deadline_by_the_calendar_that_arrives_after_a_jump_is_what_the_calendar_says() -> None:
+    """Hours forward: it has passed. Hours back: it is hours away, and the timeout beside it is not."""
+    until = TODAY + SECOND
+
+    assert 0 < terms(TODAY + HOURS, rsrv_deadline_unix_ns=until).deadline_ns < NOW
+    assert terms(TODAY - HOURS, rsrv_deadline_unix_ns=until).deadline_ns == NOW + HOURS + SECOND
+    both = terms(TODAY - HOURS, timeout_us=2_000_000, rsrv_deadline_unix_ns=until)
+    assert both.deadline_ns == NOW + 2 * SECOND
+
+
+@given(st.integers(1, (1 << 63) - 1), st.integers(0, 1 << 63))
+def test_no_calendar_makes_a_deadline_that_cannot_be_sent(until: int, unix_ns: int) -> None:
+    """It is one, and fits into a frame."""
+    assert 0 < terms(unix_ns, rsrv_deadline_unix_ns=until).deadline_ns < 1 << 63
+
+
+def test_the_earliest_of_several_deadlines_counts() -> None:
+    """Triton's timeout, a deadline by the calendar, and the relative one that clients of ReactantServer send."""
+    assert terms(reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
+    assert terms(reactant_timeout_ns=0).deadline_ns == terms(reactant_timeout_ns=-1).deadline_ns == 0
+    assert terms(timeout_us=2_000_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND
+    assert terms(timeout_us=500_000, reactant_timeout_ns=SECOND).deadline_ns == NOW + SECOND // 2
+    assert terms(rsrv_deadline_unix_ns=TODAY + 3, reactant_timeout_ns=(1 << 63) - 1).deadline_ns == NOW + 3
+
+
+def arrived(request: FakeRequest) -> Request:
+    return Request(request, Now(1.0, NOW, TODAY))
+
+
+def as_triton_gives(data: bytes) -> Any:
+    """Text of a client's, as Triton's stub gives it: it is decoded when it is asked for."""
+    return property(lambda self: lambda: data.decode())
+
+
+@pytest.mark.parametrize("what", ["request_id", "parameters"])
+def test_text_that_is_not_utf8_is_the_clients_fault(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The request fails by itself, once, without a line for each; nothing that is asked of it later raises."""
+    kind = type("Hostile", (FakeRequest,), {what: as_triton_gives(b'{"a": "\xff"}')})
+
+    request = arrived(kind({}))
+
+    assert request.failure is not None
+    assert (request.failure.status, request.failure.text) == (
+        Status.INVALID,
+        "the request's id and parameters must be UTF-8",
+    )
+    assert (request.id, request.tag == 0) == (("", True) if what == "request_id" else ("fake", False))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["[1]", "{nan", '{"a": ' + "[" * 100_000, "9" * 5000, '"text"', "null"])
+def test_parameters_that_are_no_object_are_the_clients_fault(text: str) -> None:
+    """Triton's own serializer leaves some numbers out."""
+    request = arrived(FakeRequest({}, parameters=text))
+    assert request.failure is not None
+    assert request.failure.status is Status.INVALID
+
+
+def test_a_fault_while_reading_is_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """The client hears nothing of what it was; the log does."""
+
+    class Odd(FakeRequest):
+        def timeout(self) -> int:
+            raise RuntimeError("/opt/secret")
+
+    with caplog.at_level(logging.ERROR, "rsrv.stub"):
+        request = arrived(Odd({}))
+
+    assert request.failure is not None
+    assert request.failure.status is Status.INTERNAL
+    assert "secret" not in request.failure.text
+    assert "/opt/secret" in caplog.text
+
+
+@given(st.text(), st.dictionaries(st.text(), st.one_of(st.text(), st.booleans(), st.integers(), st.floats())))
+def test_reading_never_raises(id: str, parameters: dict[str, Any]) -> None:
+    """Whatever a client sends, it is read, or it is its own fault."""
+    names = ("rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_run", "reactant_timeout_ns", "traceparent")
+    for forged in ({}, dict(zip(names, parameters.values(), strict=False))):
+        request = arrived(FakeRequest({}, parameters=json.dumps(parameters | forged), id=id))
+        assert request.failure is None or request.failure.status is Status.INVALID

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from rsrv.runtime.scheduler import invariants
 from tests.unit.scheduler.driver import Driver
 
 
@@ -14,4 +15,4 @@ def machine() -> Iterator[Driver]:
     """A scheduler with default settings and no models; checked again when the test is over."""
     driver = Driver()
     yield driver
-    driver.scheduler.validate()
+    invariants.check(driver.scheduler)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from rsrv.runtime.scheduler import invariants
 from rsrv.runtime.scheduler.events import (
     DEFAULT_PRIORITY,
     AbandonLoad,
@@ -199,7 +200,7 @@ class Driver:
         self.events.append((event, self.now))
         self.instructions.append(out)
         if len(self.events) % self._validate_every == 0:
-            self.scheduler.validate()
+            invariants.check(self.scheduler)
         for instruction in out:
             self._watch(instruction)
         # Nobody waits beside a free place, or for longer than its deadline.

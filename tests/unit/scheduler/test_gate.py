@@ -8,6 +8,7 @@ from math import nan
 
 import pytest
 
+from rsrv.runtime.scheduler import invariants
 from rsrv.runtime.scheduler.errors import CallerError
 from rsrv.runtime.scheduler.events import (
     Admit,
@@ -228,7 +229,7 @@ def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
     late = Run(1, "m", deadline)
 
     assert driver.scheduler.handle(RunsAsked((late,)), 0.0) == [Finish(1, Outcome.EXPIRED)]
-    driver.scheduler.validate()
+    invariants.check(driver.scheduler)
 
 
 def test_a_run_waits_until_its_deadline() -> None:

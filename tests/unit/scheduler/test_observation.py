@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rsrv.runtime.scheduler import invariants
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
 from rsrv.runtime.scheduler.events import (
     Event,
@@ -254,7 +255,7 @@ def test_broken_invariant_tells_the_story(machine: Driver) -> None:
     machine.scheduler._models["a"].queued += 1
 
     with pytest.raises(InvariantError, match="1 counted as queued, 0 wait") as caught:
-        machine.scheduler.validate()
+        invariants.check(machine.scheduler)
 
     machine.scheduler._models["a"].queued -= 1
     assert caught.value.model == "a"

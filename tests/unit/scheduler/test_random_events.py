@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from rsrv.runtime.scheduler import invariants
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES
 from rsrv.runtime.scheduler.events import (
     Admit,
@@ -529,7 +530,7 @@ def _drain_and_replay(driver: Driver) -> None:
             driver.tick(wakeup)
         else:
             break
-    driver.scheduler.validate()
+    invariants.check(driver.scheduler)
 
     assert driver.ended.keys() == driver.requests.keys()
     # Each run that was asked for left the gate, once: admitted, finished or withdrawn. None is there any more.

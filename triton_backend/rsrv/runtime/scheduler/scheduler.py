@@ -23,7 +23,7 @@ from dataclasses import replace
 from math import inf
 from typing import assert_never
 
-from rsrv.runtime.scheduler import contract, invariants
+from rsrv.runtime.scheduler import contract
 from rsrv.runtime.scheduler.costs import VariantCosts, variant_costs
 from rsrv.runtime.scheduler.disciplines import DISCIPLINES, Discipline
 from rsrv.runtime.scheduler.errors import CallerError, InvariantError
@@ -579,11 +579,3 @@ class Scheduler:
             logical_bytes=self._logical_bytes(),
             weight_budget_bytes=self._memory.weights.budget,
         )
-
-    def validate(self) -> None:
-        """Check every invariant (listed in `invariants`). Costs O(everything): for tests.
-
-        Raises:
-            InvariantError: one is broken.
-        """
-        invariants.check(self)

@@ -20,9 +20,7 @@ BROWSER := .browser/.stamp
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway models \
-	soak-gateway scheduler-page simulator-page \
-	eviction-page live-page-picture configuration-page dashboards alerts-page lint format clean proto bundles docs docs-serve \
-	dist test-wheel
+	soak-gateway pages house lint format clean bundles docs docs-serve dist test-wheel
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -96,26 +94,15 @@ models: $(FRAMEWORKS) $(TRITON) ## export, serve and measure the real models, an
 soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick, SOAK='--plane haproxy')
 	$(BIN)/python -m tests.bench.gateway.soak $(SOAK)
 
-scheduler-page: $(VENV) ## make the tables and pictures of docs/scheduler.md anew
-	$(BIN)/python tools/scheduler_page.py
-
-simulator-page: $(VENV) ## make the tables and the picture of docs/simulator.md anew
-	$(BIN)/python tools/simulator_page.py
-
-eviction-page: $(VENV) ## make the tables and the picture of docs/eviction.md anew
-	$(BIN)/python tools/eviction_page.py
-
-live-page-picture: $(VENV) $(TRITON) $(BROWSER) ## make the picture of docs/live-page.md anew
-	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
-
-configuration-page: $(VENV) ## make the tables of docs/configuration.md anew, from the settings' schema
+pages: $(VENV) $(TRITON) $(BROWSER) ## make what code makes again: tables and pictures in docs, dashboards, gRPC stubs
+	$(BIN)/python tools/make_proto.py
 	$(BIN)/python tools/configuration_page.py
-
-dashboards: $(VENV) ## make Grafana's dashboards in deploy/helm/rsrv/files anew
 	$(BIN)/python tools/dashboards.py
-
-alerts-page: $(VENV) ## make the table of docs/dashboards.md anew, from the alert rules
 	$(BIN)/python tools/alerts_page.py
+	$(BIN)/python tools/scheduler_page.py
+	$(BIN)/python tools/simulator_page.py
+	$(BIN)/python tools/eviction_page.py
+	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 
 docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet
@@ -129,8 +116,8 @@ dist: $(VENV) ## the wheel and the sdist, in dist
 test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
 	$(BIN)/python tools/try_wheel.py
 
-proto: $(VENV) ## generate the stubs of the control services anew
-	$(BIN)/python tools/make_proto.py
+house: $(VENV) ## size and order of the source tree (HOUSE=-v: all that is out of order)
+	$(BIN)/python tools/house.py $(HOUSE)
 
 lint: $(FRAMEWORKS) docs ## style, types, and the documentation
 	$(BIN)/ruff check

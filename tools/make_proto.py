@@ -1,4 +1,4 @@
-"""Generate the Python stubs of the control services anew: `make proto`, or into another folder that is given."""
+"""Generate the Python stubs of the control services anew: `make pages`, or into another folder that is given."""
 
 import subprocess
 import sys

@@ -5,6 +5,6 @@ from scheduler_page import rewrite
 
 
 def test_the_page_has_every_setting_as_the_schema_has_it() -> None:
-    """A setting that is new or differs makes this fail: `make configuration-page` writes the page anew."""
+    """A setting that is new or differs makes this fail: `make pages` writes the page anew."""
     text = tool.PAGE.read_text(encoding="utf-8")
     assert rewrite(text, {"settings": tool.settings()}) == text

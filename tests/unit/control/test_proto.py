@@ -16,7 +16,7 @@ FOLDER = Path(rsrv.control.v1.__path__[0])
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what `make proto` would write."""
+    """The folder of what `make pages` would write."""
     out = tmp_path_factory.mktemp("proto")
     command = [sys.executable, str(ROOT / "tools" / "make_proto.py"), str(out)]
     subprocess.run(command, check=True, timeout=60)
@@ -25,7 +25,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py"])
 def test_the_stubs_are_those_of_the_proto(generated: Path, name: str) -> None:
-    """Whoever changes control.proto runs make proto."""
+    """Whoever changes control.proto runs make pages."""
     assert (FOLDER / name).read_text() == (generated / name).read_text()
 
 

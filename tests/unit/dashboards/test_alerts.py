@@ -55,7 +55,7 @@ def test_promtool_is_told_when_each_fires() -> None:
 
 
 def test_the_page_has_every_alert() -> None:
-    """A rule that is new or differs makes this fail: `make alerts-page` writes the table anew."""
+    """A rule that is new or differs makes this fail: `make pages` writes the table anew."""
     text = tool.PAGE.read_text(encoding="utf-8")
     assert rewrite(text, {"alerts": tool.alerts()}) == text
 

@@ -35,7 +35,7 @@ def variables(board: Any) -> dict[str, Any]:
 
 
 def test_the_files_are_what_the_code_makes() -> None:
-    """`make dashboards` writes them anew; no other file lies there."""
+    """`make pages` writes them anew; no other file lies there."""
     there = {path.name: path.read_text(encoding="utf-8") for path in tool.BOARDS.iterdir()}
     assert there == tool.boards()
 

@@ -13,7 +13,7 @@ FOLDER = Path(rsrv_gateway.v1.__path__[0])
 
 
 def test_the_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
-    """Whoever changes gateway.proto runs make proto."""
+    """Whoever changes gateway.proto runs make pages."""
     command = [sys.executable, str(ROOT / "tools" / "make_proto.py"), str(tmp_path)]
     subprocess.run(command, check=True, timeout=60)
     for name in ("gateway_pb2.py", "gateway_pb2.pyi", "gateway_pb2_grpc.py"):

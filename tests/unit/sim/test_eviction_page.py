@@ -12,7 +12,7 @@ TEXT = tool.PAGE.read_text(encoding="utf-8")
 
 
 def test_a_row_of_the_curves_is_that_of_the_present_code() -> None:
-    """If not, run make eviction-page, and read whether the text beside the tables still holds."""
+    """If not, run make pages, and read whether the text beside the tables still holds."""
     exponent, room = tool.EXPONENTS[-1], tool.ROOMS[-1]
 
     assert tool.line(tool.row(exponent, room, tool.at(exponent, room))) in TEXT.splitlines()

@@ -20,7 +20,7 @@ def compared() -> Mapping[str, Mapping[str, tool.Run]]:
 
 
 def test_the_tables_are_those_of_the_present_code(compared: Mapping[str, Mapping[str, tool.Run]]) -> None:
-    """If not, run make scheduler-page, and read whether the text beside them still holds."""
+    """If not, run make pages, and read whether the text beside them still holds."""
     assert tool.rewrite(TEXT, tool.tables(compared)) == TEXT
 
 

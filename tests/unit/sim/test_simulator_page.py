@@ -12,7 +12,7 @@ TEXT = tool.PAGE.read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", tool.SCENARIOS)
 def test_the_tables_are_those_of_the_present_code(name: str) -> None:
-    """If not, run make simulator-page, and read whether the text beside them still holds."""
+    """If not, run make pages, and read whether the text beside them still holds."""
     assert rewrite(TEXT, {name: tool.Comparison(name).table}) == TEXT
 
 

@@ -1,0 +1,243 @@
+"""Print the size and the order of the source tree, and fail where it is out of order.
+
+    python tools/house.py
+
+Lines and words are printed and not gated: shorter is not simpler. The command exits with 1 for circles of imports, class
+names that mean two things, modules too small for a file of their own, docstrings that begin with a pronoun or a
+particle, and more settings, make targets or pages than the budgets below.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: folders of packages, by the name that they are imported by
+PACKAGES = {
+    "rsrv": "triton_backend/rsrv",
+    "rsrv_bundle": "bundles/rsrv_bundle",
+    "rsrv_gateway": "gateway/rsrv_gateway",
+    "rsrv_gen": "model_repository_gen/rsrv_gen",
+    "rsrv_node": "gateway/rsrv_node",
+}
+#: packages below rsrv that make the core
+CORE = ("runtime", "scheduler", "stub", "wire", "control")
+#: a module with fewer lines and a single user belongs in that user
+FRAGMENT_LINES = 60
+#: limits that fail the command
+MAX_SETTINGS, MAX_TARGETS, MAX_PAGES = 85, 15, 20
+#: first words of a docstring that hide its subject
+_HIDDEN = re.compile(
+    r"(who|whose|whom|what|which|whether|that|this|these|those|it|its|they|their|of|as|also|and|or|if|when|where)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    path: Path
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def lines(self) -> int:
+        return self.text.count("\n")
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether it is run, or makes a package, and so needs no importer."""
+        return self.path.name in ("__init__.py", "__main__.py")
+
+    def imports(self, names: Collection[str]) -> set[str]:
+        """Return which of the modules `names` it imports, within functions, too."""
+        found: set[str] = set()
+        package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parts = package.split(".")
+                above = parts[: len(parts) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                inner = {f"{base}.{alias.name}" for alias in node.names}
+                # A package is imported for what it defines itself, not for its modules.
+                found |= inner & set(names) or {base}
+        return found & set(names) - {self.name}
+
+
+def read_modules(root: Path = ROOT) -> dict[str, Module]:
+    """Return the hand-written modules of all packages, by name."""
+    modules = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            if "_pb2" in path.name:
+                continue
+            parts = [package, *path.relative_to(root / folder).with_suffix("").parts]
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            modules[name] = Module(name, path)
+    return modules
+
+
+def arrows(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+    """Return for each module those that it imports."""
+    return {name: module.imports(modules.keys()) for name, module in modules.items()}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected groups of two and more (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in sorted(graph[name]):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def homonyms(modules: Iterable[Module]) -> dict[str, list[str]]:
+    """Return names of classes that several modules define, a leading underscore aside."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(module.name)
+    return {name: where for name, where in sorted(places.items()) if len(where) > 1}
+
+
+def fragments(modules: Mapping[str, Module], graph: Mapping[str, set[str]]) -> list[str]:
+    """Return short modules that one other module alone imports."""
+    users = Counter(target for targets in graph.values() for target in targets)
+    return [
+        f"{name} ({module.lines} lines)"
+        for name, module in modules.items()
+        if module.lines < FRAGMENT_LINES and users[name] == 1 and not module.is_entry
+    ]
+
+
+def hidden_subjects(modules: Iterable[Module]) -> Iterator[str]:
+    """Yield the docstrings whose first word is a pronoun or a particle."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module in modules:
+        for node in ast.walk(module.tree):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if text and _HIDDEN.match(text):
+                yield f"{module.name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
+
+
+def docstrings(modules: Iterable[Module]) -> int:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return sum(
+        isinstance(node, kinds) and ast.get_docstring(node) is not None
+        for module in modules
+        for node in ast.walk(module.tree)
+    )
+
+
+def settings() -> int:
+    """Count the keys of rsrv.yaml's schema, a section's once however often it is used."""
+    from pydantic import BaseModel
+
+    from rsrv.settings import Settings
+
+    def leaves(model: type[BaseModel], seen: set[type[BaseModel]]) -> int:
+        if model in seen:
+            return 0
+        seen.add(model)
+        count = 0
+        for field in model.model_fields.values():
+            inner = [one for one in _classes(field.annotation) if issubclass(one, BaseModel)]
+            count += sum(leaves(one, seen) for one in inner) if inner else 1
+        return count
+
+    return leaves(Settings, set())
+
+
+def _classes(annotation: object) -> Iterator[type]:
+    if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
+        yield annotation
+    for one in getattr(annotation, "__args__", ()):
+        yield from _classes(one)
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+
+
+def main() -> int:
+    """Print the table and what is out of order. Returns 1 if anything is."""
+    modules = read_modules()
+    graph = arrows(modules)
+    core = [
+        name for name in modules if name.split(".")[:1] == ["rsrv"] and set(name.split(".")[1:2]) & set(CORE)
+    ]
+    gateway = [one for name, one in modules.items() if name.startswith(("rsrv_gateway", "rsrv_node"))]
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    targets = re.findall(r"^([a-z][a-z-]*):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    sources = [one.path for one in modules.values()] + sorted((ROOT / "tools").glob("*.py"))
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    hidden = list(hidden_subjects(modules.values()))
+    keys = settings()
+    print(
+        f"source without tests: {lines_of(sources):,} lines, {len(sources)} files",
+        f"core ({', '.join(CORE)}): {len(core)} files",
+        f"gateway with node: {sum(one.lines for one in gateway):,} lines, {len(gateway)} files",
+        f"tests, benches, chaos and fuzz: {lines_of(tests):,} lines",
+        f"pages: {len(pages)}, {sum(len(page.read_text().split()) for page in pages):,} words",
+        f"make targets: {len(targets)}",
+        f"settings: {keys}",
+        f"docstrings: {docstrings(modules.values()):,}",
+        sep="\n",
+    )
+    faults = {
+        "circles of imports": [" <-> ".join(group) for group in circles(graph)],
+        "class names with two meanings": [
+            f"{name}: {', '.join(where)}" for name, where in homonyms(modules.values()).items()
+        ],
+        f"modules under {FRAGMENT_LINES} lines with one user": fragments(modules, graph),
+        "docstrings that hide their subject": hidden,
+        f"settings above {MAX_SETTINGS}": [str(keys)] if keys > MAX_SETTINGS else [],
+        f"make targets above {MAX_TARGETS}": [str(len(targets))] if len(targets) > MAX_TARGETS else [],
+        f"pages above {MAX_PAGES}": [str(len(pages))] if len(pages) > MAX_PAGES else [],
+    }
+    verbose = "-v" in sys.argv[1:]
+    for what, found in faults.items():
+        print(f"{what}: {len(found)}")
+        for line in found[: None if verbose else 10]:
+            print(f"    {line}")
+    return int(any(faults.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

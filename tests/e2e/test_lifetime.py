@@ -350,6 +350,16 @@ def swapped_module(model: Path) -> None:
     _replace(model / "model.b1.mlir", (model / "model.b4.mlir").read_bytes())
 
 
+def two_instances(model: Path) -> None:
+    config = model.parents[1] / "config.pbtxt"
+    _replace(config, config.read_bytes().replace(b"count: 1", b"count: 2"))
+
+
+def two_groups(model: Path) -> None:
+    config = model.parents[1] / "config.pbtxt"
+    _replace(config, config.read_bytes() + b"instance_group { count: 1 kind: KIND_CPU }")
+
+
 def _replace(file: Path, content: bytes) -> None:
     file.unlink()
     file.write_bytes(content)
@@ -362,9 +372,11 @@ def _replace(file: Path, content: bytes) -> None:
         (swapped_module, "model.b1.mlir"),
         (broken_manifest, "executable_inputs"),
         (broken_hooks, "these hooks are broken"),
+        (two_instances, "config.pbtxt makes 2 instances"),
+        (two_groups, "config.pbtxt makes 2 instances"),
     ],
 )
-def test_a_broken_bundle_says_why_and_the_others_serve(
+def test_a_broken_model_says_why_and_the_others_serve(
     start_triton: StartTriton,
     some_bundles: Mapping[str, Path],
     home: Path,
@@ -372,7 +384,7 @@ def test_a_broken_bundle_says_why_and_the_others_serve(
     damage: Callable[[Path], None],
     reason: str,
 ) -> None:
-    """A bundle that broke after the repository was made fails to load, with its reason in the index."""
+    """A model that broke after the repository was made fails to load, with its reason in the index."""
     gen = tmp_path / "gen"
     names = ("exact", "hooked")
     assert (

@@ -109,6 +109,13 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
     name = args["model_name"]
     logs.setup(model=name)
     config = json.loads(args["model_config"])
+    if (count := instances(config)) > 1:
+        # The runtime's figures would count each request once per process, and a dead one would not be noticed.
+        raise pb_utils.TritonModelException(
+            f"{name}: instance_group in {args['model_repository']}/config.pbtxt makes {count} instances, and rsrv "
+            "serves a model from one. The runtime executes requests of one instance together: set count to 1 in a "
+            "single group of KIND_CPU, or run rsrv-gen again"
+        )
     # As the server sees it, wherever hooks go.
     directory = Path(args["model_repository"]).absolute()
     try:
@@ -132,6 +139,12 @@ def set_up(args: dict[str, str], pb_utils: Any) -> Setup:
         ),
         args["model_version"],
     )
+
+
+def instances(config: Mapping[str, Any]) -> int:
+    """Return how many processes Triton starts for the model. A group has `count` on each of its `gpus`, if it has any."""
+    groups = config["instance_group"]
+    return sum(int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups)
 
 
 def _wire(tensor: dict[str, Any], batched: bool) -> WireTensor:

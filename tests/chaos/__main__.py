@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, kind in enumerate(_turns(wanted, until, impossible)):
             try:
                 pace = QUICK if options.quick else FULL
-                row = run_fault(kind(), get(kind.needs_clock), pace, options.seed + number)
+                row = run_fault(kind(), get(kind.house), pace, options.seed + number)
             except NotPossible as why:
                 impossible[kind] = str(why)
                 print(f"{kind.name}: not tried: {why}", flush=True)

@@ -6,6 +6,7 @@ itself. `check` says afterwards what does not show in the clients' answers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -18,17 +19,20 @@ from math import inf
 from typing import ClassVar
 
 import numpy as np
+import psutil
 
 from rsrv.wire.paths import DEATHS
 from tests.chaos.figures import Expected
 from tests.chaos.health import watched
-from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, NotPossible, fill
+from tests.chaos.house import HOOK_TIMEOUT, WATCHDOG, House, Kind, NotPossible, fill
 from tests.chaos.load import Client, Load, clients
 from tests.chaos.questions import breaking, bulky, endless, mood
 from tests.e2e.harness import ROOT, is_alive, wait_until
 
 #: what Triton 24.10 does with requests that a stub had when it died (facts S6)
 NO_ANSWER = "Triton 24.10 never answers what a stub had taken when it died, unless it was inside execute()"
+#: what it does with answers of a stub that it has given up, and that goes on
+LATE_ANSWERS = "Triton 24.10 takes the answer to a request that it has given up for the next one's"
 
 #: who asks beside every fault, unless it names these models as its victims
 BYSTANDERS = (
@@ -50,8 +54,8 @@ class Fault:
     patience: ClassVar[float] = 20.0
     #: of whom the health service must say within a second that it does not serve: a model, or "", the server; None: nobody
     unhealthy: ClassVar[str | None] = None
-    #: whether its server's clock must be one that can be set
-    needs_clock: ClassVar[bool] = False
+    #: where its server runs
+    house: ClassVar[Kind] = "plain"
 
     def prepare(self, house: House) -> None:
         """Make ready, before there is load. Raises NotPossible."""
@@ -183,6 +187,38 @@ class KillStub(Fault):
 
     def tidy(self, house: House) -> None:
         _revive("elastic", house)
+
+
+class StopStub(Fault):
+    """Triton 24.10 ends in four of five cases, whatever the model; the node starts it again."""
+
+    name = "SIGSTOP a stub for 3 s, under rsrv-node"
+    load = clients("elastic", grpc=6, http=2, pause=0)
+    expected = Expected(None, excuse=NO_ANSWER, mixes_up={"elastic": LATE_ANSWERS})
+    patience = 60
+    house = "node"
+
+    def prepare(self, house: House) -> None:
+        self._server = house.server.pid
+
+    def strike(self, house: House, load: Load) -> float:
+        (stub,) = house.server.stub_pids("elastic")
+        self._stub = psutil.Process(stub)
+        wait_until(lambda: house.model("elastic").get("executing"), what="an execution")
+        struck = kill(stub, signal.SIGSTOP)
+        time.sleep(3)
+        return struck
+
+    def relieve(self, house: House, load: Load) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._stub.resume()
+
+    def check(self, house: House) -> Iterable[str]:
+        self._survived = house.server.pid == self._server
+        return ()
+
+    def notes(self) -> Iterable[str]:
+        yield "tritonserver survived" if self._survived else "rsrv-node started tritonserver again"
 
 
 class _MoodyHook(Fault):
@@ -425,7 +461,7 @@ class ExecutionHangs(_RuntimeDies):
 class ClockJumps(Fault):
     name = "the runtime's clock jumps a day ahead, two days back"
     expected = Expected(())
-    needs_clock = True
+    house = "clock"
 
     def strike(self, house: House, load: Load) -> float:
         struck = time.monotonic()
@@ -531,6 +567,7 @@ FAULTS: Sequence[type[Fault]] = (
     KillCompiling,
     KillExecuting,
     KillStub,
+    StopStub,
     KillControl,
     Freeze,
     FullSharedMemory,

@@ -51,6 +51,8 @@ class Expected:
     excuse: str = ""
     #: models that do not come back by themselves, and why; all others must
     stays: Mapping[str, str] = field(default_factory=dict)
+    #: models whose requests may get each other's answers, and why
+    mixes_up: Mapping[str, str] = field(default_factory=dict)
 
     def harms(self, model: str) -> bool:
         return self.victims is None or model in self.victims
@@ -164,7 +166,7 @@ def _by_model(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def _problems(row: Row, touched: Sequence[Record], expected: Expected) -> Iterable[str]:
-    wrong = Counter(r.model for r in touched if r.outcome == WRONG)
+    wrong = Counter(r.model for r in touched if r.outcome == WRONG and r.model not in expected.mixes_up)
     if wrong:
         yield f"wrong answers: {_counts(wrong)}"
     lost = [r for r in touched if r.outcome == UNANSWERED]
@@ -264,5 +266,6 @@ def remarks(row: Row, expected: Expected) -> list[str]:
         *([f"errors: {', '.join(errors)}"] if errors else []),
         *([f"* {expected.excuse}"] if row.unanswered and expected.excuse else []),
         *(f"{model} does not come back by itself: {why}" for model, why in expected.stays.items()),
+        *(f"wrong answers of {model}: {why}" for model, why in expected.mixes_up.items() if row.wrong),
         *row.notes,
     ]

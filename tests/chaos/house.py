@@ -15,11 +15,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
-from local_triton import TritonServer, free_ports
+from local_triton import LOOPBACK, TritonServer, free_ports
 from rsrv.control.mending import CONNECT
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed
@@ -30,7 +30,10 @@ from tests.chaos.figures import STRIKE, Record
 from tests.chaos.load import Connection, Load
 from tests.chaos.questions import Question
 from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.nodes import RunningNode, server_pid
 
+#: a server; one whose runtime reads a clock that can be set; one under rsrv-node
+Kind = Literal["plain", "clock", "node"]
 #: of the models there are, those that are served from the start
 SERVED = (
     "exact",
@@ -98,12 +101,40 @@ class _HousedServer(TritonServer):
         return [*self._inside, *super().command()]
 
 
+class _NodeServer(_HousedServer):
+    """An `rsrv-node` in place of the server; its one worker has the server's ports."""
+
+    @property
+    def folder(self) -> Path:
+        return self.model_repository.parent
+
+    @property
+    def pid(self) -> int:
+        """The tritonserver that runs now."""
+        return server_pid(wait_until(RunningNode(self.process, self.folder).workers, what="a worker")[0])
+
+    def command(self) -> list[str]:
+        return [
+            *self._inside,
+            *(sys.executable, "-m", "rsrv_node", str(self.folder / "bundles"), "--cpu-workers", "1"),
+            *("--config", str(self.folder / "settings.yaml"), "--directory", str(self.folder / "node")),
+            *("--tritonserver", str(self.installation.launcher)),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        ports = {"HTTP": self.http_port, "GRPC": self.grpc_port, "ADMIN": self.metrics_port}
+        gateway = {f"RSRV_GATEWAY__{door}": f"{LOOPBACK}:{port}" for door, port in ports.items()}
+        # Strikes come so fast that each restart would wait twice as long as the last.
+        return {**os.environ, **gateway, "RSRV_NODE__STABLE_S": "1", **self.env}
+
+
 class House:
     """A server on the chaos bundles, which may be killed and started again."""
 
-    def __init__(self, folder: Path, *, settable_clock: bool = False) -> None:
-        """`settable_clock`: the runtime, and what it starts, read a wall clock that `set_clock` sets."""
+    def __init__(self, folder: Path, kind: Kind = "plain") -> None:
+        """With a clock, `set_clock` sets what the runtime, and what it starts, read as the time of day."""
         self._folder = folder
+        self._server = _NodeServer if kind == "node" else _HousedServer
         self.bundles = folder / "bundles"
         self.gen = folder / "gen"
         self._disk = folder / "cache"
@@ -113,7 +144,7 @@ class House:
         self._env = {
             "RSRV_RUNTIME__COMPILATION_CACHE_DIR": str(self._disk),
         }
-        if settable_clock:
+        if kind == "clock":
             self._env["RSRV_RUNTIME_PYTHON"] = str(self._clocked_python())
         self._stack = ExitStack()
         self._running: RunningTriton | None = None
@@ -178,7 +209,7 @@ class House:
                 self._folder / f"server{self._starts}.log",
                 extra_args=("--model-control-mode=explicit", "--load-model=*"),
                 env=self._env,
-                make=partial(_HousedServer, inside=inside, exit_timeout_s=3, **self._ports),
+                make=partial(self._server, inside=inside, exit_timeout_s=3, **self._ports),
             )
         )
 
@@ -343,19 +374,19 @@ class House:
 
 
 @contextmanager
-def houses() -> Iterator[Callable[[bool], House]]:
-    """Gives the house whose clock can be set, or the other one, with a server that serves; they end with the block."""
+def houses() -> Iterator[Callable[[Kind], House]]:
+    """Gives the house of a kind, with a server that serves; all end with the block."""
     base = Path(tempfile.mkdtemp(prefix="rsrv-chaos-"))
-    built: dict[bool, House] = {}
+    built: dict[Kind, House] = {}
 
-    def get(settable_clock: bool) -> House:
-        if settable_clock not in built:
+    def get(kind: Kind) -> House:
+        if kind not in built:
             folder = base / f"house{len(built)}"
             folder.mkdir()
-            made = House(folder, settable_clock=settable_clock)
+            made = House(folder, kind)
             made.start()
-            built[settable_clock] = made
-        return built[settable_clock]
+            built[kind] = made
+        return built[kind]
 
     with _environment("RSRV_RUNTIME_DIR", str(base / "run")):
         try:

@@ -8,12 +8,12 @@ import pytest
 
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.figures import remarks
-from tests.chaos.house import House, houses
+from tests.chaos.house import House, Kind, houses
 from tests.chaos.run import QUICK, run_fault
 
 
 @pytest.fixture(scope="module")
-def house_for() -> Iterator[Callable[[bool], House]]:
+def house_for() -> Iterator[Callable[[Kind], House]]:
     """The houses of `make chaos`, each built when it is first needed."""
     with houses() as get:
         yield get
@@ -22,7 +22,7 @@ def house_for() -> Iterator[Callable[[bool], House]]:
 @pytest.mark.timeout(300)
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
-def test_a_fault_harms_nobody_else_and_passes(kind: type[Fault], house_for: Callable[[bool], House]) -> None:
+def test_a_fault_harms_nobody_else_and_passes(kind: type[Fault], house_for: Callable[[Kind], House]) -> None:
     """Under load from clients of several models: right answers or errors, bystanders untouched, and all come back."""
-    row = run_fault(kind(), house_for(kind.needs_clock), QUICK, seed=0)
+    row = run_fault(kind(), house_for(kind.house), QUICK, seed=0)
     assert not row.problems, remarks(row, kind.expected)

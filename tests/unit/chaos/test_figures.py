@@ -91,6 +91,18 @@ def test_a_wrong_answer_is_a_problem_whosever_it_is() -> None:
     assert row.problems == ("wrong answers: victim x 1",)
 
 
+def test_a_model_whose_answers_triton_mixes_up_may_answer_wrongly() -> None:
+    """The excuse is for that model alone, and is told with the wrong answers."""
+    mixed = Expected(None, mixes_up={"victim": "Triton's fault"})
+    records = [record("victim", 11.0, 11.1, WRONG), record("victim", 16, 17)]
+    row = judge("fault", records, STRETCH, mixed)
+    assert row.wrong == 1
+    assert row.problems == ()
+    assert "wrong answers of victim: Triton's fault" in remarks(row, mixed)
+    records += [record("bystander", 11.0, 11.1, WRONG), record("bystander", 16, 17)]
+    assert judge("fault", records, STRETCH, mixed).problems == ("wrong answers: bystander x 1",)
+
+
 def test_no_answer_needs_an_excuse_which_bystanders_never_have() -> None:
     records = [
         record("victim", 11.0, 26.0, UNANSWERED),

@@ -225,11 +225,14 @@ class Board:
                 self.limits[room] = int(self.stretch * self.sizes[room]) + 1
 
     def relieve(self, slack: float) -> None:
-        """Move pieces to rooms that are less busy even with them, by more than `slack`: most gain per byte first."""
+        """Move pieces to rooms that are less busy even with them, by more than `slack`: most gain per byte first.
+
+        Of equal gains the piece with the least load moves: the fewest requests change their room.
+        """
         steps = _EXCHANGES
         while steps > 0:
             line = sorted(self.rooms, key=self.busy)
-            best, move = 0.0, None
+            best, move = (0.0, 0), None
             for room in reversed(line):
                 if move or self.load[room] <= slack * self.load[line[0]]:
                     break
@@ -239,7 +242,7 @@ class Board:
                         load, size = self.pieces[at].load, self.pieces[at].bytes
                         after = self.load[other] + load
                         if load and self.load[room] > slack * after and self.fits(at, other):
-                            gain = min(load, self.load[room] - after) / (1 + size)
+                            gain = min(load, self.load[room] - after) / (1 + size), -load
                             if gain > best:
                                 best, move = gain, (at, room, other)
             if not move:
@@ -267,7 +270,8 @@ class Board:
         """Move pieces out of the worst room, or swap them with another's: until all limits are kept and the busiest
         room has no more than `target`, or steps are used up. The best arrangement that was met stays.
 
-        Each turn makes the best exchange, even if all of them harm, and what moved may not go back for some turns. Which
+        Each turn makes the best exchange, even if all of them harm, and what moved may not go back for some turns. Of
+        equally good exchanges it is the one with the fewest bytes, and then the least load, that change rooms. Which
         room is worst, and which exchange best, depends on a price of bytes too many, which doubles while there are any
         and halves while there are none: better arrangements lie behind others that break limits.
         """
@@ -283,7 +287,7 @@ class Board:
             )
             load, excess = self.load[top], self.used[top] - self.limits[top]
             mine = [(at, pieces[at].load, pieces[at].bytes) for at in self.inside[top].values()]
-            lowest, found = inf, None
+            lowest, moved, found = inf, (0, 0), None
             figures = self.excess if excess > 0 else self.busy
             for other in nsmallest(_NEIGHBOURS, (room for room in self.rooms if room != top), key=figures):
                 beside, space = self.load[other], self.limits[other] - self.used[other]
@@ -309,8 +313,10 @@ class Board:
                             + (size - space if size > space else 0)
                         )
                         score = worth * over + max(load - work, beside + work)
-                        if score < lowest:
-                            lowest, found = score, (at, other, back)
+                        if score <= lowest:
+                            moving = at_bytes + back_bytes, at_load + back_load
+                            if score < lowest or moving < moved:
+                                lowest, moved, found = score, moving, (at, other, back)
             if found is None:
                 break
             at, other, back = found

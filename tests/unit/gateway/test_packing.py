@@ -232,6 +232,15 @@ class TestHysteresis:
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("b",)}
         assert packing.held == ()
 
+    @pytest.mark.parametrize("others", [[], [Load("o", 0.0, 50), Load("p", 0.0, 50)]], ids=["move", "swap"])
+    @pytest.mark.parametrize(("hot", "cool"), [("m", "n"), ("n", "m")])
+    def test_the_model_with_less_traffic_moves(self, hot: str, cool: str, others: list[Load]) -> None:
+        """Of two models of equal bytes that relieve their device alike, in either order of their names."""
+        loads = [Load(hot, 0.6, 50), Load(cool, 0.4, 50), *others]
+        previous = {hot: ["a"], cool: ["a"], "o": ["b"], "p": ["b"]}
+        placed = pack(loads, ROOMS, previous=previous, hysteresis=0.1).placed
+        assert (placed[hot], placed[cool]) == (("a",), ("b",))
+
     def test_a_device_is_gone(self) -> None:
         """Models of a device that is gone find another; the others stay."""
         packing = pack(self.loads, [*ROOMS[1:], Room("c", 100)], previous=self.home, hysteresis=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from textwrap import dedent
 
@@ -129,6 +130,20 @@ def test_a_scenario_that_is_not_there(tmp_path: Path) -> None:
     """The message names the file."""
     with pytest.raises(ScenarioError, match=r"none\.yaml: cannot be read"):
         load_scenario(tmp_path / "none.yaml")
+
+
+def test_a_scenario_written_as_json() -> None:
+    """JSON has no numbers as keys: compiled sizes in quotes are sizes, and texts that are no numbers are not."""
+    models = {"a": {"cost": {1: 0.001, 16: 0.002}}}
+    scenario = parse_scenario(json.dumps({"models": models, "arrivals": []}))
+
+    assert scenario.programs["a"].costs == {(0, 1): 0.001, (0, 16): 0.002}
+    assert "models.a.cost.0: Input should be greater" in problem(
+        "models: {a: {cost: {'0': 1}}}\narrivals: []"
+    )
+    assert "models.a.cost.1e3: Input should be a valid integer" in problem(
+        "models: {a: {cost: {'1e3': 1}}}\narrivals: []"
+    )
 
 
 def test_equal_models_are_numbered() -> None:

@@ -18,9 +18,18 @@ class Part(BaseModel):
 #: seconds that anything in a scenario may take, and the latest time in it: thirty years.
 LONGEST = 1e9
 
+
+def _unquoted(size: object) -> object:
+    """Return the number in a text of digits. Keys of JSON are texts, and JSON is YAML."""
+    return int(size) if isinstance(size, str) and size.isascii() and size.isdecimal() else size
+
+
 #: compiled size -> seconds of one execution.
 Costs = Annotated[
-    dict[Annotated[int, Field(ge=1, strict=True)], Annotated[float, Field(ge=1e-9, le=LONGEST)]],
+    dict[
+        Annotated[int, BeforeValidator(_unquoted), Field(ge=1, strict=True)],
+        Annotated[float, Field(ge=1e-9, le=LONGEST)],
+    ],
     Field(min_length=1),
 ]
 

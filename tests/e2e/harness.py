@@ -6,6 +6,7 @@ Tests take servers from the fixtures in conftest.py; this module holds what the 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -159,6 +160,35 @@ def crashed_by_a_cancellation(server: RunningTriton) -> bool:
         return False
     _, crashed, where = server.log_text().rpartition("Signal (11) received")
     return bool(crashed) and "pthread_mutex_lock" in where
+
+
+def aborted_by_a_lock(server: RunningTriton) -> bool:
+    """Whether the server ran into its own fault with locks that it shares with its stubs.
+
+    In 24.10 it waits a second for such a lock, and does not catch the exception that follows. It aborts in one or two of
+    a hundred cases in which a stub ends inside execute(), and mostly when one is stopped, whatever the models do.
+    """
+    try:
+        status = server.server.process.wait(5)  # it first writes where it was
+    except subprocess.TimeoutExpired:
+        return False
+    thrown = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
+    return status == -signal.SIGABRT and thrown in server.log_text()
+
+
+def despite(
+    fault: Callable[[RunningTriton], bool],
+    start: Callable[[], RunningTriton],
+    check: Callable[[RunningTriton], None],
+) -> None:
+    """Check a server, and once more a fresh one if the first ended by that fault of Triton's own."""
+    server = start()
+    try:
+        check(server)
+    except Exception:
+        if not fault(server):
+            raise
+        check(start())
 
 
 def compilation_cache() -> Path:

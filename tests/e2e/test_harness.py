@@ -21,7 +21,15 @@ from examples.build import SMALL
 from local_triton import ServerFailed, group_lives
 from rsrv_bundle import read_bundle
 from rsrv_gen import cli as rsrv_gen
-from tests.e2e.harness import ROOT, RunningTriton, StartTriton, is_alive, wait_until
+from tests.e2e.harness import (
+    ROOT,
+    RunningTriton,
+    StartTriton,
+    aborted_by_a_lock,
+    despite,
+    is_alive,
+    wait_until,
+)
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 ECHO_CONFIG = """
@@ -155,6 +163,31 @@ def test_a_model_that_fails_need_not_stop_the_others(
     assert "broken on purpose" in states["broken"][1]
     x = np.ones((1, 3), np.float32)
     np.testing.assert_array_equal(infer(tritonclient.grpc, running.grpc, x), x)
+
+
+@pytest.mark.parametrize(
+    ("said", "tries"),
+    [
+        ("terminate called after throwing an instance of 'boost::interprocess::lock_exception'\n", 2),
+        ("terminate called after throwing an instance of 'std::bad_alloc'\n", 1),
+    ],
+)
+def test_a_check_is_repeated_once_if_triton_aborted_by_its_own_fault(
+    start_triton: StartTriton, echo_repository: Path, said: str, tries: int
+) -> None:
+    """A server that aborts for another reason fails the test at once, and so does the second server."""
+    servers: list[RunningTriton] = []
+
+    def check(server: RunningTriton) -> None:
+        servers.append(server)
+        with server.log_path.open("a") as log:
+            log.write(said)
+        os.kill(server.pid, signal.SIGABRT)
+        raise AssertionError("the server is gone")
+
+    with pytest.raises(AssertionError, match="the server is gone"):
+        despite(aborted_by_a_lock, lambda: start_triton(echo_repository), check)
+    assert len(servers) == tries
 
 
 def test_the_shared_server_has_the_small_examples(triton: RunningTriton, example_bundles: Path) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
@@ -15,7 +15,14 @@ import pytest
 
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Arrays, Refused, caller, outcome
-from tests.e2e.harness import RunningTriton, is_alive, running_triton, wait_until
+from tests.e2e.harness import (
+    RunningTriton,
+    aborted_by_a_lock,
+    despite,
+    is_alive,
+    running_triton,
+    wait_until,
+)
 from tests.e2e.metas import rows, write_meta, write_scale
 
 #: seconds
@@ -83,7 +90,8 @@ async def run(inputs, call):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
+def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], RunningTriton]]:
+    """Gives the server of all tests, and another one after Triton's own fault with locks ended it."""
     folder = tmp_path_factory.mktemp("hook_faults")
     bundles = folder / "bundles"
     calm = write_scale(bundles / "calm", 2)
@@ -96,14 +104,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
     (folder / "settings.yaml").write_text(SETTINGS)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(bundles), *options]) == 0
-    with running_triton(
-        folder / "gen",
-        folder / "server.log",
-        extra_args=["--model-control-mode=explicit", "--load-model=*"],
-    ) as running:
-        yield running
-        # After the death of a stub Triton waits as long as it may before it ends.
-        running.server.kill()
+    started: list[RunningTriton] = []
+    with ExitStack() as servers:
+
+        def start() -> RunningTriton:
+            if not started or (
+                started[-1].server.process.poll() is not None and aborted_by_a_lock(started[-1])
+            ):
+                running = running_triton(
+                    folder / "gen",
+                    folder / f"server{len(started)}.log",
+                    extra_args=["--model-control-mode=explicit", "--load-model=*"],
+                )
+                started.append(servers.enter_context(running))
+            return started[-1]
+
+        yield start
+
+
+@pytest.fixture
+def server(living: Callable[[], RunningTriton]) -> RunningTriton:
+    return living()
 
 
 @contextmanager
@@ -308,10 +329,16 @@ def test_a_hook_that_forks_and_returns_twice_is_heard_once(server: RunningTriton
 
 
 @pytest.mark.parametrize("model", ["leaves", "closes"])
-def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(server: RunningTriton, model: str) -> None:
+def test_a_hook_that_ends_or_robs_its_process_harms_no_other_model(
+    living: Callable[[], RunningTriton], model: str
+) -> None:
     """os._exit, and closing all files: the process ends, and its client hears that it did."""
-    pid = stub(server, model)
-    assert well(server, model)
-    with calm(server):
-        refused(server, model)
-        back(server, model, pid)
+
+    def check(server: RunningTriton) -> None:
+        pid = stub(server, model)
+        assert well(server, model)
+        with calm(server):
+            refused(server, model)
+            back(server, model, pid)
+
+    despite(aborted_by_a_lock, living, check)

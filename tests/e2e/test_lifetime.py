@@ -24,7 +24,14 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import deed
 from tests.e2e.calls import Caller, Refused, assert_same, at_once, caller, outcome, random_u32, refusal
-from tests.e2e.harness import RunningTriton, StartTriton, is_alive, wait_until
+from tests.e2e.harness import (
+    RunningTriton,
+    StartTriton,
+    aborted_by_a_lock,
+    despite,
+    is_alive,
+    wait_until,
+)
 
 #: seconds after the server's end within which nothing of it may be left
 GONE = 10.0
@@ -317,7 +324,10 @@ def test_a_killed_stub_harms_no_other_model(start: Callable[..., RunningTriton])
 
 def test_a_hook_that_ends_its_process_harms_no_other_model(start: Callable[..., RunningTriton]) -> None:
     """os._exit in a hook: that model's request fails, the others are answered, and the server lives."""
-    server = start("exact", "hooked")
+    despite(aborted_by_a_lock, lambda: start("exact", "hooked"), end_a_process)
+
+
+def end_a_process(server: RunningTriton) -> None:
     runtime = runtime_pid(server)
     x = X.copy()
     x[0, 0] = deed("preprocess", "exit")

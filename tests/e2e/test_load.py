@@ -38,7 +38,7 @@ from tests.e2e.calls import (
     refusal,
     tensors,
 )
-from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, wait_until
+from tests.e2e.harness import RunningTriton, StartTriton, crashed_by_a_cancellation, despite, wait_until
 
 
 def models_status(server: RunningTriton) -> dict[str, Any]:
@@ -378,22 +378,7 @@ def test_a_mix_of_everything_that_clients_do_loses_nothing(
     start_stressed: Callable[[], RunningTriton], warm_up: float, seconds: float
 ) -> None:
     """Slow and quick models, deadlines, cancellations, errors: each request ends once and right, nothing leaks."""
-    unless_a_cancellation_ends_the_server(
-        start_stressed, lambda server: lose_nothing(server, warm_up, seconds)
-    )
-
-
-def unless_a_cancellation_ends_the_server(
-    start: Callable[[], RunningTriton], check: Callable[[RunningTriton], None]
-) -> None:
-    """Check a server, and once more a fresh one if the first ended by the fault of its own that it has."""
-    server = start()
-    try:
-        check(server)
-    except Exception:
-        if not crashed_by_a_cancellation(server):
-            raise
-        check(start())
+    despite(crashed_by_a_cancellation, start_stressed, lambda server: lose_nothing(server, warm_up, seconds))
 
 
 def lose_nothing(stressed: RunningTriton, warm_up: float, seconds: float) -> None:
@@ -430,7 +415,7 @@ def test_clients_whose_own_deadline_passes_leave_nothing_behind(
     start_stressed: Callable[[], RunningTriton],
 ) -> None:
     """Calls that gRPC ends at the client harm no other, and the runtime forgets them."""
-    unless_a_cancellation_ends_the_server(start_stressed, leave_nothing_behind)
+    despite(crashed_by_a_cancellation, start_stressed, leave_nothing_behind)
 
 
 def leave_nothing_behind(stressed: RunningTriton) -> None:

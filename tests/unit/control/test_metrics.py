@@ -79,6 +79,7 @@ SAID: dict[str, Any] = {
     },
     "executables": {"compiled": 1, "cache": 2, "shared": 3},
     "compile": measured(LONG_SECONDS, 1.5),
+    "loop_bans": 1,
 }
 
 
@@ -126,6 +127,7 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_weight_loads_total", (model,)] == 1
     assert found["rsrv_deadline_missed_total", (model, ("stage", "load"))] == 2
     assert found["rsrv_meta_calls_total", (("model", "chain"),)] == 7
+    assert found["rsrv_loop_bans_total", ()] == 1
     assert ("rsrv_device_memory_bytes", (("kind", "limit"),)) not in found
     assert found["rsrv_requests_waiting", ()] == sum(
         value for (name, _), value in found.items() if name == "rsrv_queue_depth"

@@ -91,6 +91,13 @@ FAMILIES: tuple[Family, ...] = (
         ("model",),
         "Time that the model had the device. Of a meta model: that of its calls, which count for the called models, too.",
     ),
+    Family(
+        "rsrv_loop_bans_total",
+        "counter",
+        (),
+        "Times that a model's short executions were moved from the runtime's loop to a thread for a minute, because three "
+        "within ten seconds took more than 20 ms each; the log names the model.",
+    ),
     Family("rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."),
     Family("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),
     Family("rsrv_batch_padding_rows", "histogram", ("model",), "Rows of padding in an execution."),

@@ -87,6 +87,7 @@ def expose(said: Mapping[str, Any] | None, server: Server) -> str:
         _put_memory(page, said["memory"])
         page.measure("rsrv_compile_seconds", (), LONG_SECONDS, said["compile"])
         page.put_each("rsrv_executables_total", (), said["executables"])
+        page.put("rsrv_loop_bans_total", (), said["loop_bans"])
     for name in {*server.models, *server.failed}:
         page.put("rsrv_reload_failed", (name,), float(name in server.failed))
     page.put("rsrv_runtime_up", (), float(said is not None))

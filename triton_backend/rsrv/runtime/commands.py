@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rsrv.explain import explain, nearest
 from rsrv.runtime.connection import Connection
+from rsrv.runtime.loop_bans import LoopBans
 from rsrv.runtime.metrics import metrics, overview
 from rsrv.runtime.profiling import Profiler
 from rsrv.runtime.refused import Refused
@@ -153,6 +154,7 @@ class Commands:
         inbox: Inbox,
         timeline: Timeline,
         traces: Traces,
+        bans: LoopBans,
         feed: Callable[[ev.Event], None],
         clock: Callable[[], float],
     ) -> None:
@@ -167,6 +169,7 @@ class Commands:
         self._transport = transport
         self._timeline = timeline
         self._traces = traces
+        self._bans = bans
         self._feed = feed
         self._clock = clock
         self._profiler = Profiler(inbox)
@@ -266,7 +269,7 @@ class Commands:
                 return self._traces.answer(self._watching.instance, since)
             case _Metrics():
                 kept = self._requests.runs.kept_bytes
-                return metrics(self._registry, self._scheduler, self._reports, kept)
+                return metrics(self._registry, self._scheduler, self._reports, kept, self._bans.count)
             case _Overview():
                 return overview(self._registry, self._scheduler, self._reports)
             case _:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rsrv.runtime.abstract_device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
+from rsrv.runtime.loop_bans import BAN_S, SLOW_S, STRIKES, WINDOW_S, LoopBans
 from rsrv.runtime.models import about
 from rsrv.runtime.underway import Phase, Place, Underway
 from rsrv.runtime.workers import Inbox, Worker
@@ -22,9 +23,6 @@ log = logging.getLogger("rsrv.executor")
 #: seconds of expected execution below which the loop executes by itself: handing over to a thread and back
 #: costs about 0.1 ms, and reading sockets that much later does no harm
 _SHORT = 0.0005
-#: seconds that such an execution may take at most before its model is no longer executed by the loop: some
-#: models' costs depend on their inputs, and meanwhile no deadline, cancellation or arrival is noticed
-_DECEIVED = 0.02
 
 
 class Failure(NamedTuple):
@@ -55,14 +53,13 @@ class Executor:
         #: a job that is the loop's own, and, when it has run, the message that it ended in
         self._short: tuple[Job, Device, float] | None = None
         self._ended: Callable[[], None] | None = None
-        #: models that once took far longer on the loop than predicted, by key: never again on the loop
-        self._deceptive: set[str] = set()
+        self.bans = LoopBans()
 
     def start(self, job: Job, device: Device, *, seconds: float, depth: int, contended: bool) -> None:
         """`seconds`: expected; `contended`: somebody else uses the device, so that the loop must not wait for it."""
         if depth > 1:
             self._launcher.put(lambda: self._launch(job, device, seconds))
-        elif seconds <= _SHORT and not contended and job.model.key not in self._deceptive:
+        elif seconds <= _SHORT and not contended and not self.bans.banned(job.model.key, self._clock()):
             self._short = job, device, seconds
         else:
             place = self._underway.launch
@@ -71,7 +68,7 @@ class Executor:
     def forget(self, model: str) -> None:
         """A model is gone, and nothing of it executes."""
         self._staging.clear()
-        self._deceptive.discard(model)
+        self.bans.forget(model)
 
     # --- on the loop --------------------------------------------------------------------------------------
 
@@ -87,8 +84,18 @@ class Executor:
         (job, device, seconds), self._short = self._short, None
         started = self._clock()
         self._ended = self._execute(job, device, seconds, self._underway.short)
-        if self._clock() - started > _DECEIVED:
-            self._deceptive.add(job.model.key)
+        now = self._clock()
+        if self.bans.executed(job.model.key, now - started, now):
+            log.warning(
+                "%s: %d executions within %.0f s took more than %.0f ms each, though less than 1 ms was expected. A thread "
+                "executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are overloaded",
+                job.model.key,
+                STRIKES,
+                WINDOW_S,
+                1e3 * SLOW_S,
+                BAN_S,
+                extra=about(job.model),
+            )
         return job
 
     def tell(self) -> bool:

@@ -110,6 +110,7 @@ class Loop:
             self._inbox,
             self._timeline,
             self._traces,
+            self._executor.bans,
             self._feed,
             clock,
         )

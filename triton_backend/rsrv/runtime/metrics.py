@@ -19,7 +19,9 @@ _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", 
 _NOTHING = Reported()
 
 
-def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_bytes: int) -> dict[str, Any]:
+def metrics(
+    registry: Registry, scheduler: Scheduler, reports: Reports, kept_bytes: int, loop_bans: int
+) -> dict[str, Any]:
     """Of all models by name, versions of one added up; costs O(models). `kept_bytes`: on the device, by runs of metas."""
     catalog, placement = registry.catalog, registry.placement
     load, totals, metas = scheduler.load(), scheduler.totals(), registry.metas()
@@ -44,6 +46,7 @@ def metrics(registry: Registry, scheduler: Scheduler, reports: Reports, kept_byt
         },
         "executables": {"compiled": counts.compiled, "cache": counts.from_cache, "shared": counts.shared},
         "compile": counts.seconds.to_json(),
+        "loop_bans": loop_bans,
     }
 
 

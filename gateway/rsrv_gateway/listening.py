@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from rsrv.address import parse_address
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
 from rsrv.control.tokens import bears, read_token
 from rsrv.settings_fleet import GatewaySection
@@ -19,6 +20,23 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
         ("grpc.so_reuseport", int(settings.processes > 1)),
         *KEEPALIVE,
     )
+
+
+def open_ports(settings: GatewaySection) -> list[str]:
+    """Return the settings of client ports that other machines reach without a token or a client certificate.
+
+    Raises ListenError.
+    """
+    if settings.token_file is not None or settings.tls_client_ca is not None:
+        return []
+    found = []
+    for key, text in (("gateway.grpc", settings.grpc), ("gateway.http", settings.http)):
+        try:
+            if text is not None and not parse_address(text, any_host=True, any_port=True).is_loopback:
+                found.append(key)
+        except ValueError as error:
+            raise ListenError(f"{key}: {error}") from None
+    return found
 
 
 def server_credentials(settings: GatewaySection) -> Any:

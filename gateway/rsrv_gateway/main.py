@@ -23,6 +23,7 @@ from rsrv_gateway.contacts import ContactError, Contacts
 from rsrv_gateway.contract import Worker
 from rsrv_gateway.directory import Directory
 from rsrv_gateway.health import Health
+from rsrv_gateway.listening import open_ports
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.plane import Brain, Plane
 from rsrv_gateway.planner import Planner
@@ -96,6 +97,12 @@ async def serve(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Raises ListenError and others that say which setting is wrong; CancelledError after a
     second signal."""
     stop, section = _until_signalled(), settings.gateway
+    if ports := open_ports(section):
+        log.warning(
+            "%s: every machine that reaches this one may send requests, and load and unload models: set gateway.token_file or "
+            "gateway.tls_client_ca, or listen on 127.0.0.1",
+            " and ".join(ports),
+        )
     members, contacts = Members(section), Contacts(section)
     async with AsyncExitStack() as stack:
         directory = Directory()

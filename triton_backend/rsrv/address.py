@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 LOOPBACK = "127.0.0.1"
 
@@ -26,6 +28,13 @@ class Address:
     def local(self) -> str:
         """The host, for a client on this machine."""
         return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        with suppress(ValueError):
+            return ip_address(self.host).is_loopback
+        return self.host == "localhost"
 
 
 def parse_address(text: str, *, any_host: bool = False, any_port: bool = False) -> Address:

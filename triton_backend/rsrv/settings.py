@@ -300,9 +300,9 @@ class MetricsSection(Section):
     """What Prometheus is given, and the live page."""
 
     listen: str | None = Field(
-        "0.0.0.0:8004",
-        description="host:port of the control process's GET /metrics and of its live page, as open as Triton's own "
-        "metrics. null: none. A port that is taken costs a line in the log, and the metrics.",
+        "127.0.0.1:8004",
+        description="host:port of the control process's GET /metrics and of its live page. It asks for no token: let only "
+        "Prometheus and operators reach it. null: none. A port that is taken costs a line in the log, and the metrics.",
     )
     token_file: Path | None = Field(
         None,

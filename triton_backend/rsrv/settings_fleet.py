@@ -63,9 +63,9 @@ class GatewaySection(Section):
     grpc: str | None = Field("0.0.0.0:8001", description="HOST:PORT for clients' gRPC; null: none.")
     http: str | None = Field("0.0.0.0:8000", description="HOST:PORT for clients' HTTP; null: none.")
     admin: str | None = Field(
-        "0.0.0.0:8002",
+        "127.0.0.1:8002",
         description="HOST:PORT for /metrics (the gateway's and all workers' in one), the live page of all workers, /healthz and "
-        "/readyz; null: none.",
+        "/readyz. It asks for no token: let only Prometheus, operators and load balancers reach it. null: none.",
     )
     data_plane: Literal["python", "haproxy"] = Field(
         "python",

@@ -162,6 +162,7 @@ def test_settings_are_ones_that_rsrv_takes(values: dict[str, Any], monkeypatch: 
     text = one(manifests, "ConfigMap", "demo-rsrv-server")["data"]["rsrv.yaml"]
     settings = load_settings(text)
     assert settings.node.drain_s == 30
+    assert (settings.gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
     assert not needs_gateway(settings, 1)
     if values is VARIANTS["everything"]:
         assert settings.runtime.memory_fraction == 0.8
@@ -173,6 +174,7 @@ def test_a_gateway_finds_the_servers_and_their_control_services() -> None:
     manifests = render(GATEWAY)
     settings = load_settings(one(manifests, "ConfigMap", "demo-rsrv-gateway")["data"]["rsrv.yaml"]).gateway
     assert settings.mode == "lpt_packing"
+    assert settings.admin == "0.0.0.0:8002"
     assert settings.workers_dns == "demo-rsrv-workers.prod.svc.cluster.local"
     assert one(manifests, "Service", "demo-rsrv-workers")["spec"]["clusterIP"] == "None"
     ports = {p["name"]: p["containerPort"] for p in server(manifests)["containers"][0]["ports"]}

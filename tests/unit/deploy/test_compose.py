@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from check_jsonschema.builtin_schemas import get_builtin_schema
 
+from rsrv.settings import load_settings
 from tests.unit.deploy.manifests import ROOT, Manifest, read
 
 DOCKER = ROOT / "docker"
@@ -113,6 +114,15 @@ def test_prometheus_asks_the_servers_where_they_are() -> None:
     (rules,) = config["rule_files"]
     folder, _, pattern = rules.rpartition("/")
     assert [*(DOCKER / mounted[folder]).glob(pattern)]
+
+
+@pytest.mark.parametrize("server", ["rsrv", "rsrv-cpu"])
+def test_servers_listen_where_prometheus_asks(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are for other containers, too."""
+    for name, value in compose()["services"][server]["environment"].items():
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
+    settings = load_settings()
+    assert (settings.gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
 
 
 def test_prometheus_counts_nothing_twice() -> None:

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from rsrv.settings import load_settings
 from tests.unit.deploy.manifests import ROOT
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
@@ -150,6 +151,17 @@ def test_both_images_run_as_a_user_and_say_how_they_are() -> None:
         assert port[1] in values(stage, "EXPOSE")[0].split()
         (start,) = values(stage, "CMD") + values(stage, "ENTRYPOINT")
         assert json.loads(start)[0] in PROJECT["project"]["scripts"]
+
+
+def test_both_images_open_their_metrics() -> None:
+    """The commands read a file in the image by which other containers reach metrics, the live page and probes."""
+    settings = load_settings((ROOT / "docker" / "rsrv.yaml").read_text())
+    assert (settings.gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
+    for name in ("server", "gateway"):
+        stage = named(name)
+        assert "docker/rsrv.yaml /etc/rsrv/" in values(stage, "COPY")
+        (start,) = values(stage, "CMD") + values(stage, "ENTRYPOINT")
+        assert json.loads(start)[-2:] == ["--config", "/etc/rsrv/rsrv.yaml"]
 
 
 def test_the_last_stage_is_the_server() -> None:

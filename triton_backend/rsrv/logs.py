@@ -13,17 +13,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
 from copy import copy
 from typing import Any, Literal
+
+from rsrv.throttle import LineLimit
 
 Format = Literal["human", "json"]
 
 _NAME = "rsrv"
 #: lines that wait for a log that takes no more; seconds that the last words may take
 _MOST, _PATIENCE = 1000, 2.0
-#: lines about single requests, with the same message, that may be written at once
-_BURST = 5
 #: characters of what others give: a request's id, a text; and of any message, or traceback, at all
 ID, TEXT, _LONGEST = 200, 500, 16_000
 #: what a terminal obeys, or takes for the end of a line; but for tabs and newlines
@@ -76,52 +75,6 @@ def setup(format: Format = "human", model: str | None = None, *, aside: bool = F
         logging.captureWarnings(True)
         handler.addFilter(LineLimit())
     handler.setFormatter(formatter(format, model))
-
-
-class Throttle:
-    """A budget of lines for each kind: `burst` at once, and one more each second. Any thread."""
-
-    def __init__(self, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
-        self._burst = burst
-        self._clock = clock
-        self._lock = threading.Lock()
-        #: by kind: lines that may be written at a time, that time, and the lines left out since the last one
-        self._kinds: dict[Hashable, tuple[float, float, int]] = {}
-
-    def admit(self, kind: Hashable) -> int | None:
-        """Return how many lines were left out since the last one of this kind; None if this one is left out, too.
-
-        There must be a bounded number of kinds: each is remembered.
-        """
-        now = self._clock()
-        with self._lock:
-            budget, then, left_out = self._kinds.get(kind, (self._burst, now, 0))
-            budget = min(self._burst, budget + now - then)
-            if budget < 1:
-                self._kinds[kind] = budget, now, left_out + 1
-                return None
-            self._kinds[kind] = budget - 1, now, 0
-            return left_out
-
-
-class LineLimit(logging.Filter):
-    """Of lines about single requests, admit a few of each message a second, so that no client can fill the disk."""
-
-    def __init__(self, throttle: Throttle | None = None) -> None:
-        super().__init__()
-        self._throttle = throttle or Throttle(_BURST)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not getattr(record, "of_request", False):
-            return True
-        left_out = self._throttle.admit((record.name, record.msg))
-        if left_out:
-            record.msg, record.args = (
-                f"{record.getMessage()} ({left_out} more since the last such line)",
-                None,
-            )
-        return left_out is not None
 
 
 def flush() -> None:

@@ -14,10 +14,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from local_triton import free_ports
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import make_private
 from tests.unit.control.peers import FakeRuntime, entry, looped
+from tests.unit.junk import throw_junk
 
 Process = asyncio.subprocess.Process
 
@@ -165,6 +167,18 @@ async def test_a_listener_that_cannot_be_is_complained_about(directory: Path) ->
         await listening(control)
         await place.end()
         await control.communicate()
+
+
+@looped
+async def test_requests_that_are_no_http_do_not_fill_the_log(directory: Path) -> None:
+    """One line a second, whatever is sent to the port of the metrics."""
+    (port,) = free_ports(1)
+    async with placed(directory, f"metrics: {{listen: '127.0.0.1:{port}'}}") as place:
+        control = await place.control()
+        await listening(control)
+        most = await throw_junk(port)
+        await place.end()
+        assert 1 <= (await said(control)).count("Error handling request") <= most
 
 
 @looped

@@ -28,6 +28,7 @@ from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.unit.gateway.test_admin import get
 from tests.unit.gateway.workers import FakeTriton, looped, serving
+from tests.unit.junk import throw_junk
 
 GATEWAY = (sys.executable, "-m", "rsrv_gateway")
 
@@ -35,8 +36,9 @@ GATEWAY = (sys.executable, "-m", "rsrv_gateway")
 class Running:
     """The program, as a process, in front of `workers`."""
 
-    def __init__(self, process: Process, channel: Any, admin: str) -> None:
+    def __init__(self, process: Process, channel: Any, http: str, admin: str) -> None:
         self.process = process
+        self.http = http
         self.stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         self.admin = admin
 
@@ -68,7 +70,7 @@ async def gateway(tmp_path: Path, *workers: int, settings: str = "") -> AsyncIte
     )
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            running = Running(process, channel, f"http://127.0.0.1:{admin}")
+            running = Running(process, channel, f"http://127.0.0.1:{http}", f"http://127.0.0.1:{admin}")
             await until_ready(running)
             yield running
     finally:
@@ -234,6 +236,23 @@ async def test_it_may_open_as_many_files_as_can_be(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
     assert limits == (most, most)
+
+
+@looped
+async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> None:
+    """Who has no token either, at the clients' port and at the operators': one line a second, whatever is sent."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    async with (
+        serving(FakeTriton()) as port,
+        gateway(tmp_path, port, settings=f"token_file: {secret}") as running,
+    ):
+        ports = [int(address.rpartition(":")[2]) for address in (running.http, running.admin)]
+        most = sum([await throw_junk(each) for each in ports])
+        log = await running.end()
+    assert 1 <= log.count("Error handling request") <= most
+    assert "Traceback" in log
 
 
 @looped

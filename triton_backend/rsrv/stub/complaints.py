@@ -4,7 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from rsrv.logs import TEXT, Throttle, fields, of_request, shorten
+from rsrv.logs import TEXT, fields, of_request, shorten
+from rsrv.throttle import Throttle, more
 from rsrv.wire.frames import Status
 
 log = logging.getLogger("rsrv.stub")
@@ -14,14 +15,14 @@ _THEIRS = (Status.INVALID, Status.NOT_FOUND, Status.CANCELLED)
 
 
 class Complaints:
-    """For any thread. A failure of ours has a line, as far as `logs.LineLimit` admits it.
+    """For any thread. A failure of ours has a line, as far as `LineLimit` admits it.
 
     Others come in crowds, and to turn one away must stay cheap: of those that end in the same way one a second has a
     line, with how many had none since the line before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._throttle = Throttle(1, clock)
+        self._throttle = Throttle(clock=clock)
 
     def ended(self, status: Status, text: str, request: str) -> None:
         """`text`: what the client is told. `request`: its id as `Request` has it, or ""."""
@@ -33,7 +34,7 @@ class Complaints:
                 extra=of_request(request, status="INTERNAL"),
             )
             return
-        left_out = self._throttle.admit(status)
+        left_out = self._throttle.take(status)
         if left_out is not None:
             log.log(
                 logging.INFO if status in _THEIRS else logging.WARNING,
@@ -41,6 +42,6 @@ class Complaints:
                 request,
                 status.name,
                 shorten(text, TEXT),
-                f" ({left_out} more since the last such line)" if left_out else "",
+                more(left_out),
                 extra=fields(request=request, status=status.name, more=left_out),
             )

@@ -1,0 +1,18 @@
+"""Requests that are no HTTP, at a port that a client reaches."""
+
+import asyncio
+import time
+
+_JUNK = b"GET http://[::1 HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def throw_junk(port: int, count: int = 50) -> int:
+    """Send so many bad requests; return the most lines of a log that may have come of them, at one a second."""
+    began = time.monotonic()
+    for _ in range(count):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(_JUNK)
+        assert (await reader.read()).startswith(b"HTTP/1.0 400")
+        writer.close()
+        await writer.wait_closed()
+    return int(time.monotonic() - began) + 1

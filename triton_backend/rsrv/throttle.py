@@ -1,0 +1,68 @@
+"""Throttling of log lines that clients can cause at any rate: a few of a kind, with how many were left out between them."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+#: loggers of the libraries that read what clients send: aiohttp writes a traceback for each request that is not HTTP
+_LIBRARIES = frozenset({"aiohttp", "asyncio", "grpc"})
+#: lines about single requests, with the same message, that may be written at once
+_BURST = 5
+
+
+class Throttle:
+    """A budget of lines for each kind: `burst` at once, and one more each second. Any thread."""
+
+    def __init__(self, burst: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds."""
+        self._burst = burst
+        self._clock = clock
+        self._lock = threading.Lock()
+        #: by kind: lines that may be written at a time, that time, and the lines left out since the last one
+        self._kinds: dict[Hashable, tuple[float, float, int]] = {}
+
+    def take(self, kind: Hashable) -> int | None:
+        """Return how many lines of this kind were left out since the last one, or None if this one is left out, too.
+
+        There must be few kinds: each is remembered.
+        """
+        now = self._clock()
+        with self._lock:
+            budget, then, left_out = self._kinds.get(kind, (self._burst, now, 0))
+            budget = min(self._burst, budget + now - then)
+            if budget < 1:
+                self._kinds[kind] = budget, now, left_out + 1
+                return None
+            self._kinds[kind] = budget - 1, now, 0
+            return left_out
+
+
+def more(left_out: int) -> str:
+    """Return the end of a line before which `left_out` of the same kind were left out."""
+    return f" ({left_out} more since the last such line)" if left_out else ""
+
+
+class LineLimit(logging.Filter):
+    """Limits the lines that clients cause, so that none of them can fill the disk; passes all others.
+
+    They are lines about single requests (`logs.of_request`), by their message, and the lines of libraries, by their
+    logger and the class of their exception.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._requests, self._libraries = Throttle(_BURST, clock), Throttle(clock=clock)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "of_request", False):
+            left_out = self._requests.take((record.name, record.msg))
+        elif record.name.partition(".")[0] in _LIBRARIES:
+            what = record.exc_info[0] if record.exc_info else record.levelno
+            left_out = self._libraries.take((record.name, what))
+        else:
+            return True
+        if left_out:
+            record.msg, record.args = record.getMessage() + more(left_out), None
+            record.__dict__["fields"] = {**record.__dict__.get("fields", {}), "more": left_out}
+        return left_out is not None

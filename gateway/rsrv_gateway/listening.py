@@ -89,9 +89,9 @@ class Token:
         return self._token is not None
 
     @property
-    def header(self) -> bytes | None:
-        """What `authorization` must be; None: anything."""
-        return None if self._token is None else b"Bearer " + self._token
+    def secret(self) -> bytes | None:
+        """What clients must send after `Bearer`; None: nothing."""
+        return self._token
 
     def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
         """`headers` are a request's, with names in lower case."""

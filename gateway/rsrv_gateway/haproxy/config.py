@@ -53,7 +53,7 @@ def configuration(
     targets: Mapping[str, Target],
     token: bytes | None = None,
 ) -> str:
-    """`targets`: who is in which slot at the start. `token`: the header `authorization` that clients must send."""
+    """`targets`: who is in which slot at the start. `token`: what clients must send in `authorization`, after `Bearer`."""
     parts = [_global(section, files, token), _defaults(section)]
     if section.grpc is not None:
         parts.append(_grpc_frontend(section, section.grpc, files))
@@ -180,8 +180,9 @@ def _routed(section: GatewaySection, files: Files, clear: Iterable[str], length:
         yield f"acl fits {length} le {section.max_message_bytes}"
         also += " fits"
     if section.token_file is not None:
-        yield "acl trusted req.hdr(authorization),secure_memcmp(proc.token) -m bool"
-        also += " trusted"
+        yield "acl bearer req.hdr(authorization) -m beg -i 'Bearer '"
+        yield f"acl trusted req.hdr(authorization),bytes({len('Bearer ')}),secure_memcmp(proc.token) -m bool"
+        also += " bearer trusted"
     condition = " or ".join(f"infer {one}{also}" for one in clear)
     yield f"http-request set-var(txn.route) var(txn.model),map({files.routes}) if {condition}"
 

@@ -58,7 +58,7 @@ class HAProxyPlane:
         self._section = section
         self._brain = brain
         self._rest = rest
-        self._secret = Token(section).header
+        self._secret = Token(section).secret
         self._files = Files(directory)
         self._admin = Admin(self._files.admin)
         self._names = Names(section.probe_timeout_s)

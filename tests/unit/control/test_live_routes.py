@@ -140,6 +140,7 @@ PIN = json.dumps({"server": "w", "model": "a", "what": "pin"})
         (TOKEN, b"Bearer s3cret", PIN + " " * 5000 + "x", 400, "server, model and what"),
         (TOKEN, b"Bearer s3cret", PIN.replace('"a"', '"m"'), 409, "it is a meta model"),
         (TOKEN, b"Bearer s3cret", PIN, 200, "done"),
+        (TOKEN, b"bEARER s3cret", PIN, 200, "done"),
     ],
 )
 @looped

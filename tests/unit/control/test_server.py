@@ -151,8 +151,18 @@ def test_a_token_lets_in(tmp_path: Path, token: Path) -> None:
     @looped
     async def run() -> None:
         async with listening(tmp_path, token_file=token) as address:
-            assert await pid(grpc.aio.insecure_channel(address), f"Bearer {SECRET}") == 4711
-            for wrong in (None, "Bearer wrong", SECRET, f"Bearer {SECRET}x", "Bearer ", ""):
+            for right in (f"Bearer {SECRET}", f"bearer {SECRET}"):
+                assert await pid(grpc.aio.insecure_channel(address), right) == 4711
+            for wrong in (
+                None,
+                "Bearer wrong",
+                SECRET,
+                f"Basic {SECRET}",
+                f"bearer {SECRET.upper()}",
+                f"Bearer {SECRET}x",
+                "Bearer ",
+                "",
+            ):
                 assert (
                     await refused(grpc.aio.insecure_channel(address), wrong)
                     is grpc.StatusCode.UNAUTHENTICATED

@@ -285,7 +285,8 @@ def test_the_token(tmp_path: Path) -> None:
                 ):
                     assert (await refusal(call))[0] == "UNAUTHENTICATED"
             assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 4}
-            await house.call("ModelInfer", infer, metadata=(("authorization", "Bearer sesame"),))
+            for scheme in ("Bearer", "bearer"):
+                await house.call("ModelInfer", infer, metadata=(("authorization", f"{scheme} sesame"),))
             assert "authorization" not in house.workers[0].metadata["ModelInfer"][0]
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -611,13 +611,17 @@ async def test_clients_have_a_token(tmp_path: Path) -> None:
     token.write_text('cor"rect-(horse)\\\n')
     token.chmod(0o600)
     right = (("authorization", 'Bearer cor"rect-(horse)\\'),)
+    small = (("authorization", 'bearer cor"rect-(horse)\\'),)
+    other = (("authorization", 'Basic: cor"rect-(horse)\\'),)
     wrong = (("authorization", "Bearer correct"),)
     async with (
         crowd("x", "y") as (fakes, workers),
         fronted(tmp_path, workers, at("x", "a"), token_file=token) as front,
     ):
         assert await front.infer("a", metadata=right) == "x"
+        assert await front.infer("a", metadata=small) == "x"
         assert "authorization" not in fakes["x"].metadata
+        assert await front.infer("a", metadata=other) == "rest"
         assert await front.infer("a", metadata=wrong) == "rest"
         assert front.rest.fake.metadata["authorization"] == "Bearer correct"
         assert await front.infer("a") == "rest"

@@ -171,7 +171,7 @@ def test_a_configuration_says_what_the_settings_say(tmp_path: Path) -> None:
         "w2": Target(("fd00::1", 8001), None),
     }
 
-    said = configuration(section, Files(tmp_path), ["w1", "w2", "w3"], targets, b"Bearer s3cret")
+    said = configuration(section, Files(tmp_path), ["w1", "w2", "w3"], targets, b"s3cret")
 
     lines = [line.strip() for line in said.splitlines()]
     assert f"bind [::]:8001 tcp-ut 20s ssl crt {tmp_path}/gateway.pem alpn h2" in said
@@ -181,7 +181,7 @@ def test_a_configuration_says_what_the_settings_say(tmp_path: Path) -> None:
     assert "default-server check inter 250ms fall 3 rise 1" in lines
     assert "acl fits req.body,bytes(1,4),hex,hex2i le 1000" in lines
     assert "s3cret" not in said
-    assert f"set-var proc.token bin({b'Bearer s3cret'.hex()})" in lines
+    assert f"set-var proc.token bin({b's3cret'.hex()})" in lines
     tls = f"ssl verify required ca-file '{tmp_path}/workers.pem' alpn"
     assert sum(tls in line for line in lines) == 2
     assert [line.partition(" ssl")[0] for line in lines if line.startswith("server w")] == [

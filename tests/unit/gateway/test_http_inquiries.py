@@ -318,7 +318,8 @@ async def test_the_token(tmp_path: Path) -> None:
         assert asked(house) == []
         assert house.plane.counts().requests == {("", "", "UNAUTHENTICATED"): 2}
 
-        assert (await house.infer(headers={"Authorization": "Bearer secret"})).status == 200
+        for scheme in ("Bearer", "bearer"):
+            assert (await house.infer(headers={"Authorization": f"{scheme} secret"})).status == 200
         assert "Authorization" not in house.workers[0].got[0].headers
 
 

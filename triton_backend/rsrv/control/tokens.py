@@ -21,7 +21,8 @@ def read_token(path: Path, key: str) -> bytes:
 
 
 def bears(authorization: str | bytes, token: bytes) -> bool:
-    """Whether a request with this header `authorization` may come in."""
+    """Whether a request with this header `authorization` may come in. The scheme is in letters of any case (RFC 7235)."""
     # Over HTTP, bytes that are no text come as surrogates.
     sent = authorization.encode(errors="surrogateescape") if isinstance(authorization, str) else authorization
-    return hmac.compare_digest(sent, b"Bearer " + token)
+    scheme, _, secret = sent.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(secret, token)

@@ -77,14 +77,14 @@ def plan_repository(
 ) -> Plan:
     """The repository of these bundles, each of which may be served: what metas call is among them.
 
-    `kept` are the metas that stay in the repository as they are, with what they carry: what one of them calls is
+    `kept` are the metas that are not made anew, because they stay as they are or are broken, with their callees: these are
     as internal as what the others call.
     """
     calls = {name: source.bundle.manifest.meta_calls for name, source in sources.items()}
     internal = {
         callee: metas
         for callee, metas in callers({**kept, **calls}).items()
-        if callee in sources and not sources[callee].bundle.manifest.public
+        if callee in sources and _may_be_internal(sources[callee].bundle)
     }
     models = {}
     for name in sorted(sources, key=lambda name: (sources[name].bundle.manifest.kind == "meta", name)):
@@ -92,6 +92,11 @@ def plan_repository(
             callees = [sources[callee] for callee in calls[name]]
             models[name] = plan_model(sources[name], callees, internal=name in internal, mode=mode)
     return Plan(models, internal)
+
+
+def _may_be_internal(bundle: Bundle) -> bool:
+    """A meta model may not: only a broken one would call it."""
+    return bundle.manifest.kind == "model" and not bundle.manifest.public
 
 
 def plan_model(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from rsrv_bundle import BundleError, find_bundles, read_bundle
+from rsrv_bundle import BundleError, find_bundles, manifest, read_bundle, yaml12
 from rsrv_bundle.hooks import check_hooks
 from rsrv_gen import config
 from rsrv_gen.metas import unusable_metas
@@ -25,6 +25,8 @@ class Sources:
     good: dict[str, Source] = field(default_factory=dict)
     #: Model name -> why it can't be served.
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Meta model among these -> the models that it would call, as far as its manifest can be read.
+    broken_calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Paths that hold no bundle at all: part of the input is not known.
     unusable: list[str] = field(default_factory=list)
 
@@ -49,14 +51,13 @@ def read_sources(paths: Iterable[Path]) -> Sources:
     for name, same in sorted(places.items()):
         try:
             sources.good[name] = _read(name, same)
-        except BundleError as error:
-            sources.broken[name] = error.problems
-        except (config.ConfigError, OSError) as error:
-            sources.broken[name] = (str(error),)
+        except (BundleError, config.ConfigError, OSError) as error:
+            sources.broken[name] = error.problems if isinstance(error, BundleError) else (str(error),)
+            sources.broken_calls[name] = tuple(call for place in same for call in _declared_calls(place))
     bundles = {name: source.bundle for name, source in sources.good.items()}
     for name, problems in unusable_metas(bundles, sources.broken).items():
         sources.broken[name] = problems
-        del sources.good[name]
+        sources.broken_calls[name] = sources.good.pop(name).bundle.manifest.meta_calls
     return sources
 
 
@@ -72,6 +73,16 @@ def _read(name: str, places: Sequence[Path]) -> Source:
     # Rendered here only to learn whether Triton would take it: no meta model may count on one that it refuses.
     config.render(bundle)
     return Source(bundle, bundle_files(bundle.path))
+
+
+def _declared_calls(bundle: Path) -> list[str]:
+    """Return the names under meta.calls of a bundle that is broken; none if its manifest is no YAML."""
+    try:
+        with (bundle / manifest.FILE).open("rb") as file:
+            document = yaml12.load(file.read(yaml12.MAX_BYTES + 1))
+        return [name for name in document["meta"]["calls"] if isinstance(name, str)]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def bundle_files(bundle: Path) -> list[PurePosixPath]:

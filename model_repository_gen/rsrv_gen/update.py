@@ -11,7 +11,15 @@ from rsrv.settings import Transport
 from rsrv_gen.aside import Replaced
 from rsrv_gen.plan import LinkMode, ModelPlan, Source, plan_repository
 from rsrv_gen.sources import Sources, read_sources
-from rsrv_gen.write import carried, is_current, is_foreign, is_ours, open_repository, our_models
+from rsrv_gen.write import (
+    carried,
+    is_current,
+    is_foreign,
+    is_ours,
+    is_public,
+    open_repository,
+    our_models,
+)
 
 #: `foreign`: somebody else's directory has the name. `internal`: there is no directory, because metas carry the model.
 Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "foreign"]
@@ -27,7 +35,7 @@ class Step:
     plan: ModelPlan | None = None
     #: What there is to say beside the name: empty, or " (...)".
     note: str = ""
-    #: The metas that carry a model which goes because they do: they have to be in place first.
+    #: The metas that carry a model without a directory. If it goes because they do, they have to be in place first.
     carriers: tuple[str, ...] = ()
 
 
@@ -52,12 +60,12 @@ def steps(
             kept[name] = reason
         else:
             go.append(name)
-    plan = plan_repository(
-        sources.good,
-        {name: carried(repository / name) for name in kept},
-        mode=link,
-        transport=transport,
-    )
+    calls = {name: carried(repository / name) for name in kept}
+    for meta, called in sources.broken_calls.items():
+        # What clients have already stays theirs; nothing else becomes public because a meta model broke.
+        hidden = [name for name in called if not is_public(repository / name)]
+        calls[meta] = [*calls.get(meta, ()), *hidden]
+    plan = plan_repository(sources.good, calls, mode=link, transport=transport)
 
     def wanted(name: str) -> bool:
         return only is None or name in only
@@ -94,7 +102,7 @@ def _without_directory(folder: Path, metas: tuple[str, ...]) -> Step:
     """A model that its metas carry, and that Triton does not know."""
     called = f"called by {', '.join(metas)}"
     if not is_ours(folder):
-        return Step(folder.name, "internal", note=f" ({called})")
+        return Step(folder.name, "internal", note=f" ({called})", carriers=metas)
     note = f" (internal: {called}; public: true in its manifest would keep it)"
     return Step(folder.name, "removed", note=note, carriers=metas)
 
@@ -120,6 +128,8 @@ class Update:
     kept: set[str] = field(default_factory=set)
     #: Models that are not in order: their bundles, or what stands in their place. All of them, asked for or not.
     broken: dict[str, str] = field(default_factory=dict)
+    #: Models that are not served because a broken meta model would call them: when it goes, they come.
+    hidden: set[str] = field(default_factory=set)
     #: Models that could not be written, with the reason.
     failed: dict[str, str] = field(default_factory=dict)
     #: Models that were left as they are because a bundle that they are made of is not ready to be read.
@@ -179,6 +189,8 @@ def update(
                 done.broken[step.name] = (
                     f"{repository / step.name} was not made by rsrv-gen: move it away, or rename the bundle"
                 )
+            case "internal" if not sources.broken.keys().isdisjoint(step.carriers):
+                done.hidden.add(step.name)
             case "kept" if step.name not in sources.broken:
                 done.kept.add(step.name)
             case "removed":

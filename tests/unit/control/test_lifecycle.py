@@ -92,6 +92,22 @@ def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> Non
     assert world.triton.served == before
 
 
+def test_what_a_broken_meta_model_calls_is_served_when_that_is_gone(tmp_path: Path) -> None:
+    """Not before: it was for no client. What clients had already stays theirs all the time."""
+
+    async def tell(world: World, lifecycle: Lifecycle) -> None:
+        write_meta(tmp_path / "r" / "meta", ["a", "b", "missing"])
+        place(tmp_path / "r" / "b", "v1")
+        await asyncio.sleep(200)
+        assert world.triton.texts() == {"a": "v1"}
+        assert lifecycle.failures.keys() == {"meta"}
+        shutil.rmtree(tmp_path / "r" / "meta")
+        await asyncio.sleep(90)
+        assert world.triton.texts() == {"a": "v1", "b": "v1"}
+
+    story(tmp_path, {"r": {"a": "v1"}}, tell)
+
+
 def test_what_changed_while_nobody_looked_is_found(tmp_path: Path) -> None:
     """Changed, new and removed bundles, and a repository that was written and not loaded."""
     world = World(tmp_path, {"r": {"a": "v1", "b": "v1", "c": "v1", "d": "v1"}})

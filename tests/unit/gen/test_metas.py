@@ -170,9 +170,56 @@ def test_a_meta_model_that_stays_keeps_its_callees_internal(
 
 def test_a_broken_new_meta_model_takes_nothing_away(bundles: Path, gen: Path) -> None:
     """Models that were served go on being served when only a meta model that never was calls them."""
+    assert run(*(bundles / name for name in ("one", "two", "three")), "-o", gen) == 0
     write_meta(bundles / "chain", ["one", "twoo"])
+    write_bundle(bundles / "one", "changed")
     assert run(bundles, "-o", gen) == 1
     assert models(gen) == {"one", "two", "three"}
+    assert "changed" in (gen / "one/1/bundle/model.b1.mlir").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        pytest.param("model.py", "def run(:\n", id="its code"),
+        pytest.param(
+            "manifest.yaml", "kind: mta\nmeta: {calls: [one, 3, two], cals: []}\n", id="its manifest"
+        ),
+    ],
+)
+def test_what_a_broken_meta_model_calls_does_not_become_public(
+    bundles: Path, gen: Path, bls: tuple[str, str], file: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its callees are for no client before it is mended: they have no directory, or one that is marked."""
+    (bundles / "chain" / file).write_text(text)
+    for _ in range(2):
+        assert run(bundles, "-o", gen) == 1
+        assert models(gen) == {"three"}
+    assert "internal one (called by chain)" in lines(capsys)
+    for _ in range(2):
+        assert run(bundles, "-o", gen, *bls) == 1
+        assert models(gen) == {"one", "two", "three"}
+        assert 'key: "rsrv_internal"' in (gen / "one" / "config.pbtxt").read_text()
+    write_meta(bundles / "chain", ["one"])
+    assert run(bundles, "-o", gen) == 0
+    assert models(gen) == {"chain", "two", "three"}
+
+
+def test_what_a_broken_meta_model_calls_anew_does_not_become_public(bundles: Path, gen: Path) -> None:
+    """It serves on as it was, and a bundle that came for its next version stays out of sight."""
+    run(bundles, "-o", gen)
+    write_bundle(bundles / "four")
+    write_meta(bundles / "chain", ["one", "four", "missing"])
+    assert run(bundles, "-o", gen) == 1
+    assert models(gen) == {"chain", "three"}
+
+
+def test_a_meta_model_that_nobody_can_read_keeps_what_the_repository_has(bundles: Path, gen: Path) -> None:
+    """Its manifest is no YAML: what it called last time stays internal."""
+    run(bundles, "-o", gen)
+    (bundles / "chain" / "manifest.yaml").write_text("meta: {calls: [one, two")
+    assert run(bundles, "-o", gen) == 1
+    assert models(gen) == {"chain", "three"}
 
 
 def test_a_callee_stays_while_its_meta_model_cannot_be_written(
@@ -256,7 +303,7 @@ def test_a_call_that_cannot_work_is_refused_and_the_rest_is_written(
     assert "empty is skipped:\n  a model needs at least one input" in errors
     assert "chain is skipped:" in errors
     assert problem in errors
-    assert models(gen) == {"one", "two", "other"}
+    assert models(gen) == {"one", "two", "other"} - set(calls) | {"other"}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +321,7 @@ def test_a_meta_model_that_could_not_run_is_refused(
     (bundles / "chain" / "model.py").write_text(text)
     assert run(bundles, "-o", gen) == 1
     assert problem in capsys.readouterr().err
-    assert models(gen) == {"one", "two", "three"}
+    assert models(gen) == {"three"}
 
 
 def test_a_meta_model_may_call_nothing_or_other_models_of_triton(bundles: Path, gen: Path) -> None:

@@ -330,7 +330,8 @@ class Lifecycle:
         self._report(done)
         if self._follows:
             # What broke them may be the disk's, and pass without a change that a look would see.
-            for name in done.broken if names is None else done.broken.keys() & set(names):
+            again = {*done.broken, *done.hidden}
+            for name in again if names is None else again & set(names):
                 self._rounds.later(name, self._now() + _BROKEN_PAUSE)
         if names is None:
             await self._spare_dismissed()

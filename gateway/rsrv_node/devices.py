@@ -66,6 +66,11 @@ def choose(
         return [Device("", "CPU")] * cpu_workers
     if wanted == 0 or wanted == []:
         raise NodeError(f"node.gpus: none; {_CPU_HINT}")
+    for one in wanted if isinstance(wanted, Sequence) else (wanted,):
+        if isinstance(one, int) and one < 0:
+            raise NodeError(
+                f"node.gpus: {one} is negative; set how many GPUs to use, or a list of numbers from 0 on or UUIDs"
+            )
     found = look()
     here = _here(visible, found)
     if isinstance(wanted, int) and not here and visible is None:

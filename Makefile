@@ -73,7 +73,7 @@ test-long: $(FRAMEWORKS) $(TRITON) bundles ## the tests that take minutes
 chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
-fuzz: $(VENV) ## 10,000 mutated bundles, connections and runtimes that misbehave (docs/security.md; FUZZ="--first 10000")
+fuzz: $(VENV) $(TRITON) ## 10,000 mutated bundles, connections and runtimes that misbehave, 20,000 bad requests (docs/security.md; FUZZ="--first 10000")
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)

@@ -8,14 +8,20 @@ from pathlib import Path
 
 from tests.fuzz.bundles import check_bundles, check_modules
 from tests.fuzz.corpus import good_bundles
+from tests.fuzz.drafts import PIECES
 from tests.fuzz.frames import check_answers, check_frames
+from tests.fuzz.requests import KNOWN
 from tests.fuzz.watched import Verdict
 
 
 def main() -> int:
     """Returns 0 if nothing bad was found."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", description="Hostile input, made from seeds."
+        prog="python -m tests.fuzz",
+        description="Hostile input, made from seeds.",
+        epilog="A seed makes the same input on every run. `--first SEED` with 1 of that kind, and 0 of the others, tries it"
+        " alone: what it does by itself is seen again, what it does together with others perhaps not. Of bad requests,"
+        " 'crash' names those that were under way when a process died, 'harm' and 'noise' some that went before.",
     )
     parser.add_argument(
         "--first", type=int, default=0, help="the first seed of each kind; default: %(default)s"
@@ -34,6 +40,17 @@ def main() -> int:
     parser.add_argument(
         "--answers", type=int, default=10_000, metavar="N", help="runtimes that do; default: %(default)s"
     )
+    parser.add_argument(
+        "--requests", type=int, default=20_000, metavar="N", help="of bad clients; default: %(default)s"
+    )
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=KNOWN,
+        choices=PIECES,
+        metavar="PIECE",
+        help=f"send no requests with one of these changes; default: %(default)s; there are: {', '.join(PIECES)}",
+    )
     options = parser.parse_args()
 
     def seeds(count: int) -> range:
@@ -48,6 +65,13 @@ def main() -> int:
             _report("frames", check_frames(seeds(options.frames), good, folder)),
             _report("answers", check_answers(seeds(options.answers))),
         ]
+        if options.requests:
+            # Only now: it starts threads, and the others fork.
+            from tests.fuzz.servers import check_requests
+
+            found.append(
+                _report("requests", check_requests(seeds(options.requests), folder, without=options.without))
+            )
     return int(any(found))
 
 

@@ -32,8 +32,8 @@ class Verdict:
         return self.outcome in BAD
 
 
-#: the child died; did not end; raised something; took more CPU time, or more memory, than any case may
-BAD = ("crash", "hang", "fault", "slow", "bloat")
+#: the child, or a server, died; did not end; raised something; took more CPU time, or more memory, than any case may
+BAD = ("crash", "hang", "fault", "slow", "bloat", "unanswered", "leak", "harm", "noise")
 
 Case = Callable[[int], str]
 

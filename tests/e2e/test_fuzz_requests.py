@@ -1,0 +1,23 @@
+"""Some hundred of the bad requests of which `make fuzz` sends twenty thousand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from tests.fuzz.servers import check_requests
+
+
+def test_bad_requests_harm_no_server_and_no_honest_client(tmp_path: Path) -> None:
+    """A server and a gateway get hundreds of hostile requests: both live on, leak nothing, and answer honest requests right."""
+    verdicts = list(check_requests(range(600), tmp_path))
+
+    bad = [f"{verdict.outcome}: seed {verdict.seed}: {verdict.detail}" for verdict in verdicts if verdict.bad]
+    assert not bad, "\n".join(bad)
+    assert (
+        min(
+            Counter(verdict.outcome for verdict in verdicts)[each]
+            for each in ("answered", "refused", "closed")
+        )
+        > 20
+    )

@@ -1,0 +1,193 @@
+"""Requests before they are bytes, and their bytes: with all that clients' encoders refuse, as text that is no UTF-8."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from tritonclient.utils import np_to_triton_dtype
+
+from tests.chaos.questions import QUESTIONS
+
+Random = random.Random
+_BYTE = re.compile(rb"\\udc([89a-f][0-9a-f])")
+#: what of an entry of the inputs is not KServe's, but this tensor as bytes and as a list; and what gRPC sends for the former
+_OURS = ("raw", "data", "raws")
+#: texts with bytes that are none; as what JSON makes of them, see json_bytes
+NOT_UTF8 = (
+    "\udcff",
+    "a\udcc3",
+    "\udced\udca0\udc80",
+    "\udcc0\udc80",
+    "x" * 300 + "\udcfe",
+    "\udcf4\udc90\udc80\udc80",
+)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A request that is being changed."""
+
+    model: str
+    #: KServe's JSON; an entry of its inputs has its tensor twice, as "raw" and as "data"
+    document: dict[str, Any]
+    #: HTTP: whether tensors are bytes after the JSON
+    binary: bool
+    method: bytes = b"POST"
+    path: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    encode: Callable[[bytes], bytes] = bytes
+    #: gRPC
+    call: str = "ModelInfer"
+    metadata: list[tuple[str, str | bytes]] = field(default_factory=list)
+    #: change all of the bytes in the end
+    damage: Callable[[bytes], bytes] = bytes
+    #: the server may wait for more of it, or drop it without an answer
+    cut: bool = False
+    #: it is not gRPC that goes to the gRPC port
+    h2: bool = False
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.document["inputs"]
+        return found
+
+
+Change = Callable[[Random, Draft], None]
+
+
+class Piece(NamedTuple):
+    """A change to a request of these protocols, "http" and "grpc"."""
+
+    change: Change
+    protocols: tuple[str, ...]
+    #: whether it makes elements of tensors any number
+    numbers: bool
+
+
+#: by name
+PIECES: dict[str, Piece] = {}
+
+
+def piece(*protocols: str, numbers: bool = False) -> Callable[[Change], Change]:
+    """Put a function among PIECES, for both protocols if it does not say for which."""
+
+    def put(change: Change) -> Change:
+        PIECES[change.__name__] = Piece(change, protocols or ("http", "grpc"), numbers)
+        return change
+
+    return put
+
+
+def honest(seed: int, model: str, *, binary: bool) -> Draft:
+    question = QUESTIONS[model](np.random.default_rng(seed))
+    inputs = [
+        {
+            "name": name,
+            "shape": list(array.shape),
+            "datatype": np_to_triton_dtype(array.dtype),
+            "raw": array.tobytes(),
+            "data": array.ravel().tolist(),
+        }
+        for name, array in question.inputs.items()
+    ]
+    return Draft(model, {"id": str(seed), "inputs": inputs}, binary)
+
+
+def http_bytes(draft: Draft) -> bytes:
+    """The head and the body."""
+    inputs, tensors = [], b""
+    for entry in draft.inputs:
+        sent = {key: value for key, value in entry.items() if key not in _OURS}
+        if draft.binary:
+            parameters = sent.get("parameters", {})
+            if isinstance(parameters, dict):
+                sent["parameters"] = {"binary_data_size": len(entry["raw"]), **parameters}
+            tensors += entry["raw"]
+        else:
+            sent["data"] = entry["data"]
+        inputs.append(sent)
+    text = json_bytes({**draft.document, "inputs": inputs})
+    body = draft.encode(text + tensors)
+    own = [(b"Host", b"localhost"), (b"Content-Length", b"%d" % len(body))]
+    if draft.binary:
+        own.append((b"Inference-Header-Content-Length", b"%d" % len(text)))
+    # What a change says comes in place of these.
+    given = {name.lower() for name, _ in draft.headers}
+    headers = [pair for pair in own if pair[0].lower() not in given] + draft.headers
+    path = draft.path or b"/v2/models/" + text_bytes(draft.model) + b"/infer"
+    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    return draft.method + b" " + path + b" HTTP/1.1\r\n" + lines + b"\r\n" + body
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON. Lone surrogates from U+DC80 to U+DCFF become the bytes that they stand for (PEP 383)."""
+    return _BYTE.sub(lambda found: bytes.fromhex(found[1].decode()), json.dumps(value).encode())
+
+
+def text_bytes(value: object) -> bytes:
+    """Likewise, without quotes; what is no text, as JSON."""
+    if not isinstance(value, str):
+        return json_bytes(value)
+    try:
+        return value.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return value.encode(errors="surrogatepass")
+
+
+def message_bytes(draft: Draft) -> bytes:
+    """An inference.ModelInferRequest (grpc_service.proto)."""
+    document = draft.document
+    out = _field(1, draft.model) + _field(3, document["id"]) + _parameters(4, document.get("parameters"))
+    for entry in draft.inputs:
+        sizes = entry["shape"] if isinstance(entry["shape"], list) else []
+        shape = b"".join(_varint(int(size)) for size in sizes if isinstance(size, int | float))
+        tensor = _field(1, entry["name"]) + _field(2, entry["datatype"]) + _field(3, shape)
+        out += _field(5, tensor + _parameters(4, entry.get("parameters")) + entry.get("contents", b""))
+    outputs = document.get("outputs")
+    for asked in outputs if isinstance(outputs, list) else []:
+        if isinstance(asked, dict):
+            out += _field(6, _field(1, asked["name"]) + _parameters(2, asked["parameters"]))
+    return out + b"".join(
+        _field(7, raw) for entry in draft.inputs for raw in entry.get("raws", [entry["raw"]])
+    )
+
+
+def _varint(value: int) -> bytes:
+    left, out = value % 2**64, bytearray()
+    while left > 127:
+        out.append(left & 127 | 128)
+        left >>= 7
+    return bytes([*out, left])
+
+
+def _field(number: int, value: object) -> bytes:
+    content = value if isinstance(value, bytes) else text_bytes(value)
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _parameters(number: int, value: object) -> bytes:
+    pairs: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    return b"".join(
+        _field(number, _field(1, name) + _field(2, _parameter(one))) for name, one in pairs.items()
+    )
+
+
+def _parameter(value: object) -> bytes:
+    """An InferParameter."""
+    match value:
+        case bool():
+            return b"\x08" + _varint(value)
+        case int():
+            return (b"\x10" if value < 2**63 else b"\x28") + _varint(value)  # int64_param, uint64_param
+        case float():
+            return b"\x21" + struct.pack("<d", value)
+        case None:
+            return b""
+    return _field(3, value)

@@ -1,0 +1,66 @@
+"""What servers write to their logs, by the second and by the process: bad requests are cheap, and so must telling of them be."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+#: lines that one process may write in a second, and bytes of one of them
+LINES, NBYTES = 10, 4000
+#: a line of rsrv's begins so: its second, logger and model
+_OURS = re.compile(rb"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} [DIWEC] ([\w.]+(?: [^:]+)?): ")
+#: one of Triton's own, or of its libraries': they are not throttled, whatever the model is
+_TRITONS = re.compile(rb"[IWEF]\d{4} |\[libprotobuf |\[\x1b?\[1;31mERROR|\s*$")
+
+
+class Noise:
+    """Of some logs, from now on."""
+
+    def __init__(self, logs: Sequence[Path]) -> None:
+        self._read = {log: log.stat().st_size for log in logs}
+        self._lines: Counter[tuple[Path, bytes]] = Counter()
+        self._place = dict.fromkeys(logs, b"")
+        self._count = self._nbytes = self._theirs = 0
+
+    def told(self) -> list[str]:
+        """What was too much since this was asked before."""
+        return [said for log in self._read for line in self._new(log) for said in self._take(log, line)]
+
+    def _new(self, log: Path) -> list[bytes]:
+        """Whole lines."""
+        with log.open("rb") as file:
+            file.seek(self._read[log])
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._read[log] += len(text)
+        return text.splitlines()
+
+    def _take(self, log: Path, line: bytes) -> list[str]:
+        ours = _OURS.match(line)
+        if ours is None and _TRITONS.match(line):
+            self._theirs += 1
+            return []
+        if ours is not None:
+            self._place[log] = b" ".join(ours.groups())
+        # Else it continues the line before.
+        place = log, self._place[log]
+        self._lines[place] += 1
+        self._count += 1
+        self._nbytes += len(line)
+        said = []
+        if self._lines[place] == LINES + 1:
+            said.append(
+                f"{log.name}: more than {LINES} lines in a second of {_text(place[1])}: {_text(line)}"
+            )
+        if len(line) > NBYTES:
+            said.append(f"{log.name}: a line of {len(line)} bytes: {_text(line)}")
+        return said
+
+    def __str__(self) -> str:
+        return f"the logs grew by {self._count} lines and {self._nbytes} bytes of rsrv's, and {self._theirs} lines of Triton's"
+
+
+def _text(line: bytes) -> str:
+    return line[:200].decode(errors="replace")

@@ -1,0 +1,248 @@
+"""Requests that something is wrong with: the same one for the same seed. Pure.
+
+Each is an honest request after one to three changes: to its content, which both protocols carry, or to what carries it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz.carriers import TRACES
+from tests.fuzz.drafts import NOT_UTF8, PIECES, Draft, Random, honest, http_bytes, message_bytes, piece
+from tests.fuzz.manifests import VALUES
+
+#: answered at once; answered later; with hooks; a meta model
+MODELS = ("exact", "elastic", "moody", "chain")
+#: those to which numbers are only numbers: the others take long, hang or exit when theirs say so
+_STOLID = ("exact", "chain")
+#: changes that find what is not mended yet: a shape that overflows reaches hooks, with another number of axes
+KNOWN = ("overflowing_shape",)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """One bad request."""
+
+    seed: int
+    #: names of its changes, of PIECES
+    pieces: tuple[str, ...]
+    #: "http", "grpc", or "h2": bytes for the gRPC port that are no call
+    protocol: str
+    #: whether it goes to the gateway, else to the server
+    gateway: bool
+    #: what the connection carries, or the call's message
+    data: bytes
+    call: str
+    metadata: tuple[tuple[str, str | bytes], ...]
+    #: as Draft has it
+    cut: bool
+
+
+def make(seed: int) -> Attack:
+    """The attack of this seed."""
+    rng = Random(seed)
+    protocol, gateway = rng.choice(("http", "grpc")), rng.random() < 0.5
+    names = [name for name, piece in PIECES.items() if protocol in piece.protocols]
+    chosen = tuple(rng.choices(names, k=rng.choice((1, 1, 2, 3))))
+    numbers = any(PIECES[name].numbers for name in chosen)
+    draft = honest(seed, rng.choice(_STOLID if numbers else MODELS), binary=rng.random() < 0.7)
+    for name in chosen:
+        PIECES[name].change(rng, draft)
+    data = draft.damage(http_bytes(draft) if protocol == "http" else message_bytes(draft))
+    kind = "h2" if draft.h2 else protocol
+    return Attack(seed, chosen, kind, gateway, data, draft.call, tuple(draft.metadata), draft.cut)
+
+
+# --- content ------------------------------------------------------------------------------------------------------
+
+_TEXTS = (
+    "", " ", "x" * 300, "x" * 100_000, "\0", "a\0b", "a\nb", "\r\n2026-01-01 E rsrv: forged", "\x1b[31m", "é", "\u202e", "\ud800",
+    "../../etc/passwd", "%s%n{0}", "$(id)", "'\"\\", "-1", "[rsrv:INTERNAL] x", "1e999", "\U0001f600" * 50,
+)  # fmt: skip
+_NUMBERS = (
+    0, 1, -1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), 10**30, 0.5, 1e308, float("nan"), float("inf"), -float("inf"), True,
+)  # fmt: skip
+_NAMES = (
+    "rsrv_run", "rsrv_priority", "rsrv_deadline_unix_ns", "rsrv_trace", "traceparent", "sequence_id", "sequence_start", "sequence_end",
+    "priority", "timeout", "triton_final_response", "triton_enable_empty_final_response", "binary_data_output", "headers", "",
+)  # fmt: skip
+_DTYPES = (
+    "FP64",
+    "FP16",
+    "BF16",
+    "INT32",
+    "UINT8",
+    "BOOL",
+    "BYTES",
+    "fp32",
+    "",
+    "TYPE_FP32",
+    "x" * 5000,
+    7,
+    None,
+)
+_SHAPES: tuple[Any, ...] = (
+    [], [0], [0, 64], [-1], [-1, 64], [1, -64], [-(2**63), 1], [1, 64, 1, 1], [1] * 20_000, [1.5, 64], ["1", "64"], [[1, 64]], None,
+    "1,64", 64, {"n": 1}, [True, 64], [17, 64],
+)  # fmt: skip
+#: With numbers as JSON beside it, Triton 24.10 makes room for all that a shape says, and aborts if there is less: so only with bytes.
+_HUGE = ([2**31, 64], [2**63 - 1, 2**63 - 1], [2**64, 1], [10**30, 1], [2**32, 2**32], [2**40])
+_SIZES = (0, 1, -1, 255, 257, 2**31, 2**32 + 4, 2**63, 2**64 - 1, 10**30, "256", 1.5, None, True)
+_OF_TENSORS = (
+    "binary_data_size",
+    "shared_memory_region",
+    "shared_memory_offset",
+    "shared_memory_byte_size",
+    "x",
+)
+_OF_OUTPUTS = ("binary_data", "classification", "shared_memory_region", "shared_memory_byte_size")
+
+
+def _value(rng: Random) -> Any:
+    nested: Any = 0
+    for _ in range(rng.choice((10, 90, 200))):
+        nested = [nested]
+    return copy.deepcopy(rng.choice((*VALUES, *_NUMBERS, *_TEXTS, {"a": {"b": [1, {"c": None}]}}, nested)))
+
+
+def _put(holder: dict[str, Any], name: str, value: Any) -> None:
+    """One parameter."""
+    if not isinstance(holder.get("parameters"), dict):
+        holder["parameters"] = {}
+    holder["parameters"][name] = value
+
+
+@piece()
+def request_id(rng: Random, draft: Draft) -> None:
+    draft.document["id"] = rng.choice((*_TEXTS, *_NUMBERS, None, [], {}))
+
+
+@piece()
+def not_utf8_id(rng: Random, draft: Draft) -> None:
+    """Triton's HTTP passes what is no UTF-8 on; gRPC's does not."""
+    draft.document["id"] = rng.choice(NOT_UTF8)
+
+
+@piece()
+def parameter(rng: Random, draft: Draft) -> None:
+    for _ in range(rng.choice((1, 1, 2, 300))):
+        name = rng.choice(_NAMES)
+        _put(draft.document, name, rng.choice(TRACES) if name == "traceparent" else _value(rng))
+
+
+@piece()
+def parameter_name(rng: Random, draft: Draft) -> None:
+    _put(draft.document, rng.choice(_TEXTS), _value(rng))
+
+
+@piece()
+def not_utf8_parameter(rng: Random, draft: Draft) -> None:
+    text = rng.choice(NOT_UTF8)
+    _put(draft.document, *rng.choice(((text, 1), ("x", text), (rng.choice(_NAMES), text))))
+
+
+@piece()
+def parameters(rng: Random, draft: Draft) -> None:
+    rng.choice((draft.document, *draft.inputs))["parameters"] = _value(rng)
+
+
+@piece()
+def inputs(rng: Random, draft: Draft) -> None:
+    """One too many, many too many, one too few, another order."""
+    first = draft.inputs[0]
+    more = {"name": "more", "shape": [1], "datatype": "INT8", "raw": b"x", "data": [1]}
+    both = [*draft.inputs]
+    draft.document["inputs"] = rng.choice(([*both, more], both + [first] * 50, [more], both[::-1]))
+
+
+@piece()
+def tensor(rng: Random, draft: Draft) -> None:
+    """A name, or a type, that is another or none."""
+    key, values = rng.choice(
+        (("name", (*_TEXTS, *NOT_UTF8, "y", None, 7)), ("datatype", (*_DTYPES, *NOT_UTF8)))
+    )
+    rng.choice(draft.inputs)[key] = rng.choice(values)
+
+
+@piece()
+def tensor_parameter(rng: Random, draft: Draft) -> None:
+    value = rng.choice(_SIZES) if rng.random() < 0.7 else _value(rng)
+    _put(rng.choice(draft.inputs), rng.choice(_OF_TENSORS), value)
+
+
+@piece()
+def shape(rng: Random, draft: Draft) -> None:
+    huge = rng.random() < 0.3
+    draft.binary = draft.binary or huge
+    rng.choice(draft.inputs)["shape"] = rng.choice(_HUGE if huge else _SHAPES)
+
+
+@piece()
+def overflowing_shape(rng: Random, draft: Draft) -> None:
+    """So many rows that their bytes, in 64 bits, are none, or as many as one row's: Triton 24.10 passes them."""
+    draft.binary = True
+    row = rng.choice((16, 32, 256))
+    tensor = {"shape": [rng.choice((2**62, 2**64 // row, 2**64 // row + 1)), row // 4], "raw": bytes(row)}
+    rng.choice(draft.inputs).update(tensor)
+
+
+@piece()
+def length(rng: Random, draft: Draft) -> None:
+    """The tensor is shorter or longer than its shape says."""
+    entry, size = rng.choice(draft.inputs), rng.choice((0, 1, 255, 4096, 1 << 16))
+    entry.update(raw=bytes(size), data=[0] * min(size, 300))
+
+
+@piece(numbers=True)
+def numbers(rng: Random, draft: Draft) -> None:
+    """Any elements: bytes, and JSON that is no number."""
+    entry = rng.choice(draft.inputs)
+    data = [_value(rng) if rng.random() < 0.1 else 0 for _ in range(64)]
+    entry.update(raw=rng.randbytes(len(entry["raw"])), data=rng.choice((data, [data], data[:4], _value(rng))))
+
+
+@piece("grpc")
+def raw_contents(rng: Random, draft: Draft) -> None:
+    """Another number of tensors' bytes than of tensors, or elements beside them."""
+    entry = rng.choice(draft.inputs)
+    entry["raws"] = rng.choice(([], [entry["raw"]] * 2, [b""] * 300))
+    entry["contents"] = rng.choice((b"", b"\x2a\x06\x32\x04\0\0\x80\x3f"))
+
+
+@piece()
+def outputs(rng: Random, draft: Draft) -> None:
+    parameters = {rng.choice(_OF_OUTPUTS): rng.choice(_SIZES)} if rng.random() < 0.6 else {}
+    asked = {"name": rng.choice(("y", "y", "z", *_TEXTS)), "parameters": parameters}
+    draft.document["outputs"] = rng.choice(([asked], [asked] * 30, [], None, 7, [7], {"y": 1}))
+
+
+@piece()
+def model(rng: Random, draft: Draft) -> None:
+    draft.model = rng.choice((*_TEXTS, *NOT_UTF8, "double", "none", draft.model + "/versions/7"))
+    draft.cut = True  # as HTTP's path it may end a line
+
+
+@piece(numbers=True)
+def damage(rng: Random, draft: Draft) -> None:
+    """Some bytes are others, or there twice, or gone."""
+    changes = [
+        (rng.random(), rng.choice((0, 1, 9)), rng.randbytes(rng.choice((0, 1, 9))))
+        for _ in range(rng.choice((1, 4, 30)))
+    ]
+
+    def damaged(data: bytes) -> bytes:
+        for share, gone, more in changes:
+            at = int(share * len(data))
+            data = data[:at] + more + data[at + gone :]
+        return data
+
+    draft.binary = True  # else it may make a shape huge
+    draft.damage, draft.cut = damaged, True
+
+
+@piece()
+def truncated(rng: Random, draft: Draft) -> None:
+    share = rng.random()
+    draft.damage, draft.cut = lambda data: data[: int(share * len(data))], True

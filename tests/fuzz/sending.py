@@ -1,0 +1,140 @@
+"""Bad requests on their way: raw bytes over HTTP and to the gRPC port, any bytes as the message of a call."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from http.client import HTTPException, HTTPResponse
+from typing import Any, NamedTuple, Self
+
+import grpc
+
+from local_triton import LOOPBACK
+from tests.fuzz.requests import Attack
+
+#: whose methods the calls are
+_SERVICE = "/inference.GRPCInferenceService/"
+#: seconds in which a request, however bad, is answered or its connection closed
+PATIENCE = 15.0
+#: what no client is to see of the server's machine: paths, places in sources, tracebacks, addresses
+_INSIDE = re.compile(
+    r"""Traceback|File ["']|\.py\b|\.cc:\d|/(?:work|usr|tmp|home|opt|proc|dev/shm|root)\b|\bline \d+|0x[0-9a-f]{6,}"""
+)
+#: Triton's front ends call these faults their own, of JSON and of messages that they cannot read
+_TRITONS = re.compile(
+    r"(500|INTERNAL) .*(nable to (parse|set)|failed to parse|failed to get request params|was not found in the JSON)",
+    re.DOTALL,
+)
+
+
+class Ports(NamedTuple):
+    http: int
+    grpc: int
+
+
+class Answer(NamedTuple):
+    #: "answered", "refused", "closed", or one of `watched.BAD`
+    outcome: str
+    #: an error's code and text, as the client gets them
+    said: str = ""
+
+
+class Sender:
+    """Sends attacks, for any thread. A context manager."""
+
+    def __init__(self, server: Ports, gateway: Ports) -> None:
+        self._ports = {False: server, True: gateway}
+        self._stack = ExitStack()
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_metadata_size", 1 << 16)]
+        self._channels = {
+            where: self._stack.enter_context(grpc.insecure_channel(f"{LOOPBACK}:{ports.grpc}", options))
+            for where, ports in self._ports.items()
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def send(self, attack: Attack) -> Answer:
+        """What became of it; never raises."""
+        ports = self._ports[attack.gateway]
+        match attack.protocol:
+            case "http":
+                answer = _http(ports.http, attack)
+            case "h2":
+                answer = _h2(ports.grpc, attack)
+            case _:
+                answer = _call(self._channels[attack.gateway], attack)
+        return judged(answer)
+
+
+def judged(answer: Answer) -> Answer:
+    """The same, or what no client is to see of it."""
+    if (found := _INSIDE.search(answer.said)) is not None:
+        return Answer("leak", f"{found[0]!r} in: {answer.said}")
+    if answer.said.startswith(("500", "INTERNAL", "UNKNOWN")) and not _TRITONS.match(answer.said):
+        return Answer("fault", answer.said)
+    return answer
+
+
+def _connect(port: int, attack: Attack) -> socket.socket:
+    sock = socket.create_connection((LOOPBACK, port), PATIENCE)
+    try:
+        sock.sendall(attack.data)
+        if attack.cut:
+            sock.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass  # the server has heard enough; it may have answered
+    return sock
+
+
+def _http(port: int, attack: Attack) -> Answer:
+    try:
+        with _connect(port, attack) as sock:
+            response = HTTPResponse(sock, method="HEAD" if attack.data[:5] == b"HEAD " else "POST")
+            response.begin()
+            body = response.read()
+    except TimeoutError:
+        return Answer("hang", f"no answer within {PATIENCE:g} s")
+    except (OSError, HTTPException):
+        # A request that is whole as HTTP has it is owed an answer.
+        return Answer("closed" if attack.cut else "unanswered")
+    if response.status < 400:
+        # A stream that has begun has no other status to fail with.
+        text = body.decode(errors="replace")
+        return Answer("answered", text if '"error"' in text else "")
+    return Answer("refused", f"{response.status} {body.decode(errors='replace')}")
+
+
+def _h2(port: int, attack: Attack) -> Answer:
+    try:
+        with _connect(port, attack) as sock:
+            while sock.recv(65536):
+                pass
+    except TimeoutError:
+        return Answer("hang", f"still open after {PATIENCE:g} s")
+    except OSError:
+        pass
+    return Answer("closed")
+
+
+def _call(channel: grpc.Channel, attack: Attack) -> Answer:
+    options: Mapping[str, Any] = {"timeout": PATIENCE, "metadata": attack.metadata}
+    try:
+        if attack.call == "ModelStreamInfer":
+            for _ in channel.stream_stream(_SERVICE + attack.call)(iter([attack.data]), **options):
+                pass
+        else:
+            channel.unary_unary(_SERVICE + attack.call)(attack.data, **options)
+    except grpc.RpcError as error:
+        code, said = error.code(), str(error.details())
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and said.startswith("Deadline"):
+            return Answer("hang", f"no answer within {PATIENCE:g} s")
+        if code is grpc.StatusCode.UNAVAILABLE and ("onnect" in said or "Socket closed" in said):
+            return Answer("unanswered", said)
+        return Answer("refused", f"{code.name} {said}")
+    return Answer("answered")

@@ -1,0 +1,249 @@
+"""A real server and a gateway before it under bad requests, beside honest ones: both live on, and answer these right."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from math import inf
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import psutil
+
+from rsrv.wire.socket import Closed
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.chaos import bundles
+from tests.chaos.figures import RIGHT, Record
+from tests.chaos.house import INTERNAL
+from tests.chaos.load import Connection, clients, load
+from tests.chaos.questions import QUESTIONS
+from tests.e2e.fleets import entry, running_gateway
+from tests.e2e.harness import crashed_by_a_cancellation, is_alive, running_triton
+from tests.fuzz.noise import Noise
+from tests.fuzz.requests import KNOWN, MODELS, Attack, make
+from tests.fuzz.sending import Answer, Ports, Sender
+from tests.fuzz.watched import Verdict
+
+#: requests between two looks at the server, and senders of them
+_BATCH, _TOGETHER = 16, 4
+#: seconds between two requests of an honest client
+_PAUSE = 0.1
+#: bytes that the gateway lets through, which some bad requests exceed
+_MESSAGE = 1 << 20
+#: a collector that nobody is, so that what clients say of traces is read
+_SETTINGS = "traces: {endpoint: 'http://127.0.0.1:9'}\n"
+#: docs/security.md and docs/traces.md
+_FLAGS = (
+    "--http-restricted-api=logging,trace:fuzz=nobody-knows",
+    "--grpc-restricted-protocol=logging,trace:fuzz=nobody-knows",
+    "--http-header-forward-pattern=(?i)traceparent",
+    "--grpc-header-forward-pattern=(?i)traceparent",
+)
+
+
+def check_requests(
+    seeds: Sequence[int], scratch: Path, *, without: Collection[str] = KNOWN
+) -> Iterator[Verdict]:
+    """Send the request of every seed, but for those with one of the pieces `without`; print what became of the honest ones.
+
+    After a death, or a request that is not answered, other servers go on.
+    """
+    attacks = (attack for attack in map(make, seeds) if not set(attack.pieces) & set(without))
+    batch = list(itertools.islice(attacks, _BATCH))
+    if batch:
+        _generate(scratch)
+    for number in itertools.count():
+        if not batch:
+            return
+        folder = scratch / f"life{number}"
+        folder.mkdir()
+        with _Life(scratch / "gen", folder) as life:
+            while batch and not life.over:
+                verdicts, untried = life.strike(batch)
+                batch = untried + list(itertools.islice(attacks, _BATCH - len(untried)))
+                yield from verdicts
+            yield from life.end()
+
+
+def _generate(scratch: Path) -> None:
+    made = bundles.ensure()
+    (scratch / "bundles").mkdir()
+    for name in (*MODELS, *INTERNAL):
+        (scratch / "bundles" / name).symlink_to(made[name])
+    config = scratch / "rsrv.yaml"
+    config.write_text(_SETTINGS)
+    with contextlib.redirect_stdout(io.StringIO()):
+        arguments = [str(scratch / "bundles"), "-o", str(scratch / "gen"), "--config", str(config)]
+        assert rsrv_gen.main(arguments) == 0
+
+
+class _Sent(NamedTuple):
+    """What became of an attack, and when; seconds of the monotonic clock."""
+
+    attack: Attack
+    answer: Answer
+    began: float
+    ended: float
+
+    def verdict(self) -> Verdict:
+        detail = f"{self.described}: {self.answer.said[:300]}"
+        return Verdict(self.attack.seed, self.answer.outcome, detail, self.ended - self.began)
+
+    @property
+    def described(self) -> str:
+        where = "the gateway" if self.attack.gateway else "the server"
+        return f"{'+'.join(self.attack.pieces)} to {where}'s {self.attack.protocol}"
+
+    @property
+    def lost(self) -> bool:
+        """As by a server that died."""
+        unavailable = self.answer.said.startswith(("503", "UNAVAILABLE"))
+        return self.answer.outcome in ("unanswered", "hang") or unavailable
+
+
+class _Life:
+    """Of a server, and of the gateway and the clients beside it. A context manager."""
+
+    def __init__(self, repository: Path, folder: Path) -> None:
+        self._stack = ExitStack()
+        #: a process died, or a request was not answered: what comes needs other servers
+        self.over = False
+        with self._stack:
+            self._server = self._stack.enter_context(
+                running_triton(repository, folder / "server.log", extra_args=_FLAGS)
+            )
+            gateway = self._gateway = self._stack.enter_context(
+                running_gateway(folder, [entry(self._server, "a")], max_message_bytes=_MESSAGE)
+            )
+            urls = [
+                (self._server.server.grpc_url, self._server.server.http_url),
+                (f"127.0.0.1:{gateway.grpc_port}", f"127.0.0.1:{gateway.http_port}"),
+            ]
+            honest = [one for model in MODELS for one in clients(model, grpc=1, http=1, pause=_PAUSE)]
+            self._loads = [
+                self._stack.enter_context(load(*both, honest, seed)) for seed, both in enumerate(urls)
+            ]
+            for one in self._loads:
+                one.wait_warm()
+            self._seen = [0 for _ in self._loads]
+            self._witnesses = [Connection("grpc", grpc_url) for grpc_url, _ in urls]
+            for witness in self._witnesses:
+                self._stack.callback(witness.close)
+            direct = Ports(self._server.http_port, self._server.grpc_port)
+            through = Ports(gateway.http_port, gateway.grpc_port)
+            self._sender = self._stack.enter_context(Sender(direct, through))
+            self._pool = self._stack.enter_context(ThreadPoolExecutor(_TOGETHER))
+            self._noise = Noise([self._server.log_path, folder / "gateway.log"])
+            self._pids = self._processes()
+            self._sent = 0
+            self._before = "none"
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def strike(self, attacks: Sequence[Attack]) -> tuple[list[Verdict], list[Attack]]:
+        """Send them, and look at the servers; what became of them, and those that found no server."""
+        sent = list(self._pool.map(self._send, attacks))
+        self._sent += len(sent)
+        if dead := self._dead():
+            self.over = True
+            return self._blame(sent, dead)
+        first, last = attacks[0].seed, attacks[-1].seed
+        self._before = f"seeds {first} to {last}"
+        # Where one is not answered, others may wait as long.
+        self.over = any(one.answer.outcome == "hang" for one in sent)
+        found = [("noise", said) for said in self._noise.told()]
+        if not self.over:
+            found += [("harm", said) for said in self._harmed()]
+        bad = [Verdict(first, outcome, f"beside {self._before}: {said}") for outcome, said in found]
+        return [one.verdict() for one in sent] + bad, []
+
+    def end(self) -> list[Verdict]:
+        """Of honest requests that were still under way; and print what there was in all."""
+        if self.over:
+            return []
+        for one in self._loads:
+            one.stop()
+        records = [record for one in self._loads for record in one.records]
+        print(
+            f"requests: {sum(record.outcome == RIGHT for record in records)} of {len(records)} honest requests beside"
+            f" {self._sent} bad ones were answered right; {self._noise}",
+            flush=True,
+        )
+        return [Verdict(-1, "harm", f"at the end: {said}") for said in self._new_failures()]
+
+    def _send(self, attack: Attack) -> _Sent:
+        began = time.monotonic()
+        answer = self._sender.send(attack)
+        return _Sent(attack, answer, began, time.monotonic())
+
+    def _blame(self, sent: Sequence[_Sent], dead: str) -> tuple[list[Verdict], list[Attack]]:
+        """The seeds that were under way when something died are to blame; those that came later were not tried."""
+        if crashed_by_a_cancellation(self._server):
+            return [], []  # once in many thousand, a fault of Triton's that later releases do not have
+        died = min((one.ended for one in sent if one.lost), default=inf)
+        tried = [one for one in sent if one.began <= died]
+        blamed = [one for one in tried if one.lost or one.answer.outcome == "closed"] or tried
+        verdicts = [
+            Verdict(
+                one.attack.seed,
+                "crash",
+                f"{dead} (before: {self._before}): {one.described}",
+                one.ended - one.began,
+            )
+            if one in blamed
+            else one.verdict()
+            for one in tried
+        ]
+        return verdicts, [one.attack for one in sent if one.began > died]
+
+    def _processes(self) -> dict[int, str]:
+        """Pids that must stay, and what they are."""
+        found = dict.fromkeys(self._server.stub_pids(), "a stub") | {self._server.pid: "tritonserver"}
+        runtime = psutil.Process(read_status(self._server.pid)["pid"])
+        gateway = psutil.Process(self._gateway.pid)
+        for name, process in (("the runtime", runtime), ("the gateway", gateway)):
+            found[process.pid] = name
+            # The process that looks at modules ends when no model is being built.
+            lasting = (one for one in process.children() if "rsrv_bundle.inspection" not in one.cmdline())
+            found |= {child.pid: f"a child of {name}" for child in lasting}
+        return found
+
+    def _dead(self) -> str:
+        """Which processes died; empty: none."""
+        gone = [what for pid, what in self._pids.items() if not is_alive(pid)]
+        with contextlib.suppress(OSError, Closed, psutil.Error):
+            if not gone and (new := set(self._processes()) - set(self._pids)):
+                return f"{len(new)} processes are new"
+        return f"died: {', '.join(dict.fromkeys(gone))}" if gone else ""
+
+    def _harmed(self) -> list[str]:
+        said = self._new_failures()
+        for where, witness in zip(("the server", "the gateway"), self._witnesses, strict=True):
+            for model in MODELS:
+                outcome, text = witness.ask(model, QUESTIONS[model](np.random.default_rng(self._sent)))
+                if outcome != RIGHT:
+                    said.append(f"{where}: {model}: {outcome} {text}")
+        if not self._server.server.is_ready() or self._gateway.get("/readyz")[0] != 200:
+            said.append("not ready")
+        return said
+
+    def _new_failures(self) -> list[str]:
+        """Of the honest clients, since it was asked before."""
+        failed: list[Record] = []
+        for index, one in enumerate(self._loads):
+            records = one.records[self._seen[index] :]
+            self._seen[index] += len(records)
+            failed += [record for record in records if record.outcome != RIGHT]
+        return [f"{record.model}/{record.protocol}: {record.outcome} {record.said}" for record in failed]

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from tests.fuzz.bundles import check_bundles, check_modules
 from tests.fuzz.corpus import good_bundles
-from tests.fuzz.drafts import PIECES
 from tests.fuzz.frames import check_answers, check_frames
-from tests.fuzz.requests import KNOWN
 from tests.fuzz.watched import Verdict
 
 
@@ -43,14 +41,6 @@ def main() -> int:
     parser.add_argument(
         "--requests", type=int, default=20_000, metavar="N", help="of bad clients; default: %(default)s"
     )
-    parser.add_argument(
-        "--without",
-        nargs="*",
-        default=KNOWN,
-        choices=PIECES,
-        metavar="PIECE",
-        help=f"send no requests with one of these changes; default: %(default)s; there are: {', '.join(PIECES)}",
-    )
     options = parser.parse_args()
 
     def seeds(count: int) -> range:
@@ -69,9 +59,7 @@ def main() -> int:
             # Only now: it starts threads, and the others fork.
             from tests.fuzz.servers import check_requests
 
-            found.append(
-                _report("requests", check_requests(seeds(options.requests), folder, without=options.without))
-            )
+            found.append(_report("requests", check_requests(seeds(options.requests), folder)))
     return int(any(found))
 
 

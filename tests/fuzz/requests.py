@@ -17,8 +17,6 @@ from tests.fuzz.manifests import VALUES
 MODELS = ("exact", "elastic", "moody", "chain")
 #: those to which numbers are only numbers: the others take long, hang or exit when theirs say so
 _STOLID = ("exact", "chain")
-#: changes that find what is not mended yet: a shape that overflows reaches hooks, with another number of axes
-KNOWN = ("overflowing_shape",)
 
 
 @dataclass(frozen=True, slots=True)

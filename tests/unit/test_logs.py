@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from aiohttp.http_exceptions import BadStatusLine, InvalidHeader
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -415,3 +416,25 @@ def test_lines_that_a_library_repeats_are_counted_in_place_of_written() -> None:
     assert [written(0.5, "rsrv.gateway") for _ in range(3)] == ["that is bad"] * 3
     assert written(1.0, "aiohttp.server", ValueError()) == "that is bad (2 more since the last such line)"
     assert written(2.0, "aiohttp.server", ValueError()) == "that is bad"
+
+
+def test_a_request_that_is_not_http_costs_one_short_line(root: logging.Logger) -> None:
+    """Whatever is wrong with it, and whatever bytes it has; a fault of a handler keeps its traceback."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(LineLimit(lambda: 100.0))
+    root.addHandler(handler)
+    log = logging.getLogger("aiohttp.server")
+    errors = [BadStatusLine("x" * 9000 + "\n^"), InvalidHeader(b"a\nb"), ValueError("ours")]
+
+    for error in errors:
+        try:
+            raise error
+        except Exception as raised:
+            log.error("Error handling request from %s", "::1", exc_info=raised)
+
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("Error handling request from ::1: 400, message: ")
+    assert len(lines[0]) < 300
+    assert lines[1:3] == ["Error handling request from ::1", "Traceback (most recent call last):"]
+    assert lines[-1] == "ValueError: ours"

@@ -5,8 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
-#: loggers of the libraries that read what clients send: aiohttp writes a traceback for each request that is not HTTP
+#: loggers of the libraries that read what clients send
 _LIBRARIES = frozenset({"aiohttp", "asyncio", "grpc"})
+#: where the errors are defined that say that a request is not HTTP: aiohttp writes a traceback for each of them
+_NOT_HTTP = "aiohttp.http_exceptions"
+#: characters of what such an error quotes
+_LONGEST = 200
 #: lines about single requests, with the same message, that may be written at once
 _BURST = 5
 
@@ -47,7 +51,7 @@ class LineLimit(logging.Filter):
     """Limits the lines that clients cause, so that none of them can fill the disk; passes all others.
 
     They are lines about single requests (`logs.of_request`), by their message, and the lines of libraries, by their
-    logger and the class of their exception.
+    logger and the class of their exception. A request that is not HTTP costs no traceback.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,8 +62,13 @@ class LineLimit(logging.Filter):
         if getattr(record, "of_request", False):
             left_out = self._requests.take((record.name, record.msg))
         elif record.name.partition(".")[0] in _LIBRARIES:
-            what = record.exc_info[0] if record.exc_info else record.levelno
-            left_out = self._libraries.take((record.name, what))
+            kind, error = record.exc_info[:2] if record.exc_info else (None, None)
+            if kind is not None and kind.__module__ == _NOT_HTTP:
+                kind = None
+                text = " ".join(str(error).split())[:_LONGEST]
+                record.msg, record.args = f"{record.getMessage()}: {text}", None
+                record.exc_info = record.exc_text = None
+            left_out = self._libraries.take((record.name, kind or record.levelno))
         else:
             return True
         if left_out:

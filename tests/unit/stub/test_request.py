@@ -4,13 +4,17 @@ import json
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rsrv.stub.endpoint import WireTensor, read_inputs
+from rsrv.stub.replies import Failure
 from rsrv.stub.request import Now, Request, Terms, read_terms
+from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Status
-from tests.fakes import FakeRequest
+from tests.fakes import FakePbUtils, FakeRequest
 
 SECOND = 1_000_000_000
 HOURS = 10 * 3600 * SECOND
@@ -115,3 +119,21 @@ def test_reading_never_raises(id: str, parameters: dict[str, Any]) -> None:
     for forged in ({}, dict(zip(names, parameters.values(), strict=False))):
         request = arrived(FakeRequest({}, parameters=json.dumps(parameters | forged), id=id))
         assert request.failure is None or request.failure.status is Status.INVALID
+
+
+@pytest.mark.parametrize("shape", [(16,), (2, 5), (2, 4, 1, 1), (0,)])
+def test_tensors_that_do_not_fit_the_interface_are_the_clients_fault(shape: tuple[int, ...]) -> None:
+    """Triton refuses such shapes itself, unless a product of their extents overflows; hooks must not see them."""
+    wire = WireTensor("x", "f32", (-1, 4))
+    request = FakeRequest({"x": np.zeros(shape, np.float32)})
+    with pytest.raises(Failure, match="input 'x': expected shape") as caught:
+        read_inputs(Tensors(FakePbUtils), request, {"x": wire})
+    assert caught.value.status is Status.INVALID
+
+
+def test_an_input_without_a_name_that_can_be_read_is_the_clients_fault() -> None:
+    """Triton refuses names that the model does not have; if one came through, no hook would see it."""
+    request = FakeRequest({"y": np.zeros((1, 4), np.float32)})
+    with pytest.raises(Failure, match="an input that the model does not have") as caught:
+        read_inputs(Tensors(FakePbUtils), request, {"x": WireTensor("x", "f32", (-1, 4))})
+    assert caught.value.status is Status.INVALID

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.writer import write_weights
+from tests.unit.bundle.forge import seal
 
 Array = npt.NDArray[Any]
 
@@ -46,6 +47,7 @@ def make_products(folder: Path, count: int) -> list[Path]:
         else:
             shutil.copytree(paths[number % MODULES], path)
             write_weights(path / "weights.safetensors", [("kernel", kernel(number))])
+            seal(path)
     return paths
 
 

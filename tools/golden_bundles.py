@@ -79,7 +79,7 @@ def _types(params: Any, d: Any, i: Any, u: Any, f: Any) -> Any:
 
 
 def write_bundles(folder: Path) -> None:
-    """Bundles of format 3.0: small ones, which together have everything that the format has."""
+    """Bundles of the present format: small ones, which together have everything that the format has."""
     ints = np.random.default_rng(0).integers
     x = {"x": np.zeros((1, 3), np.float32)}
     affine = {
@@ -152,14 +152,15 @@ def write_bundles(folder: Path) -> None:
 
 
 def write_as_2(bundle: Path, out_dir: Path) -> None:
-    """A bundle of format 3.0 as one of format 2.0, with keys that only its own reader knows: axes in reverse in the manifest, weights in reverse in the file."""
+    """A bundle of the present format as one of format 2.0, with keys that only its own reader knows: axes in reverse in the manifest, weights in reverse in the file."""
     found = read_bundle(bundle)
     shutil.copytree(bundle, out_dir, ignore=shutil.ignore_patterns("__pycache__"))
     document = yaml12.load((bundle / "manifest.yaml").read_bytes())
     for section in ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs"):
         for entry in document.get(section, ()):
             entry["shape"] = entry["shape"][::-1]
-    document.pop("numerics", None)
+    for key in ("numerics", "sha256"):
+        document.pop(key, None)
     writer.write_manifest(
         out_dir / "manifest.yaml", {**document, "format_version": "2.0", "name": out_dir.name, "made_up": [1]}
     )

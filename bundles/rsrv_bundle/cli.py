@@ -188,7 +188,7 @@ def _add_diff(commands: Any) -> None:
 
 def _add_upgrade(commands: Any) -> None:
     upgrade = commands.add_parser(
-        "upgrade", help="write a bundle in format 3.0, for another version of StableHLO"
+        "upgrade", help="write a bundle in the present format, for another version of StableHLO"
     )
     upgrade.add_argument("directory", metavar="DIR", help="a bundle's directory")
     upgrade.add_argument(

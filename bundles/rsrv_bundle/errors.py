@@ -25,6 +25,14 @@ class TargetError(BundleError):
     """A bundle cannot be written where it was to be; nothing is wrong with what would be written."""
 
 
+def mismatch(file: str) -> str:
+    """The problem of a file whose checksum is not the manifest's."""
+    return (
+        f"{file} does not match the manifest: it is being written, or was changed without exporting. Export the "
+        "bundle again, and replace bundles by renaming new ones into place"
+    )
+
+
 def os_error(error: OSError) -> str:
     """The file and what is wrong with it; some have neither, and their text says all."""
     if error.strerror is None:

@@ -1,4 +1,4 @@
-"""Exporting a JAX function and its parameters as a bundle of format 3.0, and proving that the bundle agrees."""
+"""Exporting a JAX function and its parameters as a bundle, and proving that the bundle agrees."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.interface import Inputs, Value, plan_inputs, plan_outputs, value_of
+from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.modules import Stripped, artifact_version, strip_locations
 from rsrv_bundle.numerics import TOLERANCE, compare
-from rsrv_bundle.reader import HOOKS_FILE, read_bundle
+from rsrv_bundle.reader import HOOKS_FILE, read_bundle, sha256_of
 from rsrv_bundle.spec import Bundle, TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -148,6 +149,7 @@ def export_bundle(
         if leaves:
             writer.write_weights(work / "weights.safetensors", list(zip(names, leaves, strict=True)))
         document = _document(inputs, outputs, description, client_inputs, client_outputs)
+        document["sha256"] = sha256_of(sorted(work.iterdir()))
         document["provenance"] = provenance.collect(
             fn if code is None else code,
             packages=original.packages if original else (),
@@ -300,7 +302,7 @@ def _document(
     client_inputs: Sequence[Mapping[str, Any]] | None,
     client_outputs: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"format_version": "3.0"}
+    document: dict[str, Any] = {"format_version": CURRENT}
     if description:
         document["description"] = description
     document["executable_inputs"] = [writer.tensor_entry(spec) for spec in inputs.specs]

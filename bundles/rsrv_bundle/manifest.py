@@ -6,11 +6,13 @@ Format versions:
   are ignored. Of our own keys it may have `public` and `meta.external`.
 - "3.0" is ours. Shapes are written row-major. Unknown keys are refused with the nearest known one, `numerics` is
   known.
+- "3.1" is 3.0 with `sha256`, the checksums of the weights and of every module.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,13 +23,17 @@ from rsrv_bundle.spec import Kind, Manifest, TensorSpec
 from rsrv_bundle.tensors import MAX_EXTENT, is_positive, parse_tensors
 
 FILE = "manifest.yaml"
+#: The format version of the bundles that are written.
+CURRENT = "3.1"
 
-_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0"}
+_VERSIONS = {"2": "2.0", "2.0": "2.0", "3": "3.0", "3.0": "3.0", "3.1": "3.1"}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # More than any model needs, and few enough that comparing each with each costs nothing.
 _MAX_TENSORS = 1000
 _MAX_VARIANTS = 1000
 _MAX_SIZES = 1000
 _MAX_CALLS = 1000
+_MAX_SUMS = 1000
 _MAX_UNKNOWN = 20
 _SECTIONS = ("executable_inputs", "executable_outputs", "client_inputs", "client_outputs")
 _KEYS_20 = (
@@ -43,6 +49,7 @@ _KEYS_20 = (
     "provenance",
 )
 _KEYS_30 = (*_KEYS_20, "numerics")
+_KEYS_31 = (*_KEYS_30, "sha256")
 
 
 def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problems) -> Manifest | None:
@@ -68,12 +75,12 @@ def parse_manifest(data: bytes, *, name: str, has_hooks: bool, problems: Problem
 
 def _version(document: Mapping[str, Any], problems: Problems) -> str | None:
     if "format_version" not in document:
-        problems.add(FILE, "format_version", 'is missing; write format_version: "3.0"')
+        problems.add(FILE, "format_version", f'is missing; write format_version: "{CURRENT}"')
         return None
     text = str(document["format_version"])
     version = _VERSIONS.get(text)
     if version is None:
-        problems.add(FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0 and 3.0")
+        problems.add(FILE, "format_version", f"'{text}' is not supported; this reader knows 2.0, 3.0 and 3.1")
     return version
 
 
@@ -85,6 +92,8 @@ class _Parser:
     ) -> None:
         self.document = document
         self.version = version
+        #: Every key is ours, so one that is not known is an error.
+        self.strict = version != "2.0"
         self.name = name
         self.has_hooks = has_hooks
         self.problems = problems
@@ -93,9 +102,8 @@ class _Parser:
         self.problems.add(FILE, key, rule)
 
     def parse(self) -> Manifest:
-        strict = self.version == "3.0"
-        if strict:
-            self.known_keys("", self.document, _KEYS_30)
+        if self.strict:
+            self.known_keys("", self.document, _KEYS_31 if self.version == "3.1" else _KEYS_30)
         kind = self.kind()
         self.text("name")
         sections = {key: self.tensors(key) for key in _SECTIONS}
@@ -115,8 +123,9 @@ class _Parser:
             meta_calls=calls,
             meta_external=external,
             public=self.public(kind),
-            provenance=self.mapping("provenance", lenient=not strict),
-            numerics=self.numerics() if strict else {},
+            provenance=self.mapping("provenance", lenient=not self.strict),
+            numerics=self.numerics() if self.strict else {},
+            sha256=self.sha256() if self.version == "3.1" else {},
         )
         self.executable_rules(manifest)
         self.client_rules(manifest)
@@ -130,7 +139,7 @@ class _Parser:
         return len(values) > most
 
     def known_keys(self, where: str, mapping: Mapping[str, Any], known: Iterable[str]) -> None:
-        """Format 3.0: an unknown key is a typing error until proved otherwise."""
+        """From format 3.0 on, an unknown key is a typing error until proved otherwise."""
         known = tuple(known)
         for key in [key for key in mapping if key not in known][:_MAX_UNKNOWN]:
             near = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.5)
@@ -185,6 +194,15 @@ class _Parser:
             return None
         return float(value)
 
+    def sha256(self) -> Mapping[str, str]:
+        sums = self.mapping("sha256", lenient=False)
+        if self.too_many("sha256", list(sums), _MAX_SUMS):
+            return {}
+        for name, value in sums.items():
+            if not isinstance(value, str) or _SHA256.fullmatch(value) is None:
+                self.bad(f"sha256.{name}", "must be text of 64 digits, 0 to 9 and a to f; put it in quotes")
+        return sums
+
     def tensors(self, section: str) -> tuple[TensorSpec, ...] | None:
         value = self.document.get(section)
         if value is None:
@@ -194,7 +212,7 @@ class _Parser:
             return ()
         if self.too_many(section, value, _MAX_TENSORS):
             return ()
-        if self.version == "3.0":
+        if self.strict:
             for i, entry in enumerate(value):
                 if isinstance(entry, dict):
                     self.known_keys(f"{section}[{i}]", entry, ("name", "dtype", "shape", "dims"))
@@ -211,7 +229,7 @@ class _Parser:
         if not isinstance(batching, dict):
             self.bad("batching", "must be a mapping")
             return ()
-        if self.version == "3.0":
+        if self.strict:
             self.known_keys("batching", batching, ("compiled_batch_sizes",))
         key = "batching.compiled_batch_sizes"
         sizes = batching.get("compiled_batch_sizes")
@@ -231,13 +249,13 @@ class _Parser:
         """What a meta model calls: models of rsrv, and other models of Triton."""
         meta = self.document.get("meta")
         if kind != "meta":
-            if meta is not None and self.version == "3.0":
+            if meta is not None and self.strict:
                 self.bad("meta", "only a bundle of kind 'meta' has it; add kind: meta or remove it")
             return (), ()
         if not isinstance(meta, dict) or not isinstance(meta.get("calls"), list):
             self.bad("meta.calls", "a meta model needs the list of the models it calls; it may be empty")
             return (), ()
-        if self.version == "3.0":
+        if self.strict:
             self.known_keys("meta", meta, ("calls", "external"))
         calls = self.model_names("meta.calls", meta["calls"])
         external = self.model_names("meta.external", meta.get("external"))
@@ -270,7 +288,7 @@ class _Parser:
     def public(self, kind: Kind) -> bool:
         value = self.document.get("public")
         # In a bundle of format 2.0 a key that its own reader does not know may hold anything.
-        if self.version == "3.0" and value is not None:
+        if self.strict and value is not None:
             if not isinstance(value, bool):
                 self.bad("public", f"must be true or false, not {value!r:.40}")
             elif kind == "meta":

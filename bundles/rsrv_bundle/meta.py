@@ -37,7 +37,7 @@ def write_meta_bundle(
     Nothing appears at `out_dir` unless all checks pass. Raises BundleError, FileExistsError.
     """
     target = writer.free_target(out_dir, overwrite)
-    document: dict[str, Any] = {"format_version": "3.0"}
+    document: dict[str, Any] = {"format_version": manifest.CURRENT}
     if description:
         document["description"] = description
     document["kind"] = "meta"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv_bundle import dtypes
-from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.errors import BundleError, Problems, mismatch
 from rsrv_bundle.operations import check_extent, check_operations
 from rsrv_bundle.products import Precision, precision_of
 from rsrv_bundle.spec import Bundle, TensorSpec
@@ -201,13 +201,19 @@ def check_signatures(bundle: Bundle, look: Look = signature_of) -> dict[tuple[in
     Arguments must be the inputs in the manifest's order and then the weights in argument order, with equal types
     and shapes; results must be the declared outputs by position. Results beyond those are allowed. Returns the
     signatures by (variant, batch size); the size of an unsuffixed module is its own batch extent, or 1 when the
-    inputs have no batch axis. Each module is shown to `look`. Raises BundleError with all problems.
+    inputs have no batch axis. Each module is compared with its checksum in the manifest, if there is one, and then shown
+    to `look`. Raises BundleError with all problems.
     """
     problems = Problems()
     signatures: dict[tuple[int, int], Signature] = {}
     for (variant, size), file in sorted(bundle.modules.items()):
         try:
-            signature = look(_read(file), file.name)
+            blob = _read(file)
+            # First: the parser would say of a torn module that it is none.
+            found = hashlib.sha256(blob).hexdigest()
+            if bundle.manifest.sha256.get(file.name, found) != found:
+                raise BundleError(mismatch(file.name))
+            signature = look(blob, file.name)
         except BundleError as e:
             problems.lines += e.problems
             continue

@@ -9,14 +9,15 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from rsrv_bundle import manifest as manifest_file
 from rsrv_bundle import weights as weights_file
 from rsrv_bundle import yaml12
-from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.errors import BundleError, Problems, mismatch
 from rsrv_bundle.spec import Bundle, Manifest, WeightSpec
 from rsrv_bundle.tensors import MAX_EXTENT
 
@@ -61,11 +62,13 @@ def _has_manifest(entry: Path) -> bool:
         return True
 
 
-def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
+def read_bundle(path: str | os.PathLike[str], *, digest: bool = True, verify: bool = True) -> Bundle:
     """Read and check the bundle in the directory `path`.
 
     Needs neither jax nor a device, maps nothing and runs nothing. `digest=False` skips reading every byte and
-    leaves `Bundle.digest` empty. Raises BundleError with all the problems that were found.
+    leaves `Bundle.digest` empty. `verify=False` takes the manifest's checksums for those of the files, without reading
+    them; `WeightsFile.read_all` and `check_signatures` compare them then. Raises BundleError with all the problems that
+    were found.
     """
     # Not resolved: the name is the one that the user gave, also when it is a link to a versioned directory.
     directory = Path(os.path.abspath(path))
@@ -108,13 +111,23 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
             reverse = manifest.format_version == "2.0"
             # Before the header is read: what comes in between shows when the file is opened.
             stamp = weights_file.stamp(file.stat())
-            weights = weights_file.read_weights(file, reverse=reverse, problems=problems)
+            own = Problems()
+            weights = weights_file.read_weights(file, reverse=reverse, problems=own)
+            listed = manifest.sha256.get(file.name)
+            if own.lines and listed is not None and _sha256(file, file.name) != listed:
+                # Which rules a torn file breaks tells its author nothing.
+                own.lines = [mismatch(file.name)]
+            problems.lines += own.lines
         elif manifest.format_version == "2.0":
             problems.add(
                 weights_file.FILE, "", "is missing; format 2.0 needs it even when it holds no tensor"
             )
+    if manifest.format_version == "3.1":
+        _check_listed(
+            manifest, {path.name for path in (*modules.values(), *([file] if file else []))}, problems
+        )
     problems.raise_if_any()
-    return Bundle(
+    bundle = Bundle(
         name=name,
         path=directory,
         manifest=manifest,
@@ -122,9 +135,29 @@ def read_bundle(path: str | os.PathLike[str], *, digest: bool = True) -> Bundle:
         modules=modules,
         weights_file=file,
         weights=weights,
-        digest=_digest(files) if digest else "",
+        digest="",
         weights_stamp=stamp,
     )
+    if not digest:
+        return bundle
+    return replace(bundle, digest=_digest(files, checksums(bundle) if verify else manifest.sha256))
+
+
+def checksums(bundle: Bundle) -> dict[str, str]:
+    """The SHA-256 of the weights and of every module, by file name, as they are now.
+
+    Raises BundleError if a file is gone, or if the manifest has another checksum of it.
+    """
+    found = sha256_of(bundle.summed_files)
+    listed = bundle.manifest.sha256
+    if torn := [name for name in found if listed.get(name, found[name]) != found[name]]:
+        raise BundleError(map(mismatch, torn))
+    return found
+
+
+def sha256_of(files: Iterable[Path]) -> dict[str, str]:
+    """The SHA-256, hexadecimal, of each file's content by its name. Raises BundleError if one is gone."""
+    return {file.name: _sha256(file, file.name) for file in files}
 
 
 def list_files(directory: Path, problems: Problems) -> dict[str, Path]:
@@ -264,17 +297,31 @@ def _find_modules(
     return modules
 
 
-def _digest(files: Mapping[str, Path]) -> str:
+def _check_listed(manifest: Manifest, names: set[str], problems: Problems) -> None:
+    """The checksums are those of the weights and of the modules: all of them, and no others."""
+    for name in sorted(names - manifest.sha256.keys()):
+        rule = "is missing; format 3.1 has the SHA-256 of the weights and of every module: export the bundle again"
+        problems.add(manifest_file.FILE, f"sha256.{name}", rule)
+    for name in sorted(manifest.sha256.keys() - names):
+        rule = "is neither a module nor the weights of this bundle; export the bundle again"
+        problems.add(manifest_file.FILE, f"sha256.{name}", rule)
+
+
+def _digest(files: Mapping[str, Path], known: Mapping[str, str]) -> str:
     """One hash over names and contents; each content is hashed apart, so no file can pass for two.
 
-    Raises BundleError if a file is gone.
+    `known`: the SHA-256 of files that need not be read. Raises BundleError if a file is gone.
     """
     total = hashlib.sha256()
     for name, path in sorted(files.items()):
-        try:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as e:
-            raise BundleError(f"{name}: cannot be read: {e.strerror}") from e
+        content = known.get(name) or _sha256(path, name)
         total.update(f"{len(name)}:{name}:{content}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
+
+
+def _sha256(path: Path, name: str) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise BundleError(f"{name}: cannot be read: {e.strerror}") from e

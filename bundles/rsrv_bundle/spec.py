@@ -7,7 +7,7 @@ bundle is written in. Nothing in this file reads a file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class WeightSpec:
 class Manifest:
     """What `manifest.yaml` says."""
 
-    #: "2.0" or "3.0".
+    #: "2.0", "3.0" or "3.1".
     format_version: str
     description: str
     kind: Kind
@@ -69,9 +69,11 @@ class Manifest:
     meta_calls: tuple[str, ...]
     #: Free form.
     provenance: Mapping[str, Any]
-    #: What was measured on the written bundle: max_abs_error and the like, or such numbers by module. Format 3.0; may be
-    #: empty.
+    #: What was measured on the written bundle: max_abs_error and the like, or such numbers by module. From format 3.0 on; may
+    #: be empty.
     numerics: Mapping[str, float | Mapping[str, float]]
+    #: File name -> SHA-256, hexadecimal, of its content: of the weights and of every module in format 3.1, else empty.
+    sha256: Mapping[str, str] = field(default_factory=dict)
     #: Names of the models of Triton, none of them a bundle, that a meta model may call, in the manifest's order.
     meta_external: tuple[str, ...] = ()
     #: Whether clients may address a model that meta models call; those that none calls they may anyway.
@@ -123,6 +125,12 @@ class Bundle:
     digest: str
     #: Which file `weights` describes, as `rsrv_bundle.weights.stamp` says it; empty if there is none.
     weights_stamp: tuple[int, ...] = ()
+
+    @property
+    def summed_files(self) -> tuple[Path, ...]:
+        """The weights and every module: what format 3.1 has the checksums of."""
+        weights = () if self.weights_file is None else (self.weights_file,)
+        return (*dict.fromkeys(self.modules.values()), *weights)
 
     @property
     def weight_bytes(self) -> int:

@@ -4,7 +4,7 @@ The file is 8 bytes of header length (little endian), a JSON header, and one buf
 read before the header has shown that every tensor lies inside the file and that the tensors neither overlap nor
 leave holes.
 
-Layout: format 3.0 stores each tensor as the modules take it. Format 2.0 stores the reversed shape, row-major for
+Layout: format 3 stores each tensor as the modules take it. Format 2.0 stores the reversed shape, row-major for
 that reversed shape, so loading is a full transpose; a reshape would give wrong numbers of the right shape.
 """
 
@@ -15,7 +15,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv_bundle import dtypes
-from rsrv_bundle.errors import BundleError, Problems
+from rsrv_bundle.errors import BundleError, Problems, mismatch
 from rsrv_bundle.spec import Bundle, WeightSpec
 
 FILE = "weights.safetensors"
@@ -37,6 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 MAX_HEADER_BYTES = 10_000_000
 _MAX_NAME = 4096
 _MAX_RANK = 64
+#: Bytes that are read at once where no weight lies.
+_CHUNK = 2**20
 
 
 class TensorKey(NamedTuple):
@@ -244,6 +247,10 @@ def stamp(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _new(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
 class WeightsFile:
     """The weights file of a bundle, held open: a name that is given to another file, or to none, changes nothing.
 
@@ -255,6 +262,7 @@ class WeightsFile:
         """Raises BundleError if the file is gone or has changed since the bundle was read."""
         self._weights = bundle.weights
         self._reverse = bundle.manifest.format_version == "2.0"
+        self._sum = bundle.manifest.sha256.get(FILE)
         self._fd = -1
         if bundle.weights_file is None or not bundle.weights:
             return
@@ -276,22 +284,66 @@ class WeightsFile:
             # Its tensors may lie elsewhere, and other modules belong to it.
             raise BundleError(f"{FILE}: changed since the bundle was read; load the model again")
 
-    def read_into(self, index: int, out: Bytes) -> None:
+    def read_all(self, new: Callable[[int], Bytes] = _new) -> Iterator[tuple[int, Bytes]]:
+        """Every weight once, in the file's order: its index, and its bytes as `read_into` has them, in memory of `new`.
+
+        The same pass compares the file's checksum with the manifest's, if that has one. So what is yielded counts only
+        when the iteration has ended; until the next step it must not be changed. Raises BundleError if the file does not
+        match the manifest, or was written to since it was opened.
+        """
+        order = sorted(range(len(self._weights)), key=lambda index: self._weights[index].offset)
+        if self._sum is None or self._fd < 0:
+            for index in order:
+                yield index, self._read(index, new)
+            return
+        whole, position = hashlib.sha256(), 0
+        # On a thread of its own: whoever is given the weights hashes each of them, which takes as long.
+        with ThreadPoolExecutor(1) as thread:
+            for index in order:
+                weight = self._weights[index]
+                self._skip(whole.update, position, weight.offset)
+                raw = self._read(index, new)
+                hashed = thread.submit(whole.update, raw.data)
+                yield index, raw
+                hashed.result()
+                position = weight.offset + weight.nbytes
+        self._skip(whole.update, position, self._opened.st_size)
+        if whole.hexdigest() != self._sum:
+            raise BundleError(mismatch(FILE))
+
+    def _skip(self, hash_: Callable[[memoryview], object], position: int, end: int) -> None:
+        """Hash bytes that are no weight: the header, and tensors that are no argument."""
+        while position < end:
+            raw = np.empty(min(_CHUNK, end - position), np.uint8)
+            self._fill(raw, position)
+            hash_(raw.data)
+            position += raw.nbytes
+
+    def _read(self, index: int, new: Callable[[int], Bytes]) -> Bytes:
+        raw = new(self._weights[index].nbytes)
+        self.read_into(index, raw)
+        return raw
+
+    def read_into(self, index: int, out: Bytes, *, digest: str | None = None) -> None:
         """Fill `out`, as long as the weight and aligned for it, row-major, as the modules take it.
 
-        Raises BundleError if the file was written to since it was opened; `out` is then in any state.
+        Raises BundleError if the file was written to since it was opened, unless the weight still has the
+        `content_digest` that is given; `out` is then in any state.
         """
         weight = self._weights[index]
         if not self._reverse or len(weight.shape) < 2:
-            self._fill(out, weight.offset)
-            return
-        raw = np.empty(weight.nbytes, np.uint8)
-        self._fill(raw, weight.offset)
-        # As whole numbers of that size, which numpy moves without holding the interpreter's lock.
-        word = np.dtype(f"u{dtypes.itemsize(weight.dtype)}")
-        out.view(word).reshape(weight.shape)[...] = raw.view(word).reshape(weight.shape[::-1]).T
+            unchanged = self._fill(out, weight.offset)
+        else:
+            raw = np.empty(weight.nbytes, np.uint8)
+            unchanged = self._fill(raw, weight.offset)
+            # As whole numbers of that size, which numpy moves without holding the interpreter's lock.
+            word = np.dtype(f"u{dtypes.itemsize(weight.dtype)}")
+            out.view(word).reshape(weight.shape)[...] = raw.view(word).reshape(weight.shape[::-1]).T
+        if not unchanged and content_digest(out) != digest:
+            raise changed_since_loaded()
 
-    def _fill(self, out: Bytes, offset: int) -> None:
+    def _fill(self, out: Bytes, offset: int) -> bool:
+        """Read bytes of the file; whether it is as it was when it was opened."""
         rest = out.data
         try:
             while rest and (count := os.preadv(self._fd, [rest], offset)):
@@ -301,8 +353,9 @@ class WeightsFile:
             raise BundleError(f"{FILE}: cannot be read: {e.strerror}") from e
         # Asked after reading: what was written before or meanwhile shows.
         then = self._opened
-        if rest or (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
+        if rest:
             raise changed_since_loaded()
+        return (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
 
     def close(self) -> None:
         """Further calls do nothing."""
@@ -334,26 +387,20 @@ def content_digest(raw: Bytes) -> str:
 def tensor_keys(bundle: Bundle) -> list[TensorKey]:
     """What each weight is, in argument order; one of them is in memory at a time.
 
-    Raises BundleError if the file is gone or has changed since the bundle was read.
+    Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest.
     """
     with closing(WeightsFile(bundle)) as file:
-        keys = []
-        for index, weight in enumerate(bundle.weights):
-            raw = np.empty(weight.nbytes, np.uint8)
-            file.read_into(index, raw)
-            keys.append(TensorKey(content_digest(raw), weight.dtype, weight.shape))
-    return keys
+        digests = {index: content_digest(raw) for index, raw in file.read_all()}
+    return [
+        TensorKey(digests[index], weight.dtype, weight.shape) for index, weight in enumerate(bundle.weights)
+    ]
 
 
 def load_weights(bundle: Bundle) -> list[np.ndarray[Any, Any]]:
     """The weights in argument order, row-major, contiguous and read-only, as the modules take them.
 
-    Raises BundleError if the file is gone or has changed since the bundle was read.
+    Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest.
     """
     with closing(WeightsFile(bundle)) as file:
-        arrays = []
-        for index, weight in enumerate(bundle.weights):
-            raw = np.empty(weight.nbytes, np.uint8)
-            file.read_into(index, raw)
-            arrays.append(as_array(raw, weight.dtype, weight.shape))
-    return arrays
+        found = dict(file.read_all())
+    return [as_array(found[index], weight.dtype, weight.shape) for index, weight in enumerate(bundle.weights)]

@@ -1,4 +1,4 @@
-"""Writing the parts of a format 3.0 bundle that need no compiler."""
+"""Writing the parts of a bundle that need no compiler."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from rsrv_bundle import dtypes
 from rsrv_bundle.errors import TargetError
+from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.reader import NAME_RULE, may_be_name
 from rsrv_bundle.spec import Manifest, TensorSpec
 
@@ -32,9 +33,9 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(text.getvalue(), encoding="utf-8")
 
 
-def document_of(manifest: Manifest) -> dict[str, Any]:
-    """What a manifest says, as one of format 3.0 writes it."""
-    document: dict[str, Any] = {"format_version": "3.0"}
+def document_of(manifest: Manifest, sha256: Mapping[str, str]) -> dict[str, Any]:
+    """What a manifest says, as one of the present format writes it, with the checksums `sha256`."""
+    document: dict[str, Any] = {"format_version": CURRENT}
     if manifest.description:
         document["description"] = manifest.description
     if manifest.kind == "meta":
@@ -59,6 +60,8 @@ def document_of(manifest: Manifest) -> dict[str, Any]:
             document["meta"]["external"] = list(manifest.meta_external)
     if manifest.public:
         document["public"] = True
+    if sha256:
+        document["sha256"] = dict(sha256)
     document["provenance"] = dict(manifest.provenance)
     if manifest.numerics:
         document["numerics"] = {
@@ -69,7 +72,7 @@ def document_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
-    """Put measured numbers into a manifest of format 3.0; what else is in it, comments too, stays as it is.
+    """Put measured numbers into a manifest of format 3.0 or later; what else is in it, comments too, stays as it is.
 
     The manifest is replaced at once, so that nobody reads half of it. Raises OSError.
     """
@@ -88,7 +91,7 @@ def store_numerics(path: Path, numerics: Mapping[str, Any]) -> None:
 
 
 def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
-    """A tensor as a 3.0 manifest writes it."""
+    """A tensor as a manifest writes it."""
     dims = {
         letter: size
         for axis, (letter, size) in enumerate(zip(spec.letters, spec.dims, strict=True))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rsrv_bundle.writer import write_weights
 from tests.bench.models import generate
 from tests.bench.places import HERE, ROOT, WORK
+from tests.unit.bundle.forge import seal
 
 Array = npt.NDArray[Any]
 
@@ -101,4 +102,5 @@ def _vary(original: Path, folder: Path, layers: int) -> None:
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(original, work)
     write_weights(work / "weights.safetensors", list(weights(folder.name, layers).items()))
+    seal(work)
     work.rename(folder)

@@ -24,6 +24,7 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.fleets import RunningGateway, entry, running_gateway
 from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.unit.bundle.forge import seal
 
 MODELS = ("first", "second", "third", "fourth")
 #: for two models of 1536 bytes
@@ -50,6 +51,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with safe_open(file, "numpy") as stored:
             metadata, (key,) = stored.metadata(), stored.keys()
         save_file({key: kernel}, file, metadata)
+        seal(copy)
     (folder / "settings.yaml").write_text(SETTINGS)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0

@@ -24,6 +24,7 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import Caller, Refused, assert_same, caller, outcome, random_u32, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, is_alive, wait_until
+from tests.unit.bundle.forge import seal
 
 ONES = np.ones((1, 64), np.float32)
 
@@ -175,6 +176,7 @@ def test_a_version_with_other_weights_compiles_nothing(
     shutil.copytree(made["exact"], tuned)
     kernel = bundles.exact_kernel()[::-1].copy()
     write_weights(tuned / "weights.safetensors", [("kernel", kernel)])
+    seal(tuned)
     server = start(made["exact"], tuned, extra_args=["--model-control-mode=explicit", "--load-model=exact"])
     before = read_status(server.pid)
     assert before["compiled"] == len(before["models"]["exact"]["costs"])

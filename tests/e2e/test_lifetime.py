@@ -32,6 +32,7 @@ from tests.e2e.harness import (
     is_alive,
     wait_until,
 )
+from tests.unit.bundle.forge import seal
 
 #: seconds after the server's end within which nothing of it may be left
 GONE = 10.0
@@ -346,6 +347,7 @@ def end_a_process(server: RunningTriton) -> None:
 
 def broken_module(model: Path) -> None:
     _replace(model / "model.b1.mlir", b"ML\xefR no module at all")
+    seal(model)
 
 
 def broken_manifest(model: Path) -> None:
@@ -358,6 +360,7 @@ def broken_hooks(model: Path) -> None:
 
 def swapped_module(model: Path) -> None:
     _replace(model / "model.b1.mlir", (model / "model.b4.mlir").read_bytes())
+    seal(model)
 
 
 def two_instances(model: Path) -> None:

@@ -21,6 +21,7 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
 from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.unit.bundle.forge import seal
 
 #: of `exact`: its kernel of 64 x 6 f32
 _BYTES = 1536
@@ -37,6 +38,7 @@ def serve(
         with safe_open(file, "numpy") as stored:
             metadata, (key,) = stored.metadata(), stored.keys()
         save_file({key: kernel}, file, metadata)
+        seal(copy)
     (folder / "settings.yaml").write_text(settings)
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0

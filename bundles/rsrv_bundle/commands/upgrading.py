@@ -17,7 +17,7 @@ from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, artifact_version, module_file, rewritten, signature_of
 from rsrv_bundle.numerics import Running
-from rsrv_bundle.reader import read_bundle
+from rsrv_bundle.reader import read_bundle, sha256_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
 from rsrv_bundle.weights import load_weights
@@ -31,14 +31,14 @@ def upgrade(
     overwrite: bool = False,
     look: Look = signature_of,
 ) -> Bundle:
-    """Write the bundle in `directory` as `out_dir`, in format 3.0 and for `stablehlo`, and return it as read back.
+    """Write the bundle in `directory` as `out_dir`, in the present format and for `stablehlo`, and return it as read back.
 
     stablehlo: version of the portable artifacts, e.g. "1.9.0".
     overwrite: replace a bundle that is there. Without it that is an error.
     look: each module, old and new, is shown to it before it is compiled.
 
     Every module is run on random inputs before and after, and the answers have to be equal, bit by bit. Tensors that
-    `argument_order` does not list, and keys of the manifest that format 3.0 does not know, are left behind. Nothing
+    `argument_order` does not list, and keys of the manifest that this format does not know, are left behind. Nothing
     appears at `out_dir` unless all is well. Raises BundleError, FileExistsError,
     TargetError if the one is inside of the other.
     """
@@ -76,7 +76,8 @@ def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
             writer.write_weights(work / WEIGHTS_FILE, list(zip(names, load_weights(old), strict=True)))
         else:
             (work / WEIGHTS_FILE).unlink()
-    document = writer.document_of(old.manifest)
+    written = [work / file.name for file in old.summed_files]
+    document = writer.document_of(old.manifest, sha256_of(file for file in written if file.exists()))
     upgraded: dict[str, Any] = {"format": old.manifest.format_version, "rsrv": metadata.version("rsrv")}
     if old.modules:
         upgraded["stablehlo"] = " ".join(sorted(versions))

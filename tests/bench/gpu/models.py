@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rsrv_bundle.export import export_bundle
+from tests.unit.bundle.forge import seal
 
 #: elements of a model's input
 WIDTH = 4
@@ -109,4 +110,5 @@ def _vary(template: Path, path: Path, shape: Shape) -> Model:
                 file.seek(8 + length + at)
                 file.write(struct.pack("<f", value))
             constant += _factor(index) * (first + last)
+    seal(path)
     return Model(path.name, path, shape.nbytes, constant)

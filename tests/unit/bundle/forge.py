@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from rsrv_bundle import BundleError, read_bundle
+from rsrv_bundle import BundleError, read_bundle, yaml12
 
 GOOD: Mapping[str, Any] = {
     "format_version": "3.0",
@@ -104,6 +105,24 @@ def make_bundle(
         (directory / "model.py").write_text(hooks)
     for file_name, content in (files or {}).items():
         (directory / file_name).write_bytes(content)
+    return directory
+
+
+def sealed(manifest: bytes, sums: Mapping[str, str]) -> bytes:
+    """This manifest in format 3.1, with these checksums."""
+    document = {**yaml12.load(manifest), "format_version": "3.1", "sha256": dict(sums)}
+    return json.dumps(document).encode()
+
+
+def seal(directory: Path) -> Path:
+    """Make the bundle in a directory one of format 3.1, with the checksums of its modules and weights as they are."""
+    sums = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".mlir", ".safetensors"):
+            with path.open("rb") as file:
+                sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    manifest = directory / "manifest.yaml"
+    manifest.write_bytes(sealed(manifest.read_bytes(), sums))
     return directory
 
 

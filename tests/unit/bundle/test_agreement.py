@@ -76,7 +76,7 @@ def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
     """What its batch sizes differ by; the smallest one has nothing to be compared with."""
     assert cli.main(["check", "--numerics", str(exported)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"ok {exported}: format 3.0")
+    assert first.startswith(f"ok {exported}: format 3.1")
     number = r"\d[\d.e-]*"
     for size, line in zip((2, 4), lines, strict=True):
         pattern = f"model.b{size}: {number} from the smallest batch size, {number} among rows and places"

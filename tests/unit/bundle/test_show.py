@@ -43,7 +43,7 @@ def test_the_page_says_what_is_in_a_bundle(exported: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == "dense: model, format 3.0"
+    assert lines[0] == "dense: model, format 3.1"
     assert lines[1] == "One ?[31mlayer."
     sections = [line for line in lines if line and not line.startswith(" ")][3:]
     assert sections == [

@@ -36,7 +36,7 @@ def test_an_old_bundle_becomes_a_new_one(
     new = read_bundle(out)
     version = known_version(None)
     assert line == (
-        f"{out}: format 3.0, was 2.0; 2 modules of StableHLO {version}, whose answers are the same bit by bit; sha256"
+        f"{out}: format 3.1, was 2.0; 2 modules of StableHLO {version}, whose answers are the same bit by bit; sha256"
         f" {new.digest[:12]}"
     )
     before = read_bundle(old)

@@ -15,6 +15,7 @@ from rsrv.runtime.device import JaxDevice
 from rsrv_bundle import read_bundle
 from rsrv_bundle.modules import check_signatures, module_file
 from rsrv_bundle.writer import write_weights
+from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import build_here, export_doubling
 
 #: builds a bundle, checks what it answers, and says how it came by its three executables
@@ -25,6 +26,7 @@ import numpy as np
 from rsrv.runtime.abstract_device import run
 from rsrv.runtime.device import JaxDevice
 from tests.unit.runtime.conftest import build_here
+from tests.unit.bundle.forge import seal
 logging.basicConfig(level=logging.WARNING)
 if len(sys.argv) > 3:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
@@ -62,6 +64,7 @@ def test_other_weights_beside_the_old_ones_compile_nothing(tmp_path: Path, doubl
     new_path = tmp_path / "renamed"
     export_doubling(new_path, w=[1, 1, 1])
     write_weights(new_path / "weights.safetensors", [("w", np.full(3, 7, np.float32))])
+    seal(new_path)
 
     new = build_here(new_path, device)
 

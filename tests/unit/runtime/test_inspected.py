@@ -10,6 +10,7 @@ import pytest
 from rsrv.stub.lane import Lane, Rejected
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Signature
+from tests.unit.bundle.forge import seal
 from tests.unit.bundle.test_inspection import CRASHED, CRASHING
 from tests.unit.runtime.conftest import StartRuntime, until
 from tests.unit.runtime.test_hostile_peers import Client
@@ -29,6 +30,7 @@ def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
     before = Client(runtime, doubling)
     bad = shutil.copytree(doubling, tmp_path / "bad")
     (bad / "model.b4.mlir").write_bytes(CRASHING)
+    seal(bad)
     lane = Lane(runtime.open())
 
     with pytest.raises(Rejected, match=f"model.b4.mlir: ({CRASHED})"):

@@ -24,6 +24,7 @@ from rsrv.wire.status import read_status
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question
+from tests.unit.bundle.forge import seal
 
 MODELS = 20
 
@@ -101,6 +102,7 @@ def test_models_that_come_and_go_leave_nothing(
     """Memory, descriptors and threads of the runtime, after each was there once and after many times, are the same."""
     broken = Path(shutil.copytree(products[0], tmp_path / "broken"))
     (broken / "model.b4.mlir").write_bytes(b"ML\xefR no module at all")
+    seal(broken)
 
     def one(round_: int) -> None:
         if round_ % 10 == 0:

@@ -16,6 +16,7 @@ from rsrv.stub.session import Session
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import configure, read_status
 from tests.fakes import FakeError, FakeRequest
+from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
 from tests.unit.runtime.metas import (
     Pause,
@@ -180,6 +181,7 @@ def test_a_callee_that_cannot_be_built_fails_the_meta_model_by_name(
     broken = tmp_path / "broken"
     shutil.copytree(doublings["b"], broken)
     next(broken.glob("*.mlir")).write_bytes(b"no module")
+    seal(broken)
 
     with pytest.raises(Exception, match="broken"):
         start_meta(runtime, chain, ["a", "broken"], bundles={"a": doublings["a"], "broken": broken})

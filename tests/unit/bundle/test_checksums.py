@@ -1,0 +1,187 @@
+"""The checksums of format 3.1: a file that is not what was exported is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsrv_bundle import BundleError, cli, load_weights, read_bundle, yaml12
+from rsrv_bundle.commands.upgrading import upgrade
+from rsrv_bundle.export import export_bundle
+from rsrv_bundle.modules import check_signatures, known_version
+from rsrv_bundle.weights import tensor_keys
+from tests.unit.bundle.forge import (
+    GOOD,
+    META,
+    VARIANTS,
+    changed,
+    make_bundle,
+    one_weight,
+    problems_of,
+    safetensors_bytes,
+    seal,
+)
+
+TORN = "{} does not match the manifest: it is being written, or was changed without exporting. Export the bundle again"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle as the exporter writes it."""
+    path = tmp_path_factory.mktemp("exported") / "dense"
+    params = {"kernel": np.arange(6, dtype=np.float32).reshape(3, 2), "bias": np.ones(2, np.float32)}
+    export_bundle(
+        lambda params, x: x @ params["kernel"] + params["bias"],
+        params,
+        {"x": np.zeros((1, 3), np.float32)},
+        batch_sizes=[1, 4],
+        out_dir=path,
+    )
+    return path
+
+
+@pytest.fixture
+def exported(source: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    path = tmp_path / source.name
+    path.mkdir()
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def sums(path: Path) -> dict[str, str]:
+    """What `sha256sum` says of the modules and the weights."""
+    files = [file for file in path.iterdir() if file.suffix in (".mlir", ".safetensors")]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def tear(file: Path) -> None:
+    """Its last bytes are not written yet."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-4] + bytes(4) if content[-4:] != bytes(4) else content[:-4] + b"torn")
+
+
+def test_the_exporter_writes_the_checksums_of_modules_and_weights(exported: Path) -> None:
+    """As `sha256sum` would; and storing numerics later keeps them."""
+    manifest = read_bundle(exported).manifest
+    assert manifest.format_version == "3.1"
+    assert set(manifest.sha256) == {"model.b1.mlir", "model.b4.mlir", "weights.safetensors"}
+    assert manifest.sha256 == sums(exported)
+    assert cli.main(["check", "--numerics", "--store", str(exported)]) == 0
+    assert read_bundle(exported).manifest.sha256 == manifest.sha256
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model.b4.mlir"])
+def test_a_torn_file_is_refused_by_name(
+    exported: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the reader, by what opens the file, and by `rsrv-bundle check`; not once it has its content again."""
+    content = (exported / name).read_bytes()
+    tear(exported / name)
+    (problem,) = problems_of(exported)
+    assert problem.startswith(TORN.format(name))
+    assert "renaming" in problem
+    assert cli.main(["check", "--no-signatures", str(exported)]) == 1
+    assert f"{exported}: {problem}" in capsys.readouterr().out
+    unread = read_bundle(exported, verify=False)
+    for opens in (load_weights, tensor_keys) if name.startswith("weights") else (check_signatures,):
+        with pytest.raises(BundleError, match="does not match the manifest"):
+            opens(unread)  # type: ignore[operator]
+    (exported / name).write_bytes(content)
+    assert problems_of(exported) == ()
+
+
+def test_a_weights_file_that_ends_early_is_torn_before_it_breaks_rules(exported: Path) -> None:
+    """Tensors that leave the file are what its author cannot do anything about."""
+    file = exported / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    (problem,) = problems_of(exported)
+    assert problem.startswith(TORN.format(file.name))
+    seal(exported)
+    (problem,) = problems_of(exported)
+    assert "leave the file's" in problem
+
+
+def test_bytes_that_are_no_weight_count(tmp_path: Path) -> None:
+    """The header, and tensors that are no argument, before, between and behind those that are."""
+    entries = {
+        name: {"dtype": "U8", "shape": [8], "data_offsets": [8 * i, 8 * i + 8]}
+        for i, name in enumerate("abcde")
+    }
+    header = {"__metadata__": {"argument_order": '["d", "b"]', "note": "0"}, **entries}
+    made = seal(make_bundle(tmp_path, weights=safetensors_bytes(header, bytes(range(40)))))
+    bundle = read_bundle(made, verify=False)
+    assert [array.tolist() for array in load_weights(bundle)] == [list(range(24, 32)), list(range(8, 16))]
+    file = made / "weights.safetensors"
+    content = file.read_bytes()
+    for at in (content.index(b'"0"') + 1, *(len(content) - 40 + 8 * i for i in range(5))):
+        file.write_bytes(content[:at] + b"9" + content[at + 1 :])
+        with pytest.raises(BundleError, match="does not match the manifest"):
+            load_weights(read_bundle(made, verify=False))
+
+
+def test_the_digest_is_the_same_whether_the_files_are_read_or_not(exported: Path) -> None:
+    """It is that of names and contents, of which the manifest knows most."""
+    assert read_bundle(exported, verify=False).digest == read_bundle(exported).digest
+    document = yaml12.load((exported / "manifest.yaml").read_bytes())
+    document["format_version"] = "3.0"
+    del document["sha256"]
+    (exported / "manifest.yaml").write_text(json.dumps(document))
+    assert read_bundle(exported, verify=False).digest == read_bundle(exported).digest
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"sha256": None}, "manifest.yaml: sha256.model.b1.mlir: is missing; format 3.1 has the SHA-256"),
+        ({"sha256": []}, "manifest.yaml: sha256: must be a mapping"),
+        ({"sha256": {"model.b1.mlir": "abc"}}, "sha256.model.b1.mlir: must be text of 64 digits"),
+        ({"sha256": {"model.b1.mlir": 5}}, "sha256.model.b1.mlir: must be text of 64 digits"),
+        (
+            {"sha256": {"model.b8.mlir": "0" * 64}},
+            "sha256.model.b8.mlir: is neither a module nor the weights",
+        ),
+        ({"sha256": {f"m{i}": "" for i in range(1001)}}, "sha256: has 1001 entries; 1000 are allowed"),
+        ({"format_version": "3.0"}, "manifest.yaml: sha256: unknown key"),
+    ],
+)
+def test_checksums_are_those_of_the_weights_and_of_every_module(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    """All of them, and no others; older formats have none."""
+    made = seal(make_bundle(tmp_path, weights=one_weight()))
+    document = yaml12.load((made / "manifest.yaml").read_bytes())
+    (made / "manifest.yaml").write_text(json.dumps(changed(document, **change)))
+    assert any(problem in line for line in problems_of(made))
+
+
+@pytest.mark.parametrize("manifest", [GOOD, VARIANTS, META])
+def test_what_has_no_weights_has_no_checksum_of_them(tmp_path: Path, manifest: dict[str, Any]) -> None:
+    """Every kind of bundle can be of format 3.1; a meta model has nothing to sum."""
+    names = ["model.v0.b1.mlir", "model.v0.b4.mlir", "model.v1.b1.mlir", "model.v1.b4.mlir"]
+    modules = (
+        []
+        if manifest is META
+        else names
+        if manifest is VARIANTS
+        else [name[:5] + name[8:] for name in names[:2]]
+    )
+    hooks = "def run(inputs, call): ..." if manifest is META else None
+    made = seal(make_bundle(tmp_path, manifest, modules=modules, hooks=hooks))
+    assert set(read_bundle(made).manifest.sha256) == set(modules)
+
+
+def test_an_upgrade_writes_the_checksums(exported: Path, tmp_path: Path) -> None:
+    """Of the modules as it writes them."""
+    before = sums(exported)
+    new = upgrade(exported, tmp_path / "new", stablehlo="1.0.0")
+    assert new.manifest.format_version == "3.1"
+    assert new.manifest.sha256 == sums(tmp_path / "new") != before
+    back = upgrade(tmp_path / "new", tmp_path / "back", stablehlo=known_version(None))
+    assert back.manifest.sha256 == sums(tmp_path / "back")

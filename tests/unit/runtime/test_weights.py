@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime import host
 from rsrv.runtime.abstract_device import DeviceError
 from rsrv.runtime.aligned import Bytes
 from rsrv.runtime.host import HostStore
@@ -271,15 +270,15 @@ def test_a_host_without_memory_for_a_copy_ends_nothing(
     set_residency(os.getpid(), "a", "unpinned")
     until(lambda: house.host()[2] == 0)
     ended: list[int] = []
-    real = host._read
+    real = WeightsFile.read_into
     errors = iter([MemoryError()])
 
-    def read(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:
+    def read(file: WeightsFile, index: int, out: Bytes, *, digest: str | None = None) -> None:
         for error in errors:
             raise error
-        return real(file, index, nbytes)
+        real(file, index, out, digest=digest)
 
-    monkeypatch.setattr(host, "_read", read)
+    monkeypatch.setattr(WeightsFile, "read_into", read)
     monkeypatch.setattr(os, "_exit", ended.append)
     set_residency(os.getpid(), "a", "system")
 

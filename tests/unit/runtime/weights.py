@@ -10,7 +10,7 @@ import numpy as np
 
 from rsrv.runtime.aligned import LARGE
 from rsrv_bundle import Bundle, read_bundle, writer
-from tests.unit.bundle.forge import GOOD, changed, make_bundle
+from tests.unit.bundle.forge import GOOD, changed, make_bundle, seal
 
 Array = np.ndarray[Any, Any]
 
@@ -24,10 +24,12 @@ def small(value: int) -> Array:
 
 
 def write_bundle(
-    parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3.0"] = "3.0"
+    parent: Path, arrays: Mapping[str, Array], name: str, version: Literal["2.0", "3.0", "3.1"] = "3.0"
 ) -> Bundle:
     """A bundle whose modules take these arrays, in this order."""
     stored = [(key, array.T.copy() if version == "2.0" else array) for key, array in arrays.items()]
     writer.write_weights(parent / "weights", stored)
     content = (parent / "weights").read_bytes()
-    return read_bundle(make_bundle(parent, changed(GOOD, format_version=version), name=name, weights=content))
+    manifest = changed(GOOD, format_version="3.0" if version == "3.1" else version)
+    made = make_bundle(parent, manifest, name=name, weights=content)
+    return read_bundle(seal(made) if version == "3.1" else made)

@@ -74,22 +74,23 @@ class HostStore:
     def open(self, bundle: Bundle, *, keep: bool) -> "HostWeights":
         """Read every weight once, to know it by content, and keep it if `keep`.
 
-        Raises BundleError if the file is gone or has changed since the bundle was read, and HostMemoryError.
+        Raises BundleError if the file is gone, has changed since the bundle was read, or does not match the manifest's
+        checksum, and HostMemoryError.
         """
         file = WeightsFile(bundle)
-        tensors: list[HostTensor] = []
+        tensors: dict[int, HostTensor] = {}
         try:
-            for index, weight in enumerate(bundle.weights):
-                filled, digest = _read(file, index, weight.nbytes)
+            for index, filled in file.read_all(fresh):
+                weight, digest = bundle.weights[index], content_digest(filled)
                 if keep and not self._take(digest):
                     self._put(digest, filled)
-                tensors.append(HostTensor(TensorKey(digest, weight.dtype, weight.shape), weight.nbytes))
+                tensors[index] = HostTensor(TensorKey(digest, weight.dtype, weight.shape), weight.nbytes)
         except BaseException:
             if keep:
-                self._give(tensors)
+                self._give(tensors.values())
             file.close()
             raise
-        weights = HostWeights(self, file, tensors)
+        weights = HostWeights(self, file, (tensors[index] for index in range(len(tensors))))
         with self._lock:
             self._open.add(weights)
         if keep:
@@ -233,7 +234,7 @@ class HostWeights:
     def keep(self) -> None:
         """Have the host keep a copy: of what it keeps for other models already, only a reference.
 
-        Raises BundleError if the file was written to since it was opened, and HostMemoryError; then all is as before.
+        Raises BundleError if the file has other weights since it was opened, and HostMemoryError; then all is as before.
         """
         if self.kept:
             return
@@ -241,10 +242,11 @@ class HostWeights:
         try:
             for index, tensor in enumerate(self.tensors):
                 if not self._store._take(tensor.key.digest):
-                    filled, digest = _read(self._file, index, tensor.nbytes)
-                    if digest != tensor.key.digest:
+                    filled = fresh(tensor.nbytes)
+                    self._file.read_into(index, filled, digest=tensor.key.digest)
+                    if content_digest(filled) != tensor.key.digest:
                         raise changed_since_loaded()
-                    self._store._put(digest, filled)
+                    self._store._put(tensor.key.digest, filled)
                 taken.append(tensor)
         except BaseException:
             self._store._give(taken)
@@ -260,13 +262,14 @@ class HostWeights:
     def read(self, index: int) -> Array:
         """A weight, read-only, in memory that lives as long as the array: the host's copy, or else from the file.
 
-        Raises BundleError if there is no copy and the file was written to since it was opened, and HostMemoryError.
+        Raises BundleError if there is no copy and the file has another weight there since it was opened, and
+        HostMemoryError.
         """
-        (_, dtype, shape), nbytes = self.tensors[index]
-        raw = self._store._find(self.tensors[index].key.digest)
+        (digest, dtype, shape), nbytes = self.tensors[index]
+        raw = self._store._find(digest)
         if raw is None:
             raw = fresh(nbytes)
-            self._file.read_into(index, raw)
+            self._file.read_into(index, raw, digest=digest)
         return as_array(raw, dtype, shape)
 
     def close(self) -> None:
@@ -274,10 +277,3 @@ class HostWeights:
         self.drop()
         self._store._forget(self)
         self._file.close()
-
-
-def _read(file: WeightsFile, index: int, nbytes: int) -> tuple[Bytes, str]:
-    """A weight in memory of its own, and the digest of what is there now: what the file holds may change."""
-    filled = fresh(nbytes)
-    file.read_into(index, filled)
-    return filled, content_digest(filled)

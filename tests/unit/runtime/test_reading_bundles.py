@@ -1,0 +1,102 @@
+"""How often the runtime reads a bundle, and that what it serves is what it has verified."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from rsrv.runtime.host import HostStore
+from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.models import build, identify
+from rsrv.settings import load_settings
+from rsrv.stub.lane import Lane, Rejected
+from rsrv_bundle import BundleError
+from rsrv_bundle.export import export_bundle
+from tests.fakes import FakeDevice
+from tests.unit.runtime.conftest import StartRuntime
+from tests.unit.runtime.test_hostile_peers import Client
+
+#: bytes of the weights below: so many that all else that is read does not count
+_BYTES = 64 << 20
+
+
+def write(path: Path) -> Path:
+    """A bundle with two weights."""
+    half = np.zeros(_BYTES // 8, np.float32)
+    export_bundle(
+        lambda params, x: x + params["a"][0] + params["b"][0],
+        {"a": half, "b": half + 1},
+        {"x": np.zeros((1, 2), np.float32)},
+        batch_sizes=[1],
+        out_dir=path,
+    )
+    return path
+
+
+def bytes_read() -> int:
+    """By this process so far, as the kernel counts them."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"])
+
+
+@pytest.mark.parametrize(("version", "times"), [("3.1", 1), ("3.0", 2)])
+@pytest.mark.parametrize("residency", ["system", "unpinned"])
+def test_adding_a_model_reads_its_weights_once(
+    tmp_path: Path, version: Literal["3.0", "3.1"], times: int, residency: str
+) -> None:
+    """The manifest says what is in them, and the pass that takes them verifies it; without checksums it is two."""
+    path = write(tmp_path / "large")
+    if version == "3.0":
+        manifest = path / "manifest.yaml"
+        text = manifest.read_text().replace("3.1", "3.0", 1)
+        start = text.index("sha256:")
+        manifest.write_text(text[:start] + text[text.index("provenance:") :])
+    settings = load_settings(f"models: {{large: {{residency: {residency}}}}}")
+    device = FakeDevice(lambda inputs, weights: [inputs[0]])
+    before = bytes_read()
+    wanted = identify("large", str(path), {})
+    assert wanted.bundle.manifest.format_version == version
+    with closing(build(wanted.bundle, device, HostStore(PrivateMemory()), settings, "large").host) as host:
+        read = bytes_read() - before
+        assert times * _BYTES <= read < (times + 0.1) * _BYTES
+        assert host.kept == (residency == "system")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "model.b1.mlir"])
+def test_what_is_torn_after_it_was_identified_is_not_built(doubling: Path, tmp_path: Path, name: str) -> None:
+    """Nor what was before: nothing of it was read by then."""
+    path = shutil.copytree(doubling, tmp_path / "doubling")
+    bundle = identify("doubling", str(path), {}).bundle
+    (path / name).write_bytes(b"\0" * (path / name).stat().st_size)
+    device = FakeDevice(lambda inputs, weights: [inputs[0]])
+
+    with pytest.raises(BundleError, match=r"does not match the manifest|changed since the bundle was read"):
+        build(bundle, device, HostStore(PrivateMemory()), load_settings(), "doubling")
+
+
+def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
+    start_runtime: StartRuntime, doubling: Path, tmp_path: Path
+) -> None:
+    """As the one that follows a crash does: its stubs ask again and again."""
+    runtime = start_runtime()
+    path = shutil.copytree(doubling, tmp_path / "doubling")
+    file = path / "weights.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    lane = Lane(runtime.open())
+
+    with pytest.raises(
+        Rejected, match=r"weights\.safetensors does not match the manifest: it is being written"
+    ):
+        lane.register({"model": "doubling", "bundle": str(path)})
+
+    lane.close()
+    file.write_bytes(whole)
+    client = Client(runtime, path)
+    assert client.works()
+    client.lane.close()

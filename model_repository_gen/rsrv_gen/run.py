@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from rsrv import progress
 from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
-from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
+from rsrv_bundle import BundleError
+from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, verify
 from rsrv_gen.update import Step, steps
 from rsrv_gen.write import RepositoryWriter, open_repository, our_models
 
@@ -115,8 +116,20 @@ class _Run:
         names = our_models(self._repository) | sources.good.keys()
         with progress.steps("rsrv-gen", len(names)) as shown:
             for step in planned:
-                self._carry_out(step)
+                # What a link leads to may have changed without a step.
+                written = step.verb in ("new", "changed") or settings.lifecycle.link == "symlink"
+                if not (written and step.plan is not None and self._is_torn(step.name, sources)):
+                    self._carry_out(step)
                 shown.step(step.name)
+
+    def _is_torn(self, name: str, sources: Sources) -> bool:
+        try:
+            verify(name, sources)
+        except BundleError as error:
+            self.failed.add(name)
+            _complain(f"{name} is skipped:", *error.problems)
+            return True
+        return False
 
     def _carry_out(self, step: Step) -> None:
         name, plan = step.name, step.plan

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from rsrv_bundle import BundleError, find_bundles, manifest, read_bundle, yaml12
+from rsrv_bundle import Bundle, BundleError, find_bundles, manifest, read_bundle, yaml12
 from rsrv_bundle.hooks import check_hooks
+from rsrv_bundle.reader import checksums
 from rsrv_gen import config
 from rsrv_gen.metas import unusable_metas
 from rsrv_gen.plan import Source
@@ -83,6 +85,38 @@ def _declared_calls(bundle: Path) -> list[str]:
         return [name for name in document["meta"]["calls"] if isinstance(name, str)]
     except (OSError, ValueError, LookupError, TypeError):
         return []
+
+
+def verify(name: str, sources: Sources) -> None:
+    """Compare the weights and modules of a good model, and of those that it calls, with their checksums.
+
+    Reads the files that have one. Raises BundleError if one does not match its manifest.
+    """
+    for bundle in _made_of(name, sources):
+        try:
+            if bundle.manifest.sha256:
+                checksums(bundle)
+        except BundleError as error:
+            if bundle.name == name:
+                raise
+            raise BundleError(
+                f"model '{bundle.name}', which it calls: {line}" for line in error.problems
+            ) from error
+
+
+def read_unverified(name: str, sources: Sources) -> str:
+    """A digest of the weights and modules that have no checksums, of the same bundles; empty if there are none.
+
+    Raises BundleError if a file is gone.
+    """
+    unverified = [bundle for bundle in _made_of(name, sources) if not bundle.manifest.sha256]
+    found = [(bundle.name, checksums(bundle)) for bundle in unverified if bundle.summed_files]
+    return hashlib.sha256(repr(found).encode()).hexdigest() if found else ""
+
+
+def _made_of(name: str, sources: Sources) -> list[Bundle]:
+    bundle = sources.good[name].bundle
+    return [bundle, *(sources.good[callee].bundle for callee in bundle.manifest.meta_calls)]
 
 
 def bundle_files(bundle: Path) -> list[PurePosixPath]:

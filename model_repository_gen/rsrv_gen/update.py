@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.settings import Transport
+from rsrv_bundle import BundleError
 from rsrv_gen.aside import Replaced
 from rsrv_gen.plan import LinkMode, ModelPlan, Source, plan_repository
-from rsrv_gen.sources import Sources, read_sources
+from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
 from rsrv_gen.write import (
     carried,
     is_current,
@@ -132,10 +133,26 @@ class Update:
     hidden: set[str] = field(default_factory=set)
     #: Models that could not be written, with the reason.
     failed: dict[str, str] = field(default_factory=dict)
+    #: Models that were left as they are because a file does not match its bundle's manifest, with the reason.
+    torn: dict[str, str] = field(default_factory=dict)
+    #: Models that were left as they are until a second reading finds the same in them, with what the first one found.
+    unsure: dict[str, str] = field(default_factory=dict)
     #: Models that were left as they are because a bundle that they are made of is not ready to be read.
     later: set[str] = field(default_factory=set)
     #: Places below which no bundles were found, with the reason.
     unusable: list[str] = field(default_factory=list)
+
+    def join(self, second: Update) -> None:
+        """Add what was done with the models that were unsure."""
+        self.put |= second.put
+        self.unchanged |= second.unchanged
+        self.go |= second.go
+        self.kept |= second.kept
+        self.hidden |= second.hidden
+        self.failed |= second.failed
+        self.torn |= second.torn
+        self.later |= second.later
+        self.broken, self.unsure, self.unusable = second.broken, second.unsure, second.unusable
 
 
 def update(
@@ -150,6 +167,7 @@ def update(
     take: Callable[[str], bool] = lambda name: True,
     write: bool = True,
     later_than: Mapping[str, int] | None = None,
+    first: Mapping[str, str] | None = None,
 ) -> Update:
     """Writes those of the named models (None: all) that are not as their bundles below `roots` say.
 
@@ -158,13 +176,17 @@ def update(
     now; it is asked before and again after it has been read. `take` says whether a model may be written, which is asked
     once, just before; either may put it off. With `write` False, what would be written is in
     `Update.failed`. `later_than` as in `RepositoryWriter.put`.
+
+    What would be written is read before. A model with a file that does not match its manifest is in `Update.torn`. Files
+    without checksums are read twice if `first` is given, some time apart: it is empty at the first reading, which ends in
+    `Update.unsure`, and that at the second one, which looks at these models only.
     """
     sources = read_sources(roots)
     # What is being copied is broken for the moment, and nobody's fault.
     broken = {name: "; ".join(lines) for name, lines in sources.broken.items() if ready(name)}
     done = Update(broken=broken, unusable=sources.unusable)
     done.later.update(name for name in sources.broken.keys() - broken if names is None or name in names)
-    only = None if names is None else _touched(names, sources, repository)
+    only = None if names is None else set(first) if first else _touched(names, sources, repository)
     planned = steps(repository, sources, link=link, transport=transport, stays=stays, only=only)
     for step in planned:
         made_of = (step.name, *_calls(step.name, sources))
@@ -178,6 +200,8 @@ def update(
                 done.unchanged.add(step.name)
             case "new" | "changed" | "unchanged" if write and not take(step.name):
                 done.later.add(step.name)
+            case "new" | "changed" | "unchanged" if write and not _is_whole(step.name, sources, first, done):
+                pass
             case "new" | "changed" | "unchanged" if step.plan is not None and write:
                 _put(repository, link, step.name, step.plan, (later_than or {}).get(step.name, 0), done)
                 if step.name in done.put and not all(map(ready, made_of)):
@@ -196,6 +220,23 @@ def update(
             case "removed":
                 done.go[step.name] = step.carriers
     return done
+
+
+def _is_whole(name: str, sources: Sources, first: Mapping[str, str] | None, done: Update) -> bool:
+    """Whether a model may be written, as far as its files tell; notes in `done` why it may not."""
+    try:
+        verify(name, sources)
+        found = "" if first is None else read_unverified(name, sources)
+    except BundleError as error:
+        done.torn[name] = "; ".join(error.problems)
+        return False
+    if first is None or not found or first.get(name) == found:
+        return True
+    if name in first:
+        done.later.add(name)
+    else:
+        done.unsure[name] = found
+    return False
 
 
 def remove(repository: Path, name: str, link: LinkMode) -> None:

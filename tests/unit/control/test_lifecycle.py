@@ -29,7 +29,7 @@ from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
 @pytest.fixture(autouse=True)
-def _silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing says that something changed, so that only the looks count."""
 
     async def listen(roots: Iterable[Path], hint: asyncio.Event) -> None:

@@ -144,7 +144,7 @@ class Lifecycle:
             )
         await self._loads.wait(names)
         for one in names & self.failures.keys():
-            code = "FAILED_PRECONDITION" if one in done.broken else "INTERNAL"
+            code = "FAILED_PRECONDITION" if one in (done.broken | done.torn) else "INTERNAL"
             raise LifecycleError(code, f"{one}: {self.failures[one].text}")
 
     def _stands_for(self, name: str) -> set[str]:
@@ -312,13 +312,17 @@ class Lifecycle:
     async def _bring(self, names: Collection[str] | None, *, anew: bool = False) -> Update:
         """Brings models (None: all) up to date in the repository; what was done.
 
-        Their loads have begun when this returns. `anew`: also of those that are up to date.
+        Files without checksums are read twice, and taken if they have not changed in between. The models' loads have begun
+        when this returns. `anew`: also of those that are up to date.
         """
         async with self._writing:
             if not self._follows:
                 await self._look_anew()
             try:
-                done = await asyncio.to_thread(self._update, names)
+                done = await asyncio.to_thread(self._update, names, {})
+                if unsure := done.unsure:
+                    await asyncio.sleep(self._lifecycle.look_s)
+                    done.join(await asyncio.to_thread(self._update, unsure.keys(), unsure))
                 await self._follow_up(done, names, anew=anew)
             finally:
                 self._loads.release()
@@ -362,7 +366,15 @@ class Lifecycle:
         for name in done.later if self._follows else done.later & self._rounds.failures.keys():
             self._rounds.later(name, self._now() + self._lifecycle.poll_s)
         # Of the rest there is neither a bundle nor a model.
-        known = [done.put, done.unchanged, done.go, done.broken, done.failed, done.later]
+        known = [
+            done.put,
+            done.unchanged,
+            done.go,
+            done.broken,
+            done.failed,
+            done.torn,
+            done.later,
+        ]
         if not self._follows:
             known.append(done.kept)  # nobody looks whether it is back
         for name in set(names or ()).difference(*known):
@@ -381,8 +393,8 @@ class Lifecycle:
         for name in [name for name, state in states.items() if state == "dismissed"]:
             self._loads.served[name] = version_of(self._repository / name)
 
-    def _update(self, names: Collection[str] | None) -> Update:
-        """On a thread: brings the repository up to date."""
+    def _update(self, names: Collection[str] | None, first: Mapping[str, str]) -> Update:
+        """On a thread: brings the repository up to date. `first`: what a first reading of some of the models found."""
         return update(
             self._repository,
             self._places.read(),
@@ -394,6 +406,7 @@ class Lifecycle:
             take=self._loads.take,
             write=not self._barred,
             later_than=self._loads.stamps,
+            first=first,
         )
 
     def _stays(self, name: str) -> str:
@@ -415,6 +428,8 @@ class Lifecycle:
         self._unusable = set(done.unusable)
         for name, failure in self._rounds.broken(done.broken, time.time()).items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
+        for name, text in done.torn.items():
+            self._loads.fail(name, f"its bundle is not taken: {text}")
         for name, text in done.failed.items():
             self._loads.fail(
                 name, f"{text}: {self._barred}" if self._barred else text, again=not self._barred

@@ -1,0 +1,79 @@
+"""rsrv-gen and bundles whose files are not what was exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rsrv_gen.cli import main
+from rsrv_gen.update import update
+from rsrv_gen.write import LINK_BYTES
+from tests.unit.bundle.forge import seal
+from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
+
+TORN = "model.b8.mlir does not match the manifest: it is being written, or was changed without exporting"
+
+
+@pytest.fixture
+def bundles(tmp_path: Path) -> Path:
+    """A directory with the bundles `one` and `two`, of format 3.1."""
+    for name in ("one", "two"):
+        seal(write_bundle(tmp_path / "bundles" / name, files={"weights.txt": name}))
+    return tmp_path / "bundles"
+
+
+@pytest.mark.parametrize("link", ["hard", "copy", "symlink"])
+@pytest.mark.parametrize("large", [True, False])
+def test_a_torn_bundle_is_refused_by_name(
+    tmp_path: Path, bundles: Path, link: str, large: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by a mere check, and whether the repository shares the file with the bundle or not; the others are done."""
+    file = bundles / "one" / "model.b8.mlir"
+    if large:
+        file.write_bytes(bytes(LINK_BYTES))
+        seal(bundles / "one")
+    options = [str(bundles), "-o", str(tmp_path / "gen"), "--link", link]
+    assert main(options) == 0
+    content = file.read_bytes()
+    file.write_bytes(b"torn" + content[4:])
+    (bundles / "two" / "weights.txt").write_text("changed")
+    capsys.readouterr()
+    for more in (["--check"], []):
+        assert main([*options, *more]) == 1
+        told = capsys.readouterr()
+        assert f"rsrv-gen: one is skipped:\n  {TORN}" in told.err
+        assert "two" in told.out
+        assert "changed    one" not in told.out
+    file.write_bytes(content)
+    assert main(options) == 0
+
+
+def test_a_meta_model_of_a_torn_bundle_is_refused(
+    tmp_path: Path, bundles: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reason names the callee."""
+    write_meta(bundles / "meta", ["one"])
+    (bundles / "one" / "model.b8.mlir").write_text("torn")
+    assert main([str(bundles), "-o", str(tmp_path / "gen")]) == 1
+    assert f"meta is skipped:\n  model 'one', which it calls: {TORN}" in capsys.readouterr().err
+    assert not (tmp_path / "gen" / "meta").exists()
+
+
+def test_files_without_checksums_are_read_twice(tmp_path: Path) -> None:
+    """And written when both readings find the same; a model of format 3.1 is written at the first."""
+    bundles, gen = tmp_path / "bundles", tmp_path / "gen"
+    seal(write_bundle(bundles / "new"))
+    old = write_bundle(bundles / "old")
+
+    def reading(first: dict[str, str]) -> tuple[set[str], set[str], dict[str, str]]:
+        done = update(gen, [bundles], None, link="hard", transport="direct", first=first)
+        for put in done.put.values():
+            put.forget()
+        return set(done.put), done.later, done.unsure
+
+    put, later, unsure = reading({})
+    assert (put, later, set(unsure)) == ({"new"}, set(), {"old"})
+    (old / "model.b8.mlir").write_text("not looked into 9")
+    assert reading(unsure) == (set(), {"old"}, {})
+    assert reading(reading({})[2]) == ({"old"}, set(), {})

@@ -23,6 +23,7 @@ from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
 from tests.e2e.harness import RunningTriton, running_triton, wait_until
 from tests.e2e.lives import Living, place, version, write_version
 from tests.e2e.metas import rows, write_meta, write_scale
+from tests.unit.bundle.forge import seal
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: A dead stub keeps Triton from ending.
@@ -126,8 +127,8 @@ def test_changed_weights_are_served_without_compiling(
     place(versions["two"], bundles / "weighty")
     assert_becomes(call, "weighty", (2, 0))
     # As `cp` does it.
-    file = bundles / "weighty" / "weights.safetensors"
-    file.write_bytes((versions["one"] / file.name).read_bytes())
+    for file in (bundles / "weighty").iterdir():
+        file.write_bytes((versions["one"] / file.name).read_bytes())
     assert_becomes(call, "weighty", (1, 0))
     after = read_status(server.pid)
     assert (after["compiled"], after["from_cache"]) == (before["compiled"], before["from_cache"])
@@ -158,6 +159,7 @@ def test_what_does_not_load_leaves_the_old_version_serving(
 
     old = (folder / "gen/fragile/1/bundle/model.b1.mlir").read_bytes()
     (bundles / "fragile" / "model.b1.mlir").write_bytes(b"no module")
+    seal(bundles / "fragile")
     wait_until(lambda: "model.b1.mlir" in life.failures.get("fragile", ""))
     assert served(call, "fragile") == (1, 0)
     # What the server would load now is what it serves.

@@ -1,0 +1,133 @@
+"""Weights that are overwritten in place and only half written are never served, and are named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rsrv.wire.status import read_status
+from rsrv_gen import cli as rsrv_gen
+from tests.e2e.calls import Refused, caller, outcome
+from tests.e2e.harness import RunningTriton, running_triton, wait_until
+from tests.e2e.lives import COLUMNS, Living, place, version, write_version
+
+FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1")
+WEIGHTS = "weights.safetensors"
+TORN = f"{WEIGHTS} does not match the manifest: it is being written"
+#: What answers: the version in the weights, and that in the code.
+ONE, TWO = (1, 0), (2, 0)
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
+    """Two versions of one model, which differ in the weights."""
+    folder = tmp_path_factory.mktemp("versions")
+    return {ONE: write_version(folder / "one", 1), TWO: write_version(folder / "two", 2)}
+
+
+@contextmanager
+def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTriton, Living]]:
+    """A server of `torn` and `steady`, whose weights the repository shares with their bundles."""
+    for name in ("torn", "steady"):
+        place(version, folder / "bundles" / name)
+    (folder / "settings.yaml").write_text(f"lifecycle: {{mode: {mode}, look_s: 0.1, poll_s: 0.5}}\n")
+    options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
+    assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
+    assert os.path.samefile(folder / "bundles/torn" / WEIGHTS, folder / "gen/torn/1/bundle" / WEIGHTS)
+    with running_triton(folder / "gen", folder / "server.log", extra_args=FLAGS) as server:
+        life = Living(server)
+        yield server, life
+        life.close()
+
+
+def tear(bundle: Path, new: Path) -> None:
+    """Overwrites a bundle in place, as `cp` does, and stops before the last weight: answers would be of two versions."""
+    (bundle / "manifest.yaml").write_bytes((new / "manifest.yaml").read_bytes())
+    with (bundle / WEIGHTS).open("r+b") as file:
+        file.write((new / WEIGHTS).read_bytes()[: -4 * COLUMNS])
+
+
+def finish(bundle: Path, new: Path) -> None:
+    """Overwrites all of it, in place."""
+    for file in bundle.iterdir():
+        with file.open("r+b") as opened:
+            opened.write((new / file.name).read_bytes())
+            opened.truncate()
+
+
+@contextmanager
+def traffic(server: RunningTriton) -> Iterator[list[tuple[int, int] | Refused]]:
+    """What `torn` answers from now on; that an answer is of one version is checked."""
+    stop = threading.Event()
+    found: list[tuple[int, int] | Refused] = []
+
+    def ask() -> None:
+        with caller(server) as call:
+            while not stop.is_set():
+                found.append(outcome(lambda: version(call, "torn")))
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield found
+        finally:
+            stop.set()
+        asking.result()
+
+
+@pytest.mark.timeout(300)
+def test_a_torn_file_leaves_the_old_version_serving(
+    versions: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
+    """In dynamic mode, under traffic: finished, the new version serves; put back, the one that was there."""
+    with serving(tmp_path, versions[ONE], "dynamic") as (server, life):
+        bundle = tmp_path / "bundles" / "torn"
+        with traffic(server) as found:
+            wait_until(lambda: ONE in found)
+            tear(bundle, versions[TWO])
+            wait_until(lambda: TORN in life.failures.get("torn", ""), what="the failure")
+            assert TORN in server.log_text()
+            count = len(found)
+            wait_until(lambda: len(found) > count + 10)
+            assert set(found) == {ONE}
+            finish(bundle, versions[TWO])
+            wait_until(lambda: found[-1] == TWO, what="the new version")
+            wait_until(lambda: not life.failures, what="the failure's end")
+
+            found.clear()
+            tear(bundle, versions[ONE])
+            wait_until(lambda: TORN in life.failures.get("torn", ""), what="the second failure")
+            finish(bundle, versions[TWO])
+            wait_until(lambda: not life.failures, what="its end")
+            assert set(found) == {TWO}
+
+
+@pytest.mark.timeout(300)
+def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
+    versions: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
+    """In static mode, where nobody looks at the bundle: refused by name, never answered, and back with its content."""
+    with serving(tmp_path, versions[ONE], "static") as (server, life), caller(server) as call:
+        bundle = tmp_path / "bundles" / "torn"
+        with traffic(server) as found:
+            wait_until(lambda: ONE in found)
+            tear(bundle, versions[TWO])
+            os.kill(read_status(server.pid)["pid"], signal.SIGKILL)
+            wait_until(lambda: outcome(lambda: version(call, "steady")) == ONE, 60, what="the next runtime")
+            wait_until(lambda: f"torn: not loaded: {TORN}" in server.log_text(), 60, what="the refusal")
+            assert isinstance(found[-1], Refused)
+            wait_until(lambda: TORN in life.failures.get("torn", ""), 60, what="the failure")
+            assert version(call, "steady") == ONE
+            refused = len(found)
+            finish(bundle, versions[ONE])
+            wait_until(lambda: found[-1] == ONE, 90, what="the model")
+            wait_until(lambda: not life.failures, 60, what="the failure's end")
+            assert {one for one in found if not isinstance(one, Refused)} == {ONE}
+            assert not any(one == ONE for one in found[refused - 10 : refused])

@@ -7,6 +7,7 @@ system says of them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -19,15 +20,19 @@ from typing import Any
 
 import numpy as np
 
+from rsrv_bundle import yaml12
 from tests.fuzz import manifests
 from tests.fuzz.manifests import VALUES, Files, Random
-from tests.unit.bundle.forge import META, safetensors_bytes
+from tests.unit.bundle.forge import META, safetensors_bytes, sealed
 
 _HOOKS = b"def preprocess(inputs):\n    return inputs\n\ndef postprocess(outputs):\n    return outputs\n"
 
 
 def good_bundles(scratch: Path) -> list[Files]:
-    """The bundles that all others are made from: plain, with hooks, with variants, of format 2.0, a meta model."""
+    """The bundles that all others are made from: plain, with hooks, with variants, of format 2.0, a meta model.
+
+    The first and that with variants have checksums, and the same without come last.
+    """
     # Elsewhere: jax starts threads, and children are to be forked here.
     subprocess.run([sys.executable, "-m", __name__, str(scratch)], check=True)
     first, variants = _read(scratch / "plain"), _read(scratch / "variants")
@@ -37,9 +42,27 @@ def good_bundles(scratch: Path) -> list[Files]:
         first,
         {**first, "model.py": _HOOKS, "vocabulary.txt": b"one\ntwo\n"},
         variants,
-        {**first, "manifest.yaml": old.replace(b'"3.0"', b'"2.0"').replace(b"'3.0'", b"'2.0'")},
+        {**first, "manifest.yaml": old.replace(b'"3.1"', b'"2.0"').replace(b"'3.1'", b"'2.0'")},
         {"manifest.yaml": json.dumps(META).encode(), "model.py": run},
+        _without_checksums(first),
+        _without_checksums(variants),
     ]
+
+
+def _without_checksums(files: Files) -> Files:
+    """Of format 3.0."""
+    document = {**yaml12.load(files["manifest.yaml"]), "format_version": "3.0"}
+    del document["sha256"]
+    return {**files, "manifest.yaml": json.dumps(document).encode()}
+
+
+def _seal(files: Files) -> None:
+    """Give a bundle that has checksums those of its files as they are: else no change to a file gets any further."""
+    with contextlib.suppress(ValueError, TypeError):  # because of an earlier change
+        if "sha256" in yaml12.load(files["manifest.yaml"]):
+            summed = [name for name in files if name.endswith((".mlir", ".safetensors"))]
+            sums = {name: hashlib.sha256(files[name]).hexdigest() for name in summed}
+            files["manifest.yaml"] = sealed(files["manifest.yaml"], sums)
 
 
 def _export(scratch: Path) -> None:
@@ -74,6 +97,8 @@ def write_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
     files = dict(rng.choice(good))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         rng.choice(_OF_CONTENT)(rng, files)
+    if rng.random() < 0.7:
+        _seal(files)
     directory = parent / (rng.choice(_NAMES) if rng.random() < 0.05 else "mutant")
     directory.mkdir()
     for name, content in files.items():
@@ -89,6 +114,7 @@ def write_module_mutant(seed: int, good: Sequence[Files], parent: Path) -> Path:
     rng = Random(seed)
     files = dict(rng.choice([files for files in good if "model.b1.mlir" in files]))
     files["model.b1.mlir"] = _damaged(rng, files["model.b1.mlir"])
+    _seal(files)
     directory = parent / "mutant"
     directory.mkdir()
     for name, content in files.items():

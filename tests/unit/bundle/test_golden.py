@@ -72,9 +72,9 @@ def check_answers(bundle: Bundle, answers: Answers) -> None:
 
 
 def test_all_that_the_format_has_is_in_a_set() -> None:
-    """Both versions, and what their bundles differ in."""
-    assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3.0"}
-    for version in ("2_0", "3_0"):
+    """All versions, and what their bundles differ in."""
+    assert {read_bundle(path).manifest.format_version for path in BUNDLES} == {"2.0", "3.0", "3.1"}
+    for version in ("2_0", "3_0", "3_1"):
         bundles = [read_bundle(path) for path in BUNDLES if path.parent.name == f"format_{version}"]
         assert any(bundle.variants > 1 for bundle in bundles)
         assert any(bundle.manifest.client_inputs and bundle.modules for bundle in bundles)

@@ -18,6 +18,7 @@ from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
 from rsrv.wire.status import read_status
 from tests.fakes import FakeRequest
+from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import ask, meta_engine, rows, write_meta
 
@@ -53,7 +54,7 @@ def broken(path: Path, good: Path) -> Path:
     shutil.copytree(good, path)
     for module in path.glob("*.mlir"):
         module.write_bytes(b"nonsense")
-    return path
+    return seal(path)
 
 
 def models() -> dict[str, Any]:

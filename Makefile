@@ -91,7 +91,7 @@ bench-gateway: $(VENV) $(TRITON) ## measure what a gateway costs, and a worker's
 models: $(FRAMEWORKS) $(TRITON) ## export, serve and measure the real models, and make the tables of docs/models.md anew (MODELS=--quick)
 	$(BIN)/python -m tests.bench.real $(MODELS)
 
-soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick, SOAK='--plane haproxy')
+soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick)
 	$(BIN)/python -m tests.bench.gateway.soak $(SOAK)
 
 pages: $(VENV) $(TRITON) $(BROWSER) ## make what code makes again: tables and pictures in docs, dashboards, gRPC stubs

@@ -85,17 +85,12 @@ class HttpFront:
             self._listener = await self._listen(address, self._server)
         except (OSError, ValueError) as error:
             raise ListenError(f"gateway.http: cannot listen on {address}: {error}") from None
-        if not address.startswith("unix:"):
-            self.port = self._listener.sockets[0].getsockname()[1]
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def _listen(self, address: str, server: web.Server) -> asyncio.Server:
         """Raises OSError, ValueError."""
-        loop = asyncio.get_running_loop()
-        if address.startswith("unix:"):
-            path = address.removeprefix("unix:")
-            return await loop.create_unix_server(server, path, ssl=self._server_tls, backlog=_BACKLOG)
         where = parse_address(address, any_host=True, any_port=True)
-        return await loop.create_server(
+        return await asyncio.get_running_loop().create_server(
             server,
             where.host or None,
             where.port,

@@ -44,12 +44,10 @@ def server_credentials(settings: GatewaySection) -> Any:
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
     pair = (
-        read_setting("tls_key", settings.tls_key),
-        read_setting("tls_certificate", settings.tls_certificate),
+        _read("tls_key", settings.tls_key),
+        _read("tls_certificate", settings.tls_certificate),
     )
-    clients = (
-        None if settings.tls_client_ca is None else read_setting("tls_client_ca", settings.tls_client_ca)
-    )
+    clients = None if settings.tls_client_ca is None else _read("tls_client_ca", settings.tls_client_ca)
     # gRPC only says that it cannot listen, and not even that where a file has no authorities.
     tls_context(settings)
     return grpc.ssl_server_credentials([pair], clients, require_client_auth=clients is not None)
@@ -88,11 +86,6 @@ class Token:
     def needed(self) -> bool:
         return self._token is not None
 
-    @property
-    def secret(self) -> bytes | None:
-        """What clients must send after `Bearer`; None: nothing."""
-        return self._token
-
     def lets_in(self, headers: Iterable[tuple[str, str | bytes]]) -> bool:
         """`headers` are a request's, with names in lower case."""
         if self._token is None:
@@ -100,7 +93,7 @@ class Token:
         return bears(next((value for name, value in headers if name == "authorization"), ""), self._token)
 
 
-def read_setting(key: str, path: Path) -> bytes:
+def _read(key: str, path: Path) -> bytes:
     try:
         return path.expanduser().read_bytes()
     except OSError as error:

@@ -79,15 +79,9 @@ def read(config: Path | None, workers: str | None) -> Settings:
     return settings.model_copy(update={"gateway": settings.gateway.model_copy(update=named)})
 
 
-def make_plane(settings: Settings, directory: Path, brain: Brain) -> Plane:
-    """`directory` is private, and of this gateway alone. Raises ListenError, ContactError."""
+def make_plane(settings: Settings, brain: Brain) -> Plane:
+    """Raises ListenError, ContactError."""
     section = settings.gateway
-    if section.data_plane == "haproxy":
-        # Most do without.
-        from rsrv_gateway.haproxy.plane import HAProxyPlane, behind
-
-        own = directory / "haproxy"
-        return HAProxyPlane(section, brain, PythonPlane(behind(section, own), brain), own)
     if section.processes > 1:
         return Processes(section, brain, command(settings.logs.format))
     return PythonPlane(section, brain)
@@ -115,7 +109,7 @@ async def serve(settings: Settings) -> None:
             members,
             partial(Probes, probe, section.probe_s),
             Planner(section),
-            partial(make_plane, settings, directory.path),
+            partial(make_plane, settings),
             pause=section.probe_s,
             drain=section.drain_s,
         )

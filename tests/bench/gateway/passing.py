@@ -1,4 +1,4 @@
-"""What passing a request on costs: direct, through the least that Python can do, and through each plane of the gateway."""
+"""What passing a request on costs: direct, through the least that Python can do, and through the gateway."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from tests.bench.gateway.stage import (
     BARE,
     DIRECT,
     GATEWAY,
-    HAPROXY,
-    PLANES,
-    PROXY,
-    PYTHON,
+    PASSING,
     WORKERS,
     Way,
     bare,
@@ -33,12 +30,12 @@ from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.report import rounds_line, spread_text, table
 from tests.bench.verify import verify
 
-WAYS = (DIRECT, BARE, *PLANES)
+WAYS = (DIRECT, BARE, GATEWAY)
 CLIENTS = (1, 16)
 #: what a request carries -> the model that takes that much
 SIZES: Mapping[str, str] = {"1 kB": models.MLP, "602 kB": models.IMAGES}
 SMALL = "1 kB"
-#: seconds over which is looked at what the gateways take without requests
+#: seconds over which is looked at what the gateway takes without requests
 _IDLE_S = 4.0
 
 Part = tuple[list[str], list[Target], dict[str, Any]]
@@ -80,10 +77,7 @@ def part(rounds: int, window_s: float) -> Part:
         samples = {size: _in_turns(ways, workers, size, rounds, window_s) for size in SIZES}
     kept = {size: Rounds.of(found) for size, found in samples.items()}
     lines, targets, ratios = _summary(kept)
-    lines.append(
-        "without requests: "
-        + ", ".join(f"{name} {100 * cpus:.1f} % of a core" for name, cpus in idle.items())
-    )
+    lines.append(f"without requests: {100 * idle:.1f} % of a core")
     raw = {size: [asdict(sample) for sample in found] for size, found in samples.items()}
     return lines, targets, {"samples": raw, "ratios": ratios, "idle_cpus": idle}
 
@@ -92,22 +86,17 @@ def _ways(stack: contextlib.ExitStack, servers: Sequence[TritonServer]) -> list[
     file = WORK / "gateway-workers.yaml"
     write_workers(file, [entry(f"worker-{n}", server) for n, server in enumerate(servers)])
     ways = [Way(DIRECT, servers[0].grpc_url, {}), stack.enter_context(bare(servers))]
-    for plane in PLANES:
-        running = stack.enter_context(gateway(plane, file))
-        running.wait_alive({f"worker-{n}" for n in range(len(servers))})
-        ways.append(running.way())
-    return ways
+    running = stack.enter_context(gateway(file))
+    running.wait_alive({f"worker-{n}" for n in range(len(servers))})
+    return [*ways, running.way()]
 
 
-def _idle(ways: Sequence[Way]) -> dict[str, float]:
-    """Cores that each plane takes when nobody asks anything."""
-
-    def used() -> dict[str, float]:
-        return {way.name: sum(map(cpu_seconds, way.processes)) for way in ways if way.name in PLANES}
-
-    before = used()
+def _idle(ways: Sequence[Way]) -> float:
+    """Cores that the gateway takes without requests."""
+    (process,) = next(way.processes for way in ways if way.name == GATEWAY)
+    before = cpu_seconds(process)
     time.sleep(_IDLE_S)
-    return {name: (seconds - before[name]) / _IDLE_S for name, seconds in used().items()}
+    return (cpu_seconds(process) - before) / _IDLE_S
 
 
 def _in_turns(
@@ -165,8 +154,8 @@ def _measure(
 
 
 def passing_us(sample: Sample) -> float:
-    """Microseconds of CPU per request of all that is between the client and the workers."""
-    return sample.cpu_us.get(GATEWAY, 0.0) + sample.cpu_us.get(PROXY, 0.0)
+    """Microseconds of CPU per request of what is between the client and the workers."""
+    return sample.cpu_us.get(PASSING, 0.0)
 
 
 def added(rounds: Rounds, way: str, clients: int, value: Callable[[Sample], float]) -> Spread:
@@ -187,27 +176,22 @@ def _per_core(sample: Sample) -> float:
     return 1e6 / passing_us(sample)
 
 
-def _proxy_us(sample: Sample) -> float:
-    return sample.cpu_us[PROXY]
-
-
 def _summary(kept: Mapping[str, Rounds]) -> tuple[list[str], list[Target], dict[str, Any]]:
     lines: list[str] = []
     ratios: dict[str, Any] = {}
     for size, rounds in kept.items():
         lines += [f"{size} a request; medians of {rounds.kept} rounds", _table(rounds)]
         for clients in CLIENTS:
-            for plane in PLANES:
-                found = rounds.ratio(plane, BARE, clients, passing_us)
-                ratios[f"{size}, {clients} clients, {plane} / bare"] = asdict(found)
-                lines.append(f"CPU per request at {clients} clients, {plane} / {BARE}: {spread_text(found)}")
+            found = rounds.ratio(GATEWAY, BARE, clients, passing_us)
+            ratios[f"{size}, {clients} clients, {GATEWAY} / {BARE}"] = asdict(found)
+            lines.append(f"CPU per request at {clients} clients, {GATEWAY} / {BARE}: {spread_text(found)}")
         lines += [rounds_line(rounds), ""]
     return lines, _targets(kept[SMALL]), ratios
 
 
 def _table(rounds: Rounds) -> str:
     headers = ["", "clients", "infer/s", "p50 us", "p99 us", "added p50 us", "added p99 us", "passing us"]
-    headers += ["requests/s per core", f"{PROXY} us", f"{WORKERS} us", f"{CLIENT} us"]
+    headers += ["requests/s per core", f"{WORKERS} us", f"{CLIENT} us"]
     rows = []
     for clients in CLIENTS:
         for way in WAYS:
@@ -226,7 +210,6 @@ def _row(rounds: Rounds, way: str, clients: int) -> list[str]:
         row += [spread_text(added(rounds, way, clients, _p50), 0)]
         row += [f"{added(rounds, way, clients, _p99).median:.0f}"]
         row += [spread_text(rounds.spread(way, clients, passing_us), 0), middle(_per_core)]
-    row.append(middle(_proxy_us) if way == HAPROXY else "-")
     return [*row, middle(lambda s: s.cpu_us[WORKERS]), middle(lambda s: s.cpu_us[CLIENT])]
 
 
@@ -234,10 +217,8 @@ def _targets(rounds: Rounds) -> list[Target]:
     """What is to be reached with small requests."""
     many = max(CLIENTS)
     wanted = (
-        (f"{PYTHON}: added p50, us", added(rounds, PYTHON, 1, _p50), 600.0, False),
-        (f"{PYTHON}: requests/s per core", rounds.spread(PYTHON, many, _per_core), 3000.0, True),
-        (f"{PYTHON}: CPU per request / {BARE}", rounds.ratio(PYTHON, BARE, many, passing_us), 1.3, False),
-        (f"{HAPROXY}: added p50, us", added(rounds, HAPROXY, 1, _p50), 150.0, False),
-        (f"{HAPROXY}: its CPU per request, us", rounds.spread(HAPROXY, many, _proxy_us), 40.0, False),
+        ("added p50, us", added(rounds, GATEWAY, 1, _p50), 600.0, False),
+        ("requests/s per core", rounds.spread(GATEWAY, many, _per_core), 3000.0, True),
+        (f"CPU per request / {BARE}", rounds.ratio(GATEWAY, BARE, many, passing_us), 1.3, False),
     )
     return [Target(name, spread.median, limit, at_least) for name, spread, limit, at_least in wanted]

@@ -23,7 +23,7 @@ import numpy as np
 from local_triton import ServerFailed
 from tests.bench.gateway import workers
 from tests.bench.gateway.clients import OK, WRONG, Requests, asking
-from tests.bench.gateway.stage import PLANES, PYTHON, Gateway, gateway, write_workers
+from tests.bench.gateway.stage import Gateway, gateway, write_workers
 from tests.bench.gateway.workers import Worker
 from tests.bench.load import BenchFailed
 from tests.bench.phases import say
@@ -50,7 +50,6 @@ _PACKING = {
 
 @dataclass(frozen=True)
 class Plan:
-    plane: str = PYTHON
     seconds: float = 600.0
     clients: int = 8
     #: seconds between an answer and the same client's next request: workers that start need cores, too
@@ -66,7 +65,7 @@ QUICK = Plan(seconds=40.0, pause_s=1.0, turn_s=5.0)
 
 @dataclass(frozen=True)
 class Held:
-    """What the gateway's processes hold at a moment."""
+    """What the gateway holds at a moment."""
 
     at: float
     #: of what would go with them (USS), 10^6 bytes
@@ -77,9 +76,9 @@ class Held:
 
     @classmethod
     def now(cls, gateway: Gateway) -> Held:
-        pids = gateway.processes()
-        files = sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids)
-        return cls(time.monotonic(), sum(memory(pid).uss for pid in pids), files, sum(map(cpu_seconds, pids)))
+        pid = gateway.process.pid
+        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        return cls(time.monotonic(), memory(pid).uss, files, cpu_seconds(pid))
 
 
 @dataclass
@@ -113,7 +112,7 @@ def soak(plan: Plan) -> Soak:
         for worker in everyone:
             stack.enter_context(worker)
         write_workers(file, [worker.entry() for worker in everyone])
-        running = stack.enter_context(gateway(plan.plane, file, **_PACKING))
+        running = stack.enter_context(gateway(file, **_PACKING))
         running.wait_alive(set(_NAMES))
         with asking(
             running.url,
@@ -225,7 +224,7 @@ def report(found: Soak) -> list[str]:
     first, last = course.held[0], course.held[-1]
     events = Counter(what for _, what, _ in course.events)
     return [
-        f"{found.plan.plane}: {lasted:.0f} s, {len(requests.code)} requests, {len(requests.code) / lasted:.0f}/s",
+        f"{lasted:.0f} s, {len(requests.code)} requests, {len(requests.code) / lasted:.0f}/s",
         f"failed: {sum(failed.values())}{''.join(f', {code} {n}' for code, n in sorted(failed.items()))}",
         *(f"  after {what}: {code} {n}" for (what, code), n in sorted(blame(requests, course).items())),
         f"wrong: {requests.wrong}",
@@ -275,14 +274,12 @@ def _minutes(requests: Requests, course: Course) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 when it went through and no answer was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gateway.soak", description=__doc__)
-    parser.add_argument("--plane", choices=PLANES, default=PYTHON)
     parser.add_argument("--seconds", type=float, metavar="S", help=f"({Plan().seconds:.0f})")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK.seconds:.0f} s")
     options = parser.parse_args(argv)
     usual = QUICK if options.quick else Plan()
     plan = Plan(
-        plane=options.plane,
         seconds=options.seconds or usual.seconds,
         pause_s=usual.pause_s,
         turn_s=usual.turn_s,

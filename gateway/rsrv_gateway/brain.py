@@ -22,7 +22,7 @@ _LEAST_PAUSE = 1.0
 
 
 class Gateway:
-    """All on one event loop, but for the planner's looks. What a plane may ask for is in `plane.Brain`."""
+    """All on one event loop, but for the planner's looks. What a plane may ask for is in `contract.Brain`."""
 
     def __init__(
         self,
@@ -66,8 +66,6 @@ class Gateway:
         """Why it is not ready; empty: it is."""
         if not self._serving:
             return "the gateway starts or ends"
-        if not self.plane.listens:
-            return "the process that listens has ended, and is started again"
         if not any(view.alive for view in self.probes.views().values()):
             return "no worker answers"
         return ""

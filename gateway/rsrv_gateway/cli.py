@@ -18,8 +18,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from rsrv_gateway import main as gateway
 
-    if options.process is not None:
-        return gateway.process(options.process, options.log_format)
     return gateway.run(options.config, options.workers)
 
 
@@ -37,7 +35,4 @@ def parser() -> argparse.ArgumentParser:
         help="gRPC ports of tritonservers, in place of gateway.workers; their HTTP ports are one below, metrics one above",
     )
     add_version(top)
-    # How the gateway starts its own processes: the number of its end of a socket, and what logs.format is.
-    top.add_argument("--process", type=int, help=argparse.SUPPRESS)
-    top.add_argument("--log-format", choices=("human", "json"), default="human", help=argparse.SUPPRESS)
     return top

@@ -6,7 +6,10 @@ Workers are named; names are what orders and labels them. Times are seconds, mem
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol
+
+#: upper bounds, seconds, of the intervals in which Durations counts; above the last one is one more
+DURATION_BOUNDS: tuple[float, ...] = tuple(0.0005 * 2**k for k in range(17))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +113,49 @@ class Step:
     act: Act
     worker: str
     model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """How long requests took, from their arrival to the end of their answer."""
+
+    #: requests in each interval of DURATION_BOUNDS, and above it: one more than there are bounds
+    counts: tuple[int, ...]
+    #: seconds, of all together
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a plane has done since its start, and what is under way. Names that clients made up are not in it."""
+
+    #: inference requests that are over, by model, worker (empty: none was asked) and gRPC code by name, such as "OK"
+    requests: Mapping[tuple[str, str, str], int] = field(default_factory=dict)
+    #: items in requests that were sent on, by model
+    items: Mapping[str, int] = field(default_factory=dict)
+    #: what is under way, by worker, in the unit of the routes' charges
+    load: Mapping[str, float] = field(default_factory=dict)
+    #: requests under way, by model and worker; only where there are any
+    outstanding: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: requests that went to another worker after this one had failed, by worker
+    failovers: Mapping[str, int] = field(default_factory=dict)
+    #: by model
+    durations: Mapping[str, Durations] = field(default_factory=dict)
+
+
+class Brain(Protocol):
+    """What a plane may ask for. Called on the event loop that the plane was started on."""
+
+    def failed(self, worker: str) -> None:
+        """A connection to this worker broke or could not be made: it is looked at now, not with the next probe.
+
+        Returns at once, and may be called for every request.
+        """
+
+    async def refresh(self, sure: bool = False) -> None:
+        """A request names a model that is not in the table: all workers are looked at now.
+
+        Returns when `apply` was called with what they said, or at once if that was less than a second ago. Whoever asks
+        meanwhile waits for the same look. `sure`: something has changed, and a look that began before does not do.
+        Never raises.
+        """

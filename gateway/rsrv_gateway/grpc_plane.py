@@ -33,7 +33,7 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 
 class GrpcFront:
-    """One of the fronts of a `PythonPlane`."""
+    """One of the fronts of the `Plane`."""
 
     def __init__(self, settings: GatewaySection, contacts: Contacts, traffic: Traffic) -> None:
         """Raises ListenError."""

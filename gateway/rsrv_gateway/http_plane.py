@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class HttpFront:
-    """One of the fronts of a `PythonPlane`."""
+    """One of the fronts of the `Plane`."""
 
     def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
         """Raises ListenError, ContactError."""
@@ -97,7 +97,6 @@ class HttpFront:
             ssl=self._server_tls,
             backlog=_BACKLOG,
             reuse_address=True,
-            reuse_port=self._settings.processes > 1,
         )
 
     def apply(self, workers: Mapping[str, Worker]) -> None:

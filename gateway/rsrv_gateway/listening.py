@@ -17,7 +17,7 @@ def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:
     return (
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.so_reuseport", int(settings.processes > 1)),
+        ("grpc.so_reuseport", 0),
         *KEEPALIVE,
     )
 

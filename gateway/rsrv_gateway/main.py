@@ -16,7 +16,6 @@ from rsrv.control.tokens import read_token
 from rsrv.limits import raise_limit
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
-from rsrv_gateway import child
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contacts import ContactError, Contacts
@@ -25,12 +24,10 @@ from rsrv_gateway.directory import Directory
 from rsrv_gateway.health import Health
 from rsrv_gateway.listening import open_ports
 from rsrv_gateway.members import Members, MembersError, parse_workers
-from rsrv_gateway.plane import Brain, Plane
+from rsrv_gateway.plane import Plane
 from rsrv_gateway.planner import Planner
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import Probes
-from rsrv_gateway.processes import Processes, command
-from rsrv_gateway.python_plane import PythonPlane
 from rsrv_gateway.service import GATEWAY, GatewayService
 
 log = logging.getLogger("rsrv.gateway")
@@ -63,12 +60,6 @@ def run(config: Path | None, workers: str | None) -> int:
     return 0
 
 
-def process(fd: int, log_format: logs.Format) -> int:
-    """The exit status of one of several processes that carry requests."""
-    _log_to_stderr(log_format)
-    return child.main(fd, PythonPlane)
-
-
 def read(config: Path | None, workers: str | None) -> Settings:
     """What rsrv.yaml and the command line say. Raises SettingsError, MembersError, OSError."""
     text = "" if config is None else config.read_text("utf-8")
@@ -77,14 +68,6 @@ def read(config: Path | None, workers: str | None) -> Settings:
         return settings
     named = {"workers": parse_workers(workers), "workers_dns": None, "workers_file": None}
     return settings.model_copy(update={"gateway": settings.gateway.model_copy(update=named)})
-
-
-def make_plane(settings: Settings, brain: Brain) -> Plane:
-    """Raises ListenError, ContactError."""
-    section = settings.gateway
-    if section.processes > 1:
-        return Processes(section, brain, command(settings.logs.format))
-    return PythonPlane(section, brain)
 
 
 async def serve(settings: Settings) -> None:
@@ -109,7 +92,7 @@ async def serve(settings: Settings) -> None:
             members,
             partial(Probes, probe, section.probe_s),
             Planner(section),
-            partial(make_plane, settings),
+            partial(Plane, section),
             pause=section.probe_s,
             drain=section.drain_s,
         )
@@ -162,9 +145,9 @@ def _until_signalled() -> asyncio.Event:
     return stop
 
 
-def _log_to_stderr(format: logs.Format = "human") -> None:
+def _log_to_stderr() -> None:
     # Requests are carried on the same thread.
-    logs.setup(format, aside=True)
+    logs.setup("human", aside=True)
     # It counts the files of each change.
     logging.getLogger("watchfiles").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

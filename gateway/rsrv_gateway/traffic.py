@@ -1,4 +1,4 @@
-"""What the fronts of one process share: where requests go, and what became of them. One event loop owns it.
+"""What the fronts share: where requests go, and what became of them. One event loop owns it.
 
 Counting is on every request's way, so it is plain numbers in dicts; whoever wants metrics asks for `counts`.
 """
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from rsrv.histogram import Histogram
-from rsrv_gateway.contract import Table, Worker
+from rsrv_gateway.contract import DURATION_BOUNDS, Brain, Counts, Durations, Table, Worker
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
-from rsrv_gateway.plane import DURATION_BOUNDS, Brain, Counts, Durations
 from rsrv_gateway.routing import Choice, Mode, Router
 
 #: the code of a request whose client did not wait for the answer

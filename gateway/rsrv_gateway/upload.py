@@ -19,7 +19,7 @@ MOST_KEPT = 1 << 30
 
 
 class Keeping:
-    """What all uploads of one process keep together."""
+    """What all uploads keep together."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         """At most so many bytes."""

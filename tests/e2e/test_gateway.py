@@ -110,15 +110,14 @@ class Load:
                         self.answered += 1
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_models_are_packed_and_their_weights_are_where_requests_go(
-    start_triton: StartTriton, repository: Path, tmp_path: Path, processes: int
+    start_triton: StartTriton, repository: Path, tmp_path: Path
 ) -> None:
     """Two on each of two servers whose memory holds two. When one of them is killed under load, only what was under way
     there may fail, all others are answered right, and its models go to the server that is left."""
     servers = {name: start_triton(repository) for name in ("one", "two")}
     workers = [entry(server, name) for name, server in servers.items()]
-    with running_gateway(tmp_path, workers, mode="lpt_packing", processes=processes) as gateway:
+    with running_gateway(tmp_path, workers, mode="lpt_packing") as gateway:
 
         def settled() -> bool:
             status = gateway.status()

@@ -30,11 +30,8 @@ class Fleet:
     marks: Path
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(1, id="one process"), pytest.param(2, id="two", marks=pytest.mark.long)],
-)
-def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     with ExitStack() as stack:
         workers = []
@@ -45,7 +42,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
                 "env": {"MARKS": str(folder)},
             }
             workers.append(stack.enter_context(running_triton(repository, folder / f"{name}.log", **options)))
-        gateway = stack.enter_context(running_gateway(folder, workers, processes=request.param))
+        gateway = stack.enter_context(running_gateway(folder, workers))
         wait_until(lambda: gateway.grpc.is_model_ready("echo"), what="echo is ready")
         yield Fleet(workers, gateway, folder)
 

@@ -95,12 +95,10 @@ def infer(client: Any, **options: Any) -> None:
     assert np.array_equal(answer, X @ bundles.exact_kernel())
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 def test_both_sides(
     tmp_path: Path,
     worker: Worker,
     files: Files,
-    processes: int,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With certificate and token a client is answered, and an operator; the gateway reads the worker's figures, and its
@@ -126,7 +124,7 @@ def test_both_sides(
         "control": worker.control,
     }
     token = {"authorization": "Bearer sesame"}
-    with running_gateway(tmp_path, [where], **settings, processes=processes) as gateway:
+    with running_gateway(tmp_path, [where], **settings) as gateway:
         url = f"127.0.0.1:{gateway.grpc_port}"
         with files.client(url, **files.own()) as client:
             wait_until(lambda: client.is_model_ready("exact", headers=token), what="the model")

@@ -67,12 +67,6 @@ class GatewaySection(Section):
         description="HOST:PORT for /metrics (the gateway's and all workers' in one), the live page of all workers, /healthz and "
         "/readyz. It asks for no token: let only Prometheus, operators and load balancers reach it. null: none.",
     )
-    processes: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="Processes that pass requests through, all on the same ports.",
-    )
     workers: list[WorkerEntry] = Field(
         default_factory=list, description="The tritonservers, by name or address."
     )
@@ -157,7 +151,7 @@ class GatewaySection(Section):
         le=2**31 - 1,
         description="Of one request or response; Triton's own limit is the default.",
     )
-    channels: int = Field(2, ge=1, le=64, description="Connections to each worker, per process.")
+    channels: int = Field(2, ge=1, le=64, description="Connections to each worker.")
     tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain for clients.")
     tls_key: Path | None = Field(None, description="PEM file with its private key.")
     tls_client_ca: Path | None = Field(

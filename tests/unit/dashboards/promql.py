@@ -14,9 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rsrv.control.families import FAMILIES
 from rsrv.stub.mirror import TritonMirror
 from rsrv.wire.frames import Status
-from rsrv_gateway.contract import WorkerView
+from rsrv_gateway.contract import DURATION_BOUNDS, Counts, Durations, WorkerView
 from rsrv_gateway.metrics import expose
-from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
 from rsrv_gateway.status import ModelStatus, Repacks, WorkerStatus
 from rsrv_gateway.status import Status as GatewayStatus
 

@@ -1,4 +1,4 @@
-"""A PythonPlane's HTTP front before workers that do what the test says, all on the test's own event loop."""
+"""A Plane's HTTP front before workers that do what the test says, all on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes, Worker
-from rsrv_gateway.python_plane import PythonPlane
+from rsrv_gateway.plane import Plane
 from tests.unit.gateway.planes import FakeBrain
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -130,7 +130,7 @@ class Answer:
 class House:
     """A plane, its workers `a`, `b` ..., and a client."""
 
-    plane: PythonPlane
+    plane: Plane
     brain: FakeBrain
     workers: list[FakeWorker]
     client: ClientSession
@@ -179,7 +179,7 @@ async def serving(
         for worker in workers:
             await worker.start(worker_tls)
             ends.push_async_callback(worker.kill)
-        plane = PythonPlane(section, brain)
+        plane = Plane(section, brain)
         ends.push_async_callback(plane.stop)
         await plane.start()
         client = await ends.enter_async_context(ClientSession(auto_decompress=False))

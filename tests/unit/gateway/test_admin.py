@@ -15,10 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.grpc_server import ListenError
 from rsrv_gateway.admin import Admin
-from rsrv_gateway.contract import ModelView, Weights, WorkerView
+from rsrv_gateway.contract import DURATION_BOUNDS, Counts, Durations, ModelView, Weights, WorkerView
 from rsrv_gateway.merging import merge
 from rsrv_gateway.metrics import Leavers, expose
-from rsrv_gateway.plane import DURATION_BOUNDS, Counts, Durations
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
 
@@ -297,9 +296,6 @@ async def test_ready_is_who_takes_requests_and_has_workers() -> None:
             world.ready.clear()
             await world.gateway.probes.look()
             assert await get(f"{url}/readyz") == (503, "no worker answers\n")
-            world.plane.listens = False
-            status, why = await get(f"{url}/readyz")
-            assert (status, "listens has ended" in why) == (503, True)
             assert (await get(f"{url}/metrics"))[0] == 200
         assert (await get(f"{url}/readyz"))[0] == 503
         assert (await get(f"{url}/other"))[0] == 404

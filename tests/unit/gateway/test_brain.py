@@ -11,8 +11,8 @@ import pytest
 from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Act, Step, Table, Worker
+from rsrv_gateway.plane import Plane
 from rsrv_gateway.planner import Planner
-from rsrv_gateway.python_plane import PythonPlane
 from tests.unit.control.virtual import run
 from tests.unit.gateway.planes import FakeBrain, FakeWorker, House
 from tests.unit.gateway.workers import looped
@@ -179,7 +179,7 @@ async def test_requests_are_answered_while_the_planner_looks() -> None:
     """However long a look takes, and what it says holds afterwards."""
     worker = FakeWorker("a")
 
-    class Plane(PythonPlane):
+    class Moved(Plane):
         """Whose workers are all that one."""
 
         async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
@@ -190,7 +190,7 @@ async def test_requests_are_answered_while_the_planner_looks() -> None:
         await worker.start()
         ends.push_async_callback(worker.kill)
         world = World(a="m")
-        world.gateway.plane = plane = Plane(GatewaySection(grpc="127.0.0.1:0", http=None), world.gateway)
+        world.gateway.plane = plane = Moved(GatewaySection(grpc="127.0.0.1:0", http=None), world.gateway)
         await ends.enter_async_context(world.running())
         client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{plane.grpc.port}"))
         house = House(plane, FakeBrain(), [worker], client)

@@ -386,11 +386,9 @@ def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
 
 
 @looped
-async def test_ports_are_shared() -> None:
-    """Several processes listen on one port, where the settings say so."""
-    async with serving(1, processes=2) as house:
-        async with serving(1, processes=2, http=f"127.0.0.1:{house.plane.http.port}"):
-            pass
+async def test_a_port_is_not_shared() -> None:
+    """A second gateway cannot listen where one does."""
+    async with serving(1) as house:
         with pytest.raises(ListenError):
             async with serving(1, http=f"127.0.0.1:{house.plane.http.port}"):
                 pass

@@ -189,17 +189,16 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         read(config, "b")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
 @looped
 async def test_it_carries_requests_and_ends_when_they_have(
-    tmp_path: Path, base: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGTERM the one under way is answered; metrics know of it, and nothing is left. Its log is as it was asked for."""
     monkeypatch.setenv("RSRV_LOGS__FORMAT", "json")
     triton = FakeTriton()
     async with (
         serving(triton) as port,
-        gateway(tmp_path, port, settings=f"probe_s: 0.1, processes: {processes}") as running,
+        gateway(tmp_path, port) as running,
     ):
         assert (await running.infer()).model_name == "m"
         assert await code_of(running.infer("unknown")) is grpc.StatusCode.NOT_FOUND

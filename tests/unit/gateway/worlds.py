@@ -11,9 +11,9 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contacts import Control
-from rsrv_gateway.contract import Act, Step, Table, Worker, WorkerView
+from rsrv_gateway.contract import Act, Counts, Step, Table, Worker, WorkerView
 from rsrv_gateway.members import Members
-from rsrv_gateway.plane import Counts
+from rsrv_gateway.plane import Plane
 from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.probes import DEAD, Probes
 
@@ -44,7 +44,7 @@ class FakePlanner(Planner):
             return replace(super().look(views, now), steps=steps)
 
 
-class FakePlane:
+class FakePlane(Plane):
     """Notes what it is told. `refuses`: it cannot listen, or cannot apply."""
 
     def __init__(self) -> None:
@@ -52,7 +52,6 @@ class FakePlane:
         self.applied: list[tuple[list[str], dict[str, tuple[str, ...]]]] = []
         self.refuses = ""
         self.counted = Counts()
-        self.listens = True
 
     async def start(self) -> None:
         self.log.append("start")

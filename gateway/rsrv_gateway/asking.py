@@ -1,18 +1,13 @@
-"""Asking several workers: in turn, at the same time, or all or none. What is asked, and how, is the front's."""
+"""Asking several workers: in turn, or at the same time. What is asked, and how, is the front's."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from time import monotonic
 from typing import TypeVar
 
-from grpc import StatusCode
-
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, no_worker
 from rsrv_gateway.routing import Choice
 from rsrv_gateway.traffic import Traffic
-
-#: of what was given up, and may still be done
-_UNKNOWN = (StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 
 T = TypeVar("T")
 
@@ -72,27 +67,3 @@ async def everywhere(workers: Iterable[str], ask: Ask[T]) -> dict[str, T | Refus
     asked = sorted(workers)
     answers = await asyncio.gather(*[ask(worker) for worker in asked])
     return dict(zip(asked, answers, strict=True))
-
-
-async def everywhere_or_nowhere(workers: Iterable[str], ask: Ask[T], undo: Ask[T]) -> dict[str, T | Refusal]:
-    """As `everywhere`; if one refuses, the others undo it, and so do those of which nobody knows whether they did it."""
-    asking = asyncio.ensure_future(everywhere(workers, ask))
-    try:
-        # To the end also without the client: what is done can be undone only when that is known.
-        answers = await asyncio.shield(asking)
-    except asyncio.CancelledError:
-        await _undo(await asking, undo)
-        raise
-    if any(isinstance(answer, Refusal) for answer in answers.values()):
-        await _undo(answers, undo)
-    return answers
-
-
-async def _undo(answers: dict[str, T | Refusal], undo: Ask[T]) -> None:
-    await asyncio.gather(
-        *[
-            undo(worker)
-            for worker, answer in answers.items()
-            if not isinstance(answer, Refusal) or answer.lost or answer.code in _UNKNOWN
-        ]
-    )

@@ -29,27 +29,6 @@ def all_succeeded(answers: Answers) -> Answer:
     return _first_refusal(answers) or _only(answers)
 
 
-def all_agree(answers: Answers) -> Answer:
-    """The one answer of all workers."""
-    refusal = _first_refusal(answers)
-    if refusal is not None or not answers:
-        return refusal or no_worker()
-    (first, answer), *others = answers.items()
-    for worker, other in others:
-        if other != answer:
-            return Refusal(
-                StatusCode.FAILED_PRECONDITION,
-                f"workers {first} and {worker} differ: {_one_line(answer)} against {_one_line(other)}; set it through "
-                "the gateway, and they agree",
-            )
-    return answer
-
-
-def any_succeeded(answers: Answers) -> Answer:
-    """The first answer, if those that refused are unavailable: what they forget is not to be undone."""
-    return _heard(answers, _only)
-
-
 def merge_statistics(answers: Answers) -> Answer:
     """ModelStatistics: sums by model and version. A model may be on some of the workers only."""
     return _heard(_without(answers, _UNKNOWN), _sum_statistics)
@@ -58,11 +37,6 @@ def merge_statistics(answers: Answers) -> Answer:
 def merge_index(answers: Answers) -> Answer:
     """RepositoryIndex: a model is ready if it is ready anywhere."""
     return _heard(answers, _merge_index)
-
-
-def merge_regions(answers: Answers) -> Answer:
-    """SystemSharedMemoryStatus and CudaSharedMemoryStatus: the regions that all workers have, for any may be asked."""
-    return _heard(answers, _common_regions)
 
 
 def _heard(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answer:
@@ -99,10 +73,6 @@ def _first_refusal(answers: Answers) -> Refusal | None:
 
 def _only(answers: Mapping[str, Any]) -> Answer:
     return next(iter(answers.values()), None) or no_worker()
-
-
-def _one_line(message: Any) -> str:
-    return " ".join(str(message).split())[:200]
 
 
 # --- statistics ------------------------------------------------------------------------------------------
@@ -153,7 +123,7 @@ def _add(into: Any, other: Any, key: tuple[str, ...] = ()) -> None:
             _add(getattr(into, field.name), value)
 
 
-# --- the repository, and shared memory -------------------------------------------------------------------
+# --- the repository --------------------------------------------------------------------------------------
 
 
 def _merge_index(answers: Mapping[str, Any]) -> Any:
@@ -172,11 +142,3 @@ def _merge_index(answers: Mapping[str, Any]) -> Any:
 
 def _rank(entry: Any) -> int:
     return _STATES.index(entry.state) if entry.state in _STATES else len(_STATES)
-
-
-def _common_regions(answers: Mapping[str, Any]) -> Any:
-    first, *others = answers.values()
-    for name in list(first.regions):
-        if any(name not in other.regions for other in others):
-            del first.regions[name]
-    return first

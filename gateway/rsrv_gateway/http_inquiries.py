@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from multidict import CIMultiDict
 
 from rsrv_gateway import fanout, http_json
-from rsrv_gateway.asking import Ask, everywhere, everywhere_or_nowhere, first
+from rsrv_gateway.asking import Ask, everywhere, first
 from rsrv_gateway.http_outcomes import Told
 from rsrv_gateway.http_paths import Target
 from rsrv_gateway.http_pools import Pool, Query, Reply
-from rsrv_gateway.outcomes import Refusal, no_worker
+from rsrv_gateway.outcomes import Refusal, no_worker, of_one_server
 from rsrv_gateway.traffic import Traffic
 
 #: asks a worker: what, and for how many seconds at most
@@ -43,14 +43,11 @@ class HttpInquiries:
                 answers = await everywhere(self._pools, lambda worker: self._ask_one(worker, query, None))
                 # Who was told that the model is there, or not there, may rely on it.
                 await self._traffic.brain.refresh(sure=True)
-                return _chosen(fanout.all_succeeded(answers))
-            case "register":
-                path = query.path.partition("?")[0].removesuffix("register") + "unregister"
-                undo = Query("POST", path, query.headers)
-                answers = await everywhere_or_nowhere(self._pools, self._ask(query), self._ask(undo))
-                return _chosen(fanout.all_succeeded(answers))
-            case "unregister":
-                return _chosen(fanout.any_succeeded(await everywhere(self._pools, self._ask(query))))
+                answer = fanout.all_succeeded(answers)
+                assert isinstance(answer, Reply | Refusal)
+                return answer
+            case "trace/setting" | "logging" | "status" | "register" | "unregister":
+                return of_one_server()
             case what:
                 return await self._merged(what, query)
 
@@ -91,9 +88,3 @@ class HttpInquiries:
 
 def _is_yes(answer: Reply) -> bool:
     return answer.status == 200
-
-
-def _chosen(answer: fanout.Answer) -> Reply | Refusal:
-    """Of several replies, one."""
-    assert isinstance(answer, Reply | Refusal)
-    return answer

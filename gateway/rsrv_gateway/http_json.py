@@ -28,8 +28,7 @@ def merged(what: str, bodies: Mapping[str, bytes | Refusal]) -> bytes | Refusal:
 
 def _parsed(body: bytes, kind: Any, parse: Callable[[Any], Any]) -> Answer:
     try:
-        said = parse(json.loads(body))
-        return said if kind is None else ParseDict(said, kind(), ignore_unknown_fields=True)
+        return ParseDict(parse(json.loads(body)), kind(), ignore_unknown_fields=True)
     except (ValueError, ParseError, KeyError, TypeError, AttributeError):
         return Refusal(StatusCode.INTERNAL, "what it answered cannot be read")
 
@@ -55,19 +54,10 @@ def _index(message: Any) -> list[dict[str, Any]]:
     return [{name: value for name, value in _plain(each).items() if value} for each in message.models]
 
 
-def _regions(message: Any) -> list[dict[str, Any]]:
-    return [_plain(each) for _, each in sorted(message.regions.items())]
-
-
 def _itself(said: Any) -> Any:
     return said
 
 
-def _by_name(said: Any) -> Any:
-    return {"regions": {region["name"]: region for region in said}}
-
-
-_Status = service_pb2.SystemSharedMemoryStatusResponse
 _MERGED: Mapping[str, tuple[Merge, Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "stats": (fanout.merge_statistics, service_pb2.ModelStatisticsResponse, _itself, _plain),
     "index": (
@@ -76,13 +66,4 @@ _MERGED: Mapping[str, tuple[Merge, Any, Callable[[Any], Any], Callable[[Any], An
         lambda said: {"models": said},
         _index,
     ),
-    "system status": (fanout.merge_regions, _Status, _by_name, _regions),
-    "cuda status": (
-        fanout.merge_regions,
-        service_pb2.CudaSharedMemoryStatusResponse,
-        _by_name,
-        _regions,
-    ),
-    "trace/setting": (fanout.all_agree, None, _itself, _itself),
-    "logging": (fanout.all_agree, None, _itself, _itself),
 }

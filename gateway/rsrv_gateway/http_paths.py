@@ -12,7 +12,7 @@ _MODEL = re.compile(
 )
 _CONTROL = re.compile(r"/v2/repository(?:/[^/#]+)?/(?:models/([^/#]+)/(load|unload)|(index))")
 _MEMORY = re.compile(
-    r"/v2/(system|cuda)sharedmemory(?:(?:/region/[^/#]+)?/(status|unregister)|/region/[^/#]+/(register))"
+    r"/v2/(?:system|cuda)sharedmemory(?:(?:/region/[^/#]+)?/(status|unregister)|/region/[^/#]+/(register))"
 )
 _FIXED = {
     "/v2": "server",
@@ -39,7 +39,7 @@ _METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    #: as in the path; "server" and "model": their metadata; "server ready", "system status", "cuda status"
+    #: as in the path; "server" and "model": their metadata; "server ready"; "status": of shared memory
     what: str
     #: its name; empty: it is about none
     model: str = ""
@@ -73,5 +73,5 @@ def _target(path: str) -> Target | None:
     if found := _CONTROL.fullmatch(path):
         return Target(found[2] or found[3], found[1] or "")
     if found := _MEMORY.fullmatch(path):
-        return Target(f"{found[1]} status" if found[2] == "status" else found[2] or found[3])
+        return Target(found[1] or found[2])
     return None

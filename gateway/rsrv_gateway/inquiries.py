@@ -9,11 +9,11 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway import fanout
-from rsrv_gateway.asking import everywhere, everywhere_or_nowhere, first
+from rsrv_gateway.asking import everywhere, first
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.fanout import Answer, Merge
-from rsrv_gateway.outcomes import Refusal
+from rsrv_gateway.outcomes import Refusal, of_one_server
 from rsrv_gateway.traffic import Traffic
 
 Call = Callable[[bytes, Any], Awaitable[bytes]]
@@ -23,22 +23,23 @@ _TRUE = b"\x08\x01"
 _MERGED: Mapping[str, Merge] = {
     "ModelStatistics": fanout.merge_statistics,
     "RepositoryIndex": fanout.merge_index,
-    "SystemSharedMemoryStatus": fanout.merge_regions,
-    "CudaSharedMemoryStatus": fanout.merge_regions,
-    "SystemSharedMemoryUnregister": fanout.any_succeeded,
-    "CudaSharedMemoryUnregister": fanout.any_succeeded,
-    "TraceSetting": fanout.all_agree,
-    "LogSettings": fanout.all_agree,
 }
 _ABOUT_A_MODEL = ("ModelMetadata", "ModelConfig")
 #: these take as long as a model takes to load, which no default may cut short
 _CHANGES = ("RepositoryModelLoad", "RepositoryModelUnload")
 #: seconds for what a stream waits for in the middle
 _SOON = 2.0
-_UNDONE_BY = {
-    "SystemSharedMemoryRegister": "SystemSharedMemoryUnregister",
-    "CudaSharedMemoryRegister": "CudaSharedMemoryUnregister",
-}
+#: settings and memory of one server
+_OF_ONE_SERVER = (
+    "TraceSetting",
+    "LogSettings",
+    "SystemSharedMemoryStatus",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryStatus",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+)
 
 
 class Inquiries:
@@ -69,8 +70,8 @@ class Inquiries:
             made[method] = self._merged(method, merge)
         for method in _CHANGES:
             made[method] = self._change(method)
-        for method, undo in _UNDONE_BY.items():
-            made[method] = self._registration(method, undo)
+        for method in _OF_ONE_SERVER:
+            made[method] = _refused
         return made
 
     # --- of the gateway --------------------------------------------------------------------------------
@@ -147,20 +148,6 @@ class Inquiries:
 
         return call
 
-    def _registration(self, method: str, undo: str) -> Call:
-        async def call(data: bytes, context: Any) -> bytes:
-            request = await _request(method, data, context)
-            undone = _types(undo)[0](name=request.name).SerializeToString()
-            timeout = self._timeout(context)
-            answers = await everywhere_or_nowhere(
-                self._channels,
-                lambda worker: self._ask(worker, method, data, context, timeout),
-                lambda worker: self._ask(worker, undo, undone, context, self._timeout_s),
-            )
-            return await _answered(method, fanout.all_succeeded, answers, context)
-
-        return call
-
     async def _ask_all(
         self, method: str, data: bytes, context: Any, timeout: float | None
     ) -> dict[str, bytes | Refusal]:
@@ -188,6 +175,10 @@ class Inquiries:
     def _timeout(self, context: Any) -> float:
         left = time_left(context)
         return self._timeout_s if left is None else left
+
+
+async def _refused(_: bytes, context: Any) -> bytes:
+    await refuse(context, of_one_server())
 
 
 async def _answered(method: str, merge: Merge, answers: Mapping[str, bytes | Refusal], context: Any) -> bytes:

@@ -86,5 +86,12 @@ def not_served(model: str) -> Refusal:
     )
 
 
+def of_one_server() -> Refusal:
+    return Refusal(
+        StatusCode.UNIMPLEMENTED,
+        "the gateway serves several servers and does not change their settings; ask a server itself",
+    )
+
+
 def no_worker() -> Refusal:
     return Refusal(StatusCode.UNAVAILABLE, "no worker answers at the moment: try again in a while")

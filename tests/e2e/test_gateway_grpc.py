@@ -91,15 +91,6 @@ ALIKE: dict[str, Callable[[InferenceServerClient], Any]] = {
     "statistics of an unknown model": lambda client: client.get_inference_statistics("nothing"),
     "loading an unknown model": lambda client: client.load_model("nothing"),
     "unloading an unknown model": lambda client: client.unload_model("nothing"),
-    "regions": lambda client: client.get_system_shared_memory_status(),
-    "an unknown region": lambda client: client.get_system_shared_memory_status("nowhere"),
-    "registering what is not there": lambda client: client.register_system_shared_memory("r", "/nowhere", 8),
-    "unregistering an unknown region": lambda client: client.unregister_system_shared_memory("nowhere"),
-    "regions of GPUs": lambda client: client.get_cuda_shared_memory_status(),
-    "log settings": lambda client: client.get_log_settings(),
-    "a wrong log setting": lambda client: client.update_log_settings({"nothing": 1}),
-    "trace settings": lambda client: client.get_trace_settings(),
-    "a wrong trace setting": lambda client: client.update_trace_settings(settings={"nothing": ["1"]}),
 }
 
 
@@ -227,19 +218,16 @@ def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
     assert len(streamed(fleet.gateway.url, [("several", 2)])) == 2
 
 
-def test_log_settings_are_everywhere(fleet: Fleet) -> None:
-    """A setting is made on all workers, and settings that differ are said to."""
-    fleet.gateway.grpc.update_log_settings({"log_verbose_level": 1})
-    levels = [
-        worker.grpc.get_log_settings().settings["log_verbose_level"].uint32_param for worker in fleet.workers
-    ]
-    assert levels == [1, 1]
-
-    fleet.workers[1].grpc.update_log_settings({"log_verbose_level": 0})
-    status, message = outcome(fleet.gateway.grpc.get_log_settings)
-    assert status == "StatusCode.FAILED_PRECONDITION"
-    assert "workers a and b differ" in message
-    fleet.gateway.grpc.update_log_settings({"log_verbose_level": 0})
+def test_settings_are_a_servers_own(fleet: Fleet) -> None:
+    """The client library is told to ask a server itself."""
+    for ask in (
+        fleet.gateway.grpc.get_log_settings,
+        fleet.gateway.grpc.get_trace_settings,
+        fleet.gateway.grpc.get_system_shared_memory_status,
+    ):
+        status, message = outcome(ask)
+        assert status == "StatusCode.UNIMPLEMENTED"
+        assert "ask a server itself" in message
 
 
 def test_bytes_that_are_no_request(fleet: Fleet) -> None:

@@ -124,18 +124,6 @@ ALIKE: dict[str, tuple[Any, ...]] = {
     "unloading an unknown model": ("POST", "/v2/repository/models/nothing/unload", {}),
     "the index": ("POST", "/v2/repository/index", {"ready": True}),
     "a wrong index": ("POST", "/v2/repository/index", b"{"),
-    "regions": ("GET", "/v2/systemsharedmemory/status"),
-    "registering a region": (
-        "POST",
-        "/v2/systemsharedmemory/region/r/register",
-        {"key": "/r", "byte_size": 8},
-    ),
-    "unregistering regions of GPUs": ("POST", "/v2/cudasharedmemory/unregister"),
-    "log settings": ("GET", "/v2/logging"),
-    "a wrong log setting": ("POST", "/v2/logging", {"log_verbose_level": "x"}),
-    "trace settings": ("GET", "/v2/trace/setting"),
-    "a model's trace settings": ("POST", "/v2/models/echo/trace/setting", {"trace_rate": None}),
-    "trace settings of an unknown model": ("GET", "/v2/models/nothing/trace/setting"),
     "nothing": ("GET", "/v2/nothing"),
     "a name that is encoded": ("GET", "/v2/models/%65cho"),
     "no name": ("GET", "/v2/models//ready"),
@@ -236,16 +224,16 @@ def test_a_model_is_unloaded_and_loaded(fleet: Fleet) -> None:
     )
 
 
-def test_settings_are_everywhere(fleet: Fleet) -> None:
-    """A setting is made on all workers, and settings that differ are said to."""
-    fleet.gateway.http.update_log_settings({"log_verbose_level": 1})
-    levels = [worker.http.get_log_settings()["log_verbose_level"] for worker in fleet.workers]
-    assert levels == [1, 1]
-
-    fleet.workers[1].http.update_log_settings({"log_verbose_level": 0})
-    with pytest.raises(InferenceServerException, match="workers a and b differ"):
-        fleet.gateway.http.get_log_settings()
-    fleet.gateway.http.update_log_settings({"log_verbose_level": 0})
+def test_settings_are_a_servers_own(fleet: Fleet) -> None:
+    """The client library is told to ask a server itself."""
+    for ask in (
+        fleet.gateway.http.get_log_settings,
+        fleet.gateway.http.get_trace_settings,
+        fleet.gateway.http.get_system_shared_memory_status,
+    ):
+        with pytest.raises(InferenceServerException, match="ask a server itself") as refused:
+            ask()
+        assert refused.value.status() == "501"
 
 
 def test_a_worker_is_killed(start_triton: StartTriton, tmp_path: Path) -> None:

@@ -103,43 +103,4 @@ def test_with_one_voice() -> None:
     """What one worker alone or all of them say is the client's, word for word."""
     assert fanout.all_succeeded({"a": BAD}) is BAD
     assert fanout.all_succeeded({"a": BAD, "b": BAD}) is BAD
-    assert fanout.all_agree({"a": BAD}) is BAD
     assert fanout.merge_index({"a": GONE}) is GONE
-
-
-def test_one_is_enough() -> None:
-    """What a worker that is gone has forgotten need not be taken back; a real refusal counts."""
-    done = pb.SystemSharedMemoryUnregisterResponse()
-
-    assert fanout.any_succeeded({"a": GONE, "b": done}) == done
-    assert fanout.any_succeeded({"a": GONE, "b": GONE}).code is StatusCode.UNAVAILABLE
-    assert fanout.any_succeeded({"a": BAD, "b": done}).message == "worker a: disk full"
-
-
-def test_workers_that_differ() -> None:
-    """Settings that are not the same everywhere are no answer, and the message says how they differ."""
-    one, other = (
-        pb.LogSettingsResponse(settings={"log_info": pb.LogSettingsResponse.SettingValue(bool_param=value)})
-        for value in (True, False)
-    )
-
-    assert fanout.all_agree({"a": one, "b": one}) == one
-    refused = fanout.all_agree({"a": one, "b": one, "c": other})
-    assert refused.code is StatusCode.FAILED_PRECONDITION
-    assert "workers a and c differ" in refused.message
-    assert "log_info" in refused.message
-    assert fanout.all_agree({}).code is StatusCode.UNAVAILABLE
-
-
-def test_regions_that_all_have() -> None:
-    """A region of shared memory is there if all workers have it: any may get the next request."""
-
-    def regions(*names: str) -> Any:
-        response = pb.SystemSharedMemoryStatusResponse()
-        for name in names:
-            response.regions[name].name = name
-        return response
-
-    merged: Any = fanout.merge_regions({"a": regions("x", "y"), "b": regions("y", "z"), "c": GONE})
-
-    assert set(merged.regions) == {"y"}

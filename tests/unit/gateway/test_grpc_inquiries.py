@@ -15,7 +15,7 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contract import Routes
 from rsrv_gateway.listening import Token, server_credentials
-from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving
+from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving, types
 from tests.unit.gateway.workers import looped
 
 Code = grpc.StatusCode
@@ -163,85 +163,36 @@ async def test_all_load_a_model() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["System", "Cuda"])
+@pytest.mark.parametrize(
+    "method",
+    ["TraceSetting", "LogSettings"]
+    + [
+        f"{kind}SharedMemory{verb}"
+        for kind in ("System", "Cuda")
+        for verb in ("Status", "Register", "Unregister")
+    ],
+)
 @looped
-async def test_a_region_is_registered_everywhere_or_nowhere(kind: str) -> None:
-    """A registration that one worker refuses is taken back from the others."""
-    register, unregister = f"{kind}SharedMemoryRegister", f"{kind}SharedMemoryUnregister"
-    answer = getattr(pb, f"{register}Response")()
-    request = getattr(pb, f"{register}Request")(name="r", byte_size=8)
-
-    async with serving(3) as house:
-        everywhere(house, unregister, saying(getattr(pb, f"{unregister}Response")()))
-        everywhere(house, register, saying(answer))
-        assert await house.call(register, request) == answer
-        assert asked(house, unregister) == []
-
-        house.workers[1].does[register] = refusing(Code.ALREADY_EXISTS, "known")
-        assert await refusal(house.call(register, request)) == ("ALREADY_EXISTS", "worker b: known")
-        assert asked(house, unregister) == ["a", "c"]
-        assert house.workers[0].got[unregister][0].name == "r"
-
-
-@looped
-async def test_a_worker_does_not_say_whether_it_has_registered_a_region() -> None:
-    """A registration that one worker does not answer in time is taken back from that worker, too."""
+async def test_what_is_a_servers_own(method: str) -> None:
+    """Settings and memory of a server are not the gateway's to tell or change: it refuses, and asks no worker."""
     async with serving(2) as house:
-        undone = asyncio.Semaphore(0)
-
-        async def undo(_: Any, __: Any) -> Any:
-            undone.release()
-            return pb.SystemSharedMemoryUnregisterResponse()
-
-        async def never(_: Any, __: Any) -> Any:
-            await asyncio.Event().wait()
-
-        everywhere(house, "SystemSharedMemoryRegister", saying(pb.SystemSharedMemoryRegisterResponse()))
-        house.workers[1].does["SystemSharedMemoryRegister"] = never
-        everywhere(house, "SystemSharedMemoryUnregister", undo)
-        request = pb.SystemSharedMemoryRegisterRequest(name="r")
-        code, _ = await refusal(house.call("SystemSharedMemoryRegister", request, timeout=2))
-
-        assert code == "DEADLINE_EXCEEDED"
-        for _ in house.workers:
-            await undone.acquire()
-
-
-@looped
-async def test_the_client_leaves_while_a_region_is_registered() -> None:
-    """A registration that the client gave up is taken back from all workers that have done it."""
-    async with serving(2) as house:
-        go, undone = asyncio.Event(), asyncio.Semaphore(0)
-
-        async def late(_: Any, __: Any) -> Any:
-            await go.wait()
-            return pb.SystemSharedMemoryRegisterResponse()
-
-        async def undo(_: Any, __: Any) -> Any:
-            undone.release()
-            return pb.SystemSharedMemoryUnregisterResponse()
-
-        everywhere(house, "SystemSharedMemoryRegister", late)
-        everywhere(house, "SystemSharedMemoryUnregister", undo)
-        call = house.call("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(name="r"))
-        for worker in house.workers:
-            await worker.called.wait()
-        call.cancel()
-        go.set()
-
-        for _ in house.workers:
-            await undone.acquire()
+        everywhere(house, method, saying(types(method)[1]()))
+        assert await refusal(house.call(method)) == (
+            "UNIMPLEMENTED",
+            "the gateway serves several servers and does not change their settings; ask a server itself",
+        )
+        assert asked(house, method) == []
 
 
 @looped
 async def test_metadata_is_forwarded() -> None:
     """What protects an API of the workers is passed on to all of them."""
     async with serving(2) as house:
-        everywhere(house, "TraceSetting", saying(pb.TraceSettingResponse()))
-        await house.call("TraceSetting", metadata=(("triton-grpc-protocol-key", "secret"),))
+        everywhere(house, "RepositoryIndex", saying(pb.RepositoryIndexResponse()))
+        await house.call("RepositoryIndex", metadata=(("triton-grpc-protocol-key", "secret"),))
 
         for worker in house.workers:
-            assert worker.metadata["TraceSetting"][0]["triton-grpc-protocol-key"] == "secret"
+            assert worker.metadata["RepositoryIndex"][0]["triton-grpc-protocol-key"] == "secret"
 
 
 @looped
@@ -252,9 +203,9 @@ async def test_a_worker_hangs() -> None:
         async def hang(_: Any, __: Any) -> None:
             await asyncio.Event().wait()
 
-        everywhere(house, "LogSettings", saying(pb.LogSettingsResponse()), hang)
+        everywhere(house, "ModelStatistics", saying(pb.ModelStatisticsResponse()), hang)
 
-        assert (await refusal(house.call("LogSettings")))[0] == "DEADLINE_EXCEEDED"
+        assert (await refusal(house.call("ModelStatistics")))[0] == "DEADLINE_EXCEEDED"
 
 
 @looped

@@ -23,7 +23,6 @@ from tests.unit.gateway.workers import looped
 READY = "/v2/models/m/ready"
 INDEX = "/v2/repository/index"
 STATISTICS = "/v2/models/stats"
-REGION = "/v2/systemsharedmemory/region/r"
 
 
 def everywhere(house: House, path: str, *answers: Any, status: int = 200) -> None:
@@ -49,7 +48,7 @@ def asked(house: House) -> list[tuple[str, str]]:
         ("POST", "/v2/models/m/trace/setting", Target("trace/setting", "m")),
         ("POST", "/v2/repository/x/models/m/load", Target("load", "m")),
         ("POST", "/v2/repository/x/index", Target("index")),
-        ("GET", "/v2/cudasharedmemory/status", Target("cuda status")),
+        ("GET", "/v2/cudasharedmemory/status", Target("status")),
         ("POST", "/v2/systemsharedmemory/unregister", Target("unregister")),
         ("GET", "/v2/models/m/infer", 405),
         ("HEAD", "/v2/health/live", 405),
@@ -187,17 +186,27 @@ async def test_the_index() -> None:
         assert house.workers[0].got[0].body == b'{"ready":false}'
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v2/trace/setting"),
+        ("POST", "/v2/models/m/trace/setting"),
+        ("POST", "/v2/logging"),
+        ("GET", "/v2/systemsharedmemory/status"),
+        ("GET", "/v2/cudasharedmemory/region/r/status"),
+        ("POST", "/v2/systemsharedmemory/region/r/register"),
+        ("POST", "/v2/cudasharedmemory/unregister"),
+    ],
+)
 @looped
-async def test_settings_agree() -> None:
-    """Settings that all workers share are the gateway's; where they differ, the client is told."""
+async def test_what_is_a_servers_own(method: str, path: str) -> None:
+    """Settings and memory of a server are not the gateway's to tell or change: it refuses, and asks no worker."""
     async with serving(2) as house:
-        everywhere(house, "/v2/logging", {"log_info": True})
-        assert (await house.ask("POST", "/v2/logging", data=b"{}")).json == {"log_info": True}
-
-        everywhere(house, "/v2/trace/setting", {"trace_rate": "1"}, {"trace_rate": "2"})
-        status, message = (await house.ask("GET", "/v2/trace/setting")).error
-        assert status == 412
-        assert "workers a and b differ" in message
+        assert (await house.ask(method, path)).error == (
+            501,
+            "the gateway serves several servers and does not change their settings; ask a server itself",
+        )
+        assert asked(house) == []
 
 
 @looped
@@ -268,40 +277,6 @@ async def test_a_stream_that_stops() -> None:
         worker.does[""] = stop
         with pytest.raises(ClientError):
             await house.infer(path="/v2/models/m/generate_stream")
-
-
-@looped
-async def test_shared_memory_is_everywhere_or_nowhere() -> None:
-    """When one worker cannot map a region, those that could give it up again."""
-    async with serving(3) as house:
-        everywhere(house, f"{REGION}/register", b"")
-        assert (await house.ask("POST", f"{REGION}/register", data=b"{}")).status == 200
-
-        last = house.workers[2]
-        last.does[f"{REGION}/register"] = last.says(400, {"error": "no such key"})
-        answer = await house.ask("POST", f"{REGION}/register", data=b"{}", headers={"X-Key": "1"})
-
-        assert answer.error == (400, "worker c: no such key")
-        assert [worker.got[-1].path for worker in house.workers] == [
-            f"{REGION}/unregister",
-            f"{REGION}/unregister",
-            f"{REGION}/register",
-        ]
-        undo = house.workers[0].got[-1]
-        assert (undo.method, undo.body, undo.headers["X-Key"]) == ("POST", b"", "1")
-
-
-@looped
-async def test_regions_of_all() -> None:
-    """The regions that all workers have are the gateway's; they are forgotten also where a worker is gone."""
-    async with serving(2) as house:
-        r, q = ({"name": name, "key": "/k", "offset": 0, "byte_size": 64} for name in "rq")
-        everywhere(house, "/v2/systemsharedmemory/status", [r, q], [r])
-        assert (await house.ask("GET", "/v2/systemsharedmemory/status")).json == [r]
-
-        everywhere(house, f"{REGION}/unregister", b"")
-        await house.workers[1].kill()
-        assert (await house.ask("POST", f"{REGION}/unregister")).status == 200
 
 
 @looped

@@ -76,8 +76,19 @@ def tagged(message: str) -> bool:
 
 def not_found(model: str) -> Refusal:
     """As Triton says it, but for a name so long that no client would take the message."""
-    shown = model if len(model) <= _LONGEST_NAME else f"{model[:_LONGEST_NAME]}..."
-    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{shown}' is not found")
+    return Refusal(StatusCode.NOT_FOUND, f"Request for unknown model: '{_shown(model)}' is not found")
+
+
+def another_model(own: str, model: str) -> Refusal:
+    """Of a message in the stream of the model `own`."""
+    return Refusal(
+        StatusCode.INVALID_ARGUMENT,
+        f"this stream belongs to model '{own}'; open another stream for '{_shown(model)}'",
+    )
+
+
+def _shown(model: str) -> str:
+    return model if len(model) <= _LONGEST_NAME else f"{model[:_LONGEST_NAME]}..."
 
 
 def not_served(model: str) -> Refusal:

@@ -1,12 +1,9 @@
-"""ModelStreamInfer: one stream of a client, and one to the worker of each model that its messages are for.
+"""ModelStreamInfer: one stream of a client, and one to the worker that serves its model.
 
-All messages of a model go to one worker, that of the first one's sequence if it has one, so that sequences stay together
-and answers of a model stay in order. Those of several models are put in order here (`stream_order`), which needs to know
-which of them are decoupled: that is asked as soon as a stream has a second model, for the worker of a single one keeps the
-order itself; or a lot of messages without answers.
-
-Models do not share a stream, even where they have one worker: tritonserver (24.10) writes the answers of several at once,
-and ends itself when that happens (triton-inference-server/server issue 7472).
+A stream belongs to the model of its first message, and all its messages go to one worker, that of the first one's sequence
+if it has one, so that sequences stay together and answers stay in order. Messages for another model are refused:
+tritonserver (24.10) writes the answers of several models at once, and ends itself when that happens
+(triton-inference-server/server issue 7472).
 """
 
 import asyncio
@@ -21,10 +18,9 @@ from tritonclient.grpc import service_pb2
 
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import Channels, Link
-from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, tagged
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, another_model, tagged
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.routing import Choice
-from rsrv_gateway.stream_order import Answers, Place
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.
@@ -89,29 +85,24 @@ class _Refused(Exception):
 class _Message:
     """A request that has no answer yet."""
 
-    __slots__ = ("arrived", "choice", "data", "items", "losses", "model", "place")
+    __slots__ = ("arrived", "choice", "data", "items", "losses")
 
-    def __init__(self, model: str, items: int, choice: Choice) -> None:
+    def __init__(self, items: int, choice: Choice) -> None:
         #: itself, while it is kept
         self.data = b""
-        self.model = model
         self.items = items
         self.choice = choice
         #: connections that broke while it was there
         self.losses = 0
-        #: None: its answers need not wait for others
-        self.place: Place | None = None
         self.arrived = monotonic()
 
 
 class _Upstream:
-    """The stream to one worker, for one model."""
+    """The stream to one worker."""
 
-    def __init__(self, worker: str, model: str, link: Link, call: Any) -> None:
+    def __init__(self, worker: str, link: Link, call: Any) -> None:
         self.worker = worker
-        self.model = model
         self.link = link
-        self.key = worker, model
         self.call = call
         #: in the order in which they were sent
         self.waiting: deque[_Message] = deque()
@@ -145,6 +136,7 @@ class _Upstream:
             await self.call.write(data)
 
     async def close(self) -> None:
+        """Tell the worker that no more comes."""
         self.closed = True
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.done_writing()
@@ -157,36 +149,43 @@ class _Stream:
         self._context = context
         self._metadata = house.forwarded(context)
         self._answers_once = house.answers_once
-        #: by model
-        self._homes: dict[str, str] = {}
-        #: by worker and model, those that can be written to
-        self._upstreams: dict[tuple[str, str], _Upstream] = {}
-        #: all that have not ended
-        self._ending: set[_Upstream] = set()
+        #: the stream's model; empty: no message was for one that is served
+        self._model = ""
+        #: the worker that its messages go to
+        self._home = ""
+        #: that has not ended; None: there is none at the moment
+        self._upstream: _Upstream | None = None
         #: workers whose stream has failed
         self._failed: set[str] = set()
         self._client_done = False
-        self._answers = Answers(context.write)
-        #: whether each request gets one answer, by model; None: nobody was asked yet
-        self._once: dict[str, bool | None] = {}
+        #: answers are written one by one
+        self._writing = asyncio.Lock()
+        #: whether each request gets one answer; None: no worker was asked yet
+        self._once: bool | None = None
 
     async def run(self) -> None:
-        """Until the client and all workers have ended. Raises an ExceptionGroup of _Refused."""
+        """Until the client and the worker have ended. Raises an ExceptionGroup of _Refused."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while (data := await self._context.read()) is not grpc.aio.EOF:
                 await self._forward(data)
             self._client_done = True
-            for upstream in list(self._upstreams.values()):
+            upstream = self._upstream
+            if upstream is not None:
                 async with upstream.writing:
-                    await self._close(upstream)
+                    await upstream.close()
 
     def end(self) -> None:
         """What has no answer yet gets none."""
-        for upstream in self._ending:
+        upstream = self._upstream
+        if upstream is not None:
             upstream.call.cancel()
             while upstream.waiting:
                 self._over(upstream.waiting.popleft(), CANCELLED)
+
+    async def _write(self, answer: bytes) -> None:
+        async with self._writing:
+            await self._context.write(answer)
 
     # --- from the client -------------------------------------------------------------------------------
 
@@ -198,23 +197,26 @@ class _Stream:
             measured = router.measured(model)
             items = 1 if measured is None else request.items(*measured)
             name = request.id
-            sequence = None if model in self._homes else request.parameter("sequence_id")
+            sequence = None if self._model else request.parameter("sequence_id")
         except Malformed as error:
             self._traffic.refused("", "INVALID_ARGUMENT")
             raise _Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
+        if self._model and model != self._model:
+            await self._refuse_message(another_model(self._model, model), model, name)
+            return
         choice = router.select(model, items) or await self._traffic.find(model, items)
         if isinstance(choice, Refusal):
-            self._traffic.refused(model, choice.code.name)
-            await self._refuse_message(choice, name)
+            await self._refuse_message(choice, model, name)
             return
         if sequence:
             self._traffic.settle(choice, model, sequence)
-        message = _Message(model, items, choice)
+        if not self._model:
+            self._model, self._home = model, choice.worker
+        message = _Message(items, choice)
         try:
-            message.place = await self._place(model)
-            upstream = self._at_home(model, choice)
-        except BaseException as ended:
-            self._over(message, ended.refusal.code.name if isinstance(ended, _Refused) else CANCELLED)
+            upstream = self._at_home(choice)
+        except _Refused as ended:
+            self._over(message, ended.refusal.code.name)
             raise
         upstream.expect(message, data)
         async with upstream.writing:
@@ -224,66 +226,36 @@ class _Stream:
 
     async def _forget(self, upstream: _Upstream) -> None:
         """The oldest message, unless it will be answered."""
-        await self._tell_apart()
-        if upstream.waiting and self._once[upstream.model] is False:
+        if self._once is None:
+            self._once = await self._answers_once(self._model, self._context)
+        if upstream.waiting and not self._once:
             upstream.answered()
             self._over(upstream.waiting.popleft(), "OK")
 
-    async def _refuse_message(self, refusal: Refusal, name: str) -> None:
+    async def _refuse_message(self, refusal: Refusal, model: str, name: str) -> None:
         """As tritonserver refuses one message of a stream."""
+        self._traffic.refused(model, refusal.code.name)
         if (_ERRORS_END_IT, "true") in self._context.invocation_metadata():
             raise _Refused(refusal)
         answer = service_pb2.ModelStreamInferResponse(error_message=refusal.message)
         answer.infer_response.id = name
-        await self._tell_apart()
-        await self._answers.put(self._answers.expect(), answer.SerializeToString())
+        await self._write(answer.SerializeToString())
 
-    async def _place(self, model: str) -> Place | None:
-        """For the message that comes now."""
-        if model not in self._once:
-            self._once[model] = None
-            if len(self._once) > 1:
-                await self._tell_apart()
-        return None if self._once[model] is False else self._answers.expect()
+    def _at_home(self, choice: Choice) -> _Upstream:
+        """Where the stream's messages go. Raises _Refused."""
+        if self._home != choice.worker:
+            self._traffic.router.move(choice, self._home)
+        return self._upstream or self._open(self._home)
 
-    async def _tell_apart(self) -> None:
-        """Which models are to be waited for, now that there is something that waits."""
-        unasked = [model for model, once in self._once.items() if once is None]
-        if not unasked:
-            return
-        said = await asyncio.gather(*[self._answers_once(model, self._context) for model in unasked])
-        self._once.update(zip(unasked, said, strict=True))
-        free = [
-            message
-            for upstream in self._ending
-            if self._once[upstream.model] is False
-            for message in upstream.waiting
-        ]
-        await self._answers.give_up(message.place for message in free)
-        for message in free:
-            message.place = None
+    # --- from the worker -------------------------------------------------------------------------------
 
-    def _at_home(self, model: str, choice: Choice) -> _Upstream:
-        """Where the model's messages go. Raises _Refused."""
-        home = self._homes.get(model)
-        if home is None:
-            hopeful = (worker for worker in (choice.worker, *choice.others) if worker not in self._failed)
-            home = self._homes[model] = next(hopeful, choice.worker)
-        if home != choice.worker:
-            self._traffic.router.move(choice, home)
-        return self._upstreams.get((home, model)) or self._open(home, model)
-
-    # --- from the workers ------------------------------------------------------------------------------
-
-    def _open(self, worker: str, model: str) -> _Upstream:
+    def _open(self, worker: str) -> _Upstream:
         channels = self._channels.get(worker)
         if channels is None:
             raise _Refused(gone(worker))
         link = channels.link()
         call = link.stream(timeout=time_left(self._context), metadata=self._metadata)
-        upstream = _Upstream(worker, model, link, call)
-        self._upstreams[upstream.key] = upstream
-        self._ending.add(upstream)
+        self._upstream = upstream = _Upstream(worker, link, call)
         self._tasks.create_task(self._answer(upstream))
         return upstream
 
@@ -292,13 +264,11 @@ class _Stream:
         try:
             while (data := await upstream.call.read()) is not grpc.aio.EOF:
                 upstream.answered()
-                place = None
                 upstream.link.answers += 1
                 if upstream.waiting:
                     message = upstream.waiting.popleft()
                     self._over(message, _error_code(data) if data[:1] == _ERROR else "OK")
-                    place = message.place
-                await self._answers.put(place, data)
+                await self._write(data)
             # Only the client ends a stream in order.
             refusal = gone(upstream.worker) if upstream.waiting and not upstream.closed else None
         except grpc.aio.AioRpcError as error:
@@ -307,9 +277,7 @@ class _Stream:
             if is_cancelled():
                 raise
             refusal = gone(upstream.worker)
-        self._ending.discard(upstream)
-        if self._upstreams.get(upstream.key) is upstream:
-            del self._upstreams[upstream.key]
+        self._upstream = None
         if refusal is not None and refusal.broken():
             self._traffic.brain.failed(upstream.worker)
         if refusal is not None and refusal.lost:
@@ -321,7 +289,6 @@ class _Stream:
         upstream.waiting.clear()
         for message in unanswered:  # the worker has nothing to say to these
             self._over(message, "OK" if refusal is None else refusal.for_client().name)
-        await self._answers.give_up(message.place for message in unanswered)
         if refusal is not None:
             raise _Refused(refusal)
 
@@ -343,8 +310,8 @@ class _Stream:
         if not common:
             return False
         failed.waiting.clear()
-        upstream = self._open(common[0], failed.model)
-        self._homes[failed.model] = upstream.worker
+        upstream = self._open(common[0])
+        self._home = upstream.worker
         for message, data in zip(messages, datas, strict=True):
             self._traffic.moved(failed.worker)
             self._traffic.router.move(message.choice, upstream.worker)
@@ -355,16 +322,11 @@ class _Stream:
             for data in datas:
                 await upstream.write(data)
             if self._client_done:
-                await self._close(upstream)
+                await upstream.close()
         return True
-
-    async def _close(self, upstream: _Upstream) -> None:
-        """The worker is told that no more comes."""
-        self._upstreams.pop(upstream.key, None)
-        await upstream.close()
 
     def _over(self, message: _Message, code: str) -> None:
         self._traffic.router.release(message.choice)
         self._traffic.ended(
-            message.model, message.choice.worker, code, message.items, monotonic() - message.arrived
+            self._model, message.choice.worker, code, message.items, monotonic() - message.arrived
         )

@@ -1,4 +1,4 @@
-"""ModelStreamInfer through the gateway: one stream of a client over several workers."""
+"""ModelStreamInfer through the gateway: one stream of a client, for one model."""
 
 from __future__ import annotations
 
@@ -72,25 +72,20 @@ async def test_a_model_stays_at_one_worker() -> None:
 
 
 @looped
-async def test_models_of_several_workers() -> None:
-    """Messages of one stream go to several workers, and the answers come back in one stream and its order."""
+async def test_a_stream_belongs_to_its_first_model() -> None:
+    """A message for another model is refused by name, and the stream goes on."""
     async with serving(2, TWO) as house:
-        call = await opened(house, "m", "n", "m", "n")
+        call = await opened(house, "m", "n", "m")
         await call.done_writing()
 
-        assert await answers(call) == [("m0", "a", ""), ("n1", "b", ""), ("m2", "a", ""), ("n3", "b", "")]
-        assert [len(worker.got["ModelStreamInfer"]) for worker in house.workers] == [2, 2]
-
-
-@looped
-async def test_models_do_not_share_a_stream_to_a_worker() -> None:
-    """A tritonserver that answers several models in one stream may end itself."""
-    async with serving(1, {name: Routes(ready=("a",)) for name in "mn"}) as house:
-        call = await opened(house, "m", "n", "m", "n")
-        await call.done_writing()
-
-        assert [name for name, _, _ in await answers(call)] == ["m0", "n1", "m2", "n3"]
-        assert len(house.workers[0].metadata["ModelStreamInfer"]) == 2
+        assert sorted(await answers(call)) == [
+            ("m0", "a", ""),
+            ("m2", "a", ""),
+            ("n1", "", "this stream belongs to model 'm'; open another stream for 'n'"),
+        ]
+        assert house.workers[1].got == {}
+        assert house.plane.counts().requests == {("m", "a", "OK"): 2, ("n", "", "INVALID_ARGUMENT"): 1}
+        assert house.plane.counts().outstanding == {}
 
 
 @looped
@@ -141,77 +136,11 @@ async def test_more_answers_than_requests() -> None:
         ]
 
 
+@pytest.mark.parametrize("decoupled", [True, False, None])
 @looped
-async def test_answers_wait_for_earlier_ones() -> None:
-    """What one worker answers at once, and what the gateway refuses, waits for another worker's earlier answer."""
-    async with serving(2, TWO) as house:
-        first, _ = house.workers
-        go = gated(first)
-        call = await opened(house, "m", "n", "n", "unknown", "m")
-        await call.done_writing()
-        await counted_at_least(house, ("n", "b", "OK"), 2)
-        go.set()
-
-        assert [name for name, _, _ in await answers(call)] == ["m0", "n1", "n2", "unknown3", "m4"]
-
-
-@looped
-async def test_a_single_model_is_not_asked_about() -> None:
-    """No worker is asked for the config of a stream's only model; of several, it is asked once for each."""
-    async with serving(2, TWO) as house:
-        call = await opened(house, "m", "m")
-        await call.read()
-        await call.read()
-        assert "ModelConfig" not in house.workers[0].got | house.workers[1].got
-
-        await ask(call, "n", "m", "n")
-        await call.done_writing()
-        assert len(await answers(call)) == 3
-
-        asked = [request.name for worker in house.workers for request in worker.got.get("ModelConfig", [])]
-        assert sorted(asked) == ["m", "n"]
-
-
-@looped
-async def test_a_decoupled_model_is_not_waited_for() -> None:
-    """Answers of other models come although a decoupled one never answers, and later, what it says comes at once."""
-
-    async def only_the_last(requests: Any, context: Any) -> None:
-        seen = [request async for request in requests]
-        for number in range(2):
-            response = service_pb2.ModelInferResponse(id=f"{seen[-1].id}.{number}")
-            await context.write(service_pb2.ModelStreamInferResponse(infer_response=response))
-
-    async with serving(2, TWO) as house:
-        first, second = house.workers
-        first.decoupled = second.decoupled = {"m"}
-        first.does["ModelStreamInfer"] = only_the_last
-        call = await opened(house, "m", "n", "m", "unknown")
-
-        assert (await call.read()).infer_response.id == "n1"
-        assert (await call.read()).infer_response.id == "unknown3"
-        await call.done_writing()
-        assert [name for name, _, _ in await answers(call)] == ["m2.0", "m2.1"]
-
-
-@looped
-async def test_a_decoupled_model_does_not_wait() -> None:
-    """Its answers come before those that were asked for earlier."""
-    async with serving(2, TWO) as house:
-        first, second = house.workers
-        first.decoupled = second.decoupled = {"n"}
-        go = gated(first)
-        call = await opened(house, "m", "n")
-
-        assert (await call.read()).infer_response.id == "n1"
-        go.set()
-        assert (await call.read()).infer_response.id == "m0"
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-@looped
-async def test_messages_without_answers(decoupled: bool) -> None:
-    """Of a decoupled model that never answers only so many messages are kept in mind; what others owe stays."""
+async def test_messages_without_answers(decoupled: bool | None) -> None:
+    """Of a decoupled model that never answers only so many messages are kept in mind; what others owe stays. A model
+    whose config no worker gives counts as decoupled."""
 
     async def swallow(requests: Any, context: Any) -> None:
         async for _ in requests:
@@ -221,65 +150,18 @@ async def test_messages_without_answers(decoupled: bool) -> None:
         (worker,) = house.workers
         worker.does["ModelStreamInfer"] = swallow
         worker.decoupled = {"m"} if decoupled else set()
+        if decoupled is None:
+            worker.does["ModelConfig"] = refusing(Code.UNAVAILABLE, "restricted")
         call = await opened(house, *["m"] * 1010)
         while len(worker.got.get("ModelStreamInfer", ())) < 1010:
             await asyncio.sleep(0)
-        if decoupled:
+        if decoupled is not False:
             await counted_at_least(house, ("m", "a", "OK"), 10)
 
-        assert house.plane.counts().outstanding == {("m", "a"): 1000 if decoupled else 1010}
+        assert house.plane.counts().outstanding == {("m", "a"): 1010 if decoupled is False else 1000}
         assert len(worker.got["ModelConfig"]) == 1
         await call.done_writing()
         assert await answers(call) == []
-
-
-@looped
-async def test_nobody_says_whether_a_model_is_decoupled() -> None:
-    """A model whose config no worker gives is neither waited for nor made to wait."""
-    async with serving(2, TWO) as house:
-        first, second = house.workers
-        first.does["ModelConfig"] = second.does["ModelConfig"] = refusing(Code.UNAVAILABLE, "restricted")
-        go = gated(first)
-        call = await opened(house, "m", "n")
-
-        assert (await call.read()).infer_response.id == "n1"
-        go.set()
-        assert (await call.read()).infer_response.id == "m0"
-
-
-@looped
-async def test_what_was_answered_comes_before_a_death() -> None:
-    """When the worker that others wait for dies, they come, and then the stream ends."""
-    async with serving(2, TWO) as house:
-        first, _ = house.workers
-
-        async def once(requests: Any, context: Any) -> None:
-            async for request in requests:
-                answer = await first.echo(request, context)
-                await context.write(service_pb2.ModelStreamInferResponse(infer_response=answer))
-                await asyncio.Event().wait()
-
-        first.does["ModelStreamInfer"] = once
-        call = await opened(house, "m", "m", "n")
-        assert (await call.read()).infer_response.id == "m0"
-        await counted_at_least(house, ("n", "b", "OK"), 1)
-        await first.kill()
-
-        assert (await call.read()).infer_response.id == "n2"
-        assert (await ending(call))[0] == "UNAVAILABLE"
-
-
-@looped
-async def test_the_client_leaves_while_answers_wait() -> None:
-    """A client that gives up its stream gives it up everywhere, whatever waits for what."""
-    async with serving(2, TWO) as house:
-        gone = hold(house.workers[0])
-        call = await opened(house, "m", "n")
-        await counted_at_least(house, ("n", "b", "OK"), 1)
-        call.cancel()
-
-        await gone.wait()
-        await counted(house, ("m", "a", "CANCELLED"), ("n", "b", "OK"))
 
 
 @looped
@@ -292,20 +174,19 @@ async def test_errors_are_answers() -> None:
 
     async with serving(2, TWO) as house:
         house.workers[1].does["ModelStreamInfer"] = refuse
-        call = await opened(house, "unknown", "away", "n", "m")
+        call = await opened(house, "unknown", "away", "n")
         await call.done_writing()
 
         got = await answers(call)
-        assert [name for name, _, _ in got] == ["unknown0", "away1", "", "m3"]
-        unknown, away, wrong, right = [message for _, _, message in got]
+        assert [name for name, _, _ in got] == ["unknown0", "away1", ""]
+        unknown, away, wrong = [message for _, _, message in got]
         assert unknown == "Request for unknown model: 'unknown' is not found"
         assert "'away'" in away
-        assert (wrong, right) == ("wrong shape", "")
+        assert wrong == "wrong shape"
         assert house.plane.counts().requests == {
             ("", "", "NOT_FOUND"): 1,
             ("away", "", "UNAVAILABLE"): 1,
             ("n", "b", "UNKNOWN"): 1,
-            ("m", "a", "OK"): 1,
         }
 
 
@@ -344,6 +225,10 @@ async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
             "NOT_FOUND",
             "Request for unknown model: 'unknown' is not found",
         )
+        assert await ending(await opened(house, "m", "n", metadata=header)) == (
+            "INVALID_ARGUMENT",
+            "this stream belongs to model 'm'; open another stream for 'n'",
+        )
         worker.does["ModelStreamInfer"] = refusing(Code.INVALID_ARGUMENT, "wrong shape", (("took", "3"),))
         call = await opened(house, "m", metadata=header)
         assert await ending(call) == ("INVALID_ARGUMENT", "wrong shape")
@@ -353,13 +238,13 @@ async def test_errors_end_the_stream_if_the_client_wants_that() -> None:
 
 @looped
 async def test_the_worker_cannot_be_reached() -> None:
-    """What was sent to a worker that has not answered goes to another one that serves the models."""
-    async with serving(2, {**TWO, "n": Routes(ready=("a", "b"))}) as house:
+    """What was sent to a worker that has not answered goes to another one that serves the model."""
+    async with serving(2, TWO) as house:
         await house.workers[0].kill()
-        call = await opened(house, "m", "m", "n")
+        call = await opened(house, "m", "m", "m")
         await call.done_writing()
 
-        assert await answers(call) == [("m0", "b", ""), ("m1", "b", ""), ("n2", "b", "")]
+        assert await answers(call) == [("m0", "b", ""), ("m1", "b", ""), ("m2", "b", "")]
         assert "a" in house.brain.failures
         assert house.plane.counts().failovers["a"] >= 1
         assert house.plane.counts().outstanding == {}
@@ -496,17 +381,16 @@ async def test_a_call_is_late_beside_a_busy_stream() -> None:
 
 @looped
 async def test_the_client_leaves() -> None:
-    """A client that gives up its stream gives it up at all workers."""
-    async with serving(2, TWO) as house:
-        gone = [hold(worker) for worker in house.workers]
-        call = await opened(house, "m", "n")
-        while not all("ModelStreamInfer" in worker.got for worker in house.workers):
+    """A client that gives up its stream gives it up at its worker."""
+    async with serving(1) as house:
+        gone = hold(house.workers[0])
+        call = await opened(house, "m", "m")
+        while len(house.workers[0].got.get("ModelStreamInfer", ())) < 2:
             await asyncio.sleep(0)
         call.cancel()
 
-        for each in gone:
-            await each.wait()
-        await counted(house, ("m", "a", "CANCELLED"), ("n", "b", "CANCELLED"))
+        await gone.wait()
+        await counted(house, ("m", "a", "CANCELLED"))
 
 
 @looped
@@ -547,20 +431,6 @@ def killed_by_it(relay: Relay) -> Handler:
             relay.cut()
 
     return die
-
-
-def gated(worker: FakeWorker) -> asyncio.Event:
-    """From now on the worker's streams have no answers before this is set."""
-    go = asyncio.Event()
-
-    async def late(requests: Any, context: Any) -> None:
-        async for request in requests:
-            await go.wait()
-            answer = await worker.echo(request, context)
-            await context.write(service_pb2.ModelStreamInferResponse(infer_response=answer))
-
-    worker.does["ModelStreamInfer"] = late
-    return go
 
 
 async def never(_: Any, __: Any) -> None:

@@ -129,9 +129,6 @@ def test_samples_are_what_the_runtime_says() -> None:
     assert found["rsrv_meta_calls_total", (("model", "chain"),)] == 7
     assert found["rsrv_loop_bans_total", ()] == 1
     assert ("rsrv_device_memory_bytes", (("kind", "limit"),)) not in found
-    assert found["rsrv_requests_waiting", ()] == sum(
-        value for (name, _), value in found.items() if name == "rsrv_queue_depth"
-    )
     assert found["rsrv_reload_failed", (("model", "b"),)] == 1
     assert found["rsrv_trace_spans_total", (("outcome", "exported"),)] == 5
     assert found["rsrv_build_info", (("version", "1.2.3"),)] == 1

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import alerts_page as tool
-from rsrv.control.families import FAMILIES
 from scheduler_page import rewrite
 from tests.unit.dashboards.promql import labels
 from tests.unit.deploy.manifests import ROOT, read, render
@@ -58,18 +57,6 @@ def test_the_page_has_every_alert() -> None:
     """A rule that is new or differs makes this fail: `make pages` writes the table anew."""
     text = tool.PAGE.read_text(encoding="utf-8")
     assert rewrite(text, {"alerts": tool.alerts()}) == text
-
-
-def test_what_a_picker_reads_is_one_number() -> None:
-    """llm-d-router takes the first series of a metric: the one that it is told to read exists, and has no labels."""
-    (config,) = read((ROOT / "deploy" / "llm-d-router.yaml").read_text())
-    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
-    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
-    (family,) = [family for family in FAMILIES if family.name == engine["queuedRequestsSpec"]]
-    assert (family.kind, family.labels) == ("gauge", ())
-    assert engine["name"] == plugins["core-metrics-extractor"]["defaultEngine"]
-    named = re.findall(r"pluginRef: (\S+)", (ROOT / "deploy" / "llm-d-router.yaml").read_text())
-    assert set(named) == plugins.keys()
 
 
 @pytest.mark.parametrize("kind", ["keda", "hpa"])

@@ -38,12 +38,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("rsrv_queue_depth", "gauge", ("model",), "Requests that wait. Of a meta model: runs that wait."),
     Family(
-        "rsrv_requests_waiting",
-        "gauge",
-        (),
-        "The same of all models together, for who takes one number of a server and cannot add up.",
-    ),
-    Family(
         "rsrv_queue_wait_seconds",
         "histogram",
         ("model",),

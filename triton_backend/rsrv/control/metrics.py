@@ -82,8 +82,6 @@ def expose(said: Mapping[str, Any] | None, server: Server) -> str:
             _put_common(page, name, meta)
             page.put("rsrv_meta_runs", (name,), meta["running"])
             page.put("rsrv_meta_calls_total", (name,), meta["calls"])
-        waiting = sum(one["queued"] for one in (*said["models"].values(), *said["metas"].values()))
-        page.put("rsrv_requests_waiting", (), waiting)
         _put_memory(page, said["memory"])
         page.measure("rsrv_compile_seconds", (), LONG_SECONDS, said["compile"])
         page.put_each("rsrv_executables_total", (), said["executables"])

@@ -5,6 +5,7 @@ What is on every request's way is `GrpcFront._infer`. Streams are in `streaming`
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,6 @@ from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, sendable,
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.contract import Worker
-from rsrv_gateway.door import Door, drain
 from rsrv_gateway.inquiries import Inquiries
 from rsrv_gateway.listening import Token, server_credentials, server_options
 from rsrv_gateway.outcomes import Metadata, Refusal
@@ -30,6 +30,8 @@ _HOP = frozenset(["user-agent", "te", "content-type", "host"])
 _HEALTH = "/grpc.health.v1.Health/Check"
 _INFER, _STREAM_INFER = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
+#: seconds between two looks whether calls come, how many in a row must see none, and seconds for them all
+_PAUSE, _PAUSES, _SETTLE = 0.01, 5, 0.5
 
 
 class GrpcFront:
@@ -57,7 +59,7 @@ class GrpcFront:
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
-        self._door = Door()
+        self._door = _Door()
         self._server = GrpcServer(self._make, "gateway.grpc")
         #: that it listens on; 0: not started, or no gRPC
         self.port = 0
@@ -85,7 +87,17 @@ class GrpcFront:
         self._steered = any(worker.control is not None for worker in workers.values())
 
     async def drain(self, seconds: float) -> None:
-        await drain(self._server, self._door, seconds)
+        """Refuses new calls; those under way may take `seconds`."""
+        end = monotonic() + seconds
+        self._door.closed = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(seconds, _SETTLE)):
+                await self._door.quiet()
+        stopping = asyncio.ensure_future(self._server.stop(max(0.0, end - monotonic())))
+        # In its first step it tells the clients that this connection takes no more calls.
+        await asyncio.sleep(0)
+        self._door.told.set()
+        await stopping
 
     async def stop(self) -> None:
         await self._server.stop(None)
@@ -194,3 +206,34 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._traffic.refused("", grpc.StatusCode.UNAUTHENTICATED.name)
             return self._refuse
         return self._handlers.get(details.method)
+
+
+class _Door(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Whatever is called comes by here first. Once it is closed, calls wait, and are refused when the clients are told.
+
+    A server that stops cancels what it has received and not begun, also what comes before the client has heard of it;
+    and who is refused at once calls again at once. So they are kept waiting until no more come, for a moment.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.told = asyncio.Event()
+        self._calls = 0
+        # Of streams, whatever was called: any other would wait for a request first.
+        self._refusing = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    def service(self, _: Any) -> Any:
+        self._calls += 1
+        return self._refusing if self.closed else None
+
+    async def quiet(self) -> None:
+        """Returns when no calls come any more."""
+        looks = 0
+        while looks < _PAUSES:
+            calls = self._calls
+            await asyncio.sleep(_PAUSE)
+            looks = looks + 1 if calls == self._calls else 0
+
+    async def _refuse(self, _: Any, context: Any) -> None:
+        await self.told.wait()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway ends")

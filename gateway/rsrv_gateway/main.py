@@ -21,14 +21,13 @@ from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contacts import ContactError, Contacts
 from rsrv_gateway.contract import Worker
 from rsrv_gateway.directory import Directory
-from rsrv_gateway.health import Health
 from rsrv_gateway.listening import open_ports
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.plane import Plane
 from rsrv_gateway.planner import Planner
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import Probes
-from rsrv_gateway.service import GATEWAY, GatewayService
+from rsrv_gateway.service import GATEWAY, GatewayService, Health
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -1,7 +1,16 @@
-"""rsrv.gateway.v1.Gateway: what the planner knows and does, over gRPC. gateway.proto says what each call means."""
+"""The gateway's control service: rsrv.gateway.v1.Gateway, and grpc.health.v1.Health.
 
+The first says what the planner knows and does; gateway.proto says what each call means.
+"""
+
+import asyncio
 import os
 from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rsrv
 from rsrv.control.answering import Refused, Wrong, answers, steers
@@ -21,6 +30,10 @@ GATEWAY = Kind(
 
 #: fields of the policy that count from the next repack on
 _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
+#: seconds between two looks at the health for a watcher
+_LOOK = 0.25
+
+_Health = health_pb2.HealthCheckResponse
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
@@ -139,3 +152,38 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
 def _unknown(model: str) -> Refused:
     return Refused("NOT_FOUND", f"there is no model {model!r}")
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Of the gateway as a whole, and of each model by its name.
+
+    Computed when it is asked for, so that it cannot be out of date.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def status(self, service: str) -> Any:
+        """'': requests are taken, and some worker answers; a model's name: some worker serves it."""
+        if not service:
+            serving = self._gateway.ready
+        elif (routes := self._gateway.table.get(service)) is not None:
+            serving = self._gateway.ready and bool(routes.ready)
+        else:
+            return _Health.SERVICE_UNKNOWN
+        return _Health.SERVING if serving else _Health.NOT_SERVING
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        status = self.status(request.service)
+        if status == _Health.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no model {request.service!r}")
+        return _Health(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        last = None
+        while True:
+            status = self.status(request.service)
+            if status != last:
+                last = status
+                yield _Health(status=status)
+            await asyncio.sleep(_LOOK)

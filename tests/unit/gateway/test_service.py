@@ -18,8 +18,7 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
 from rsrv.settings import ControlSection
 from rsrv_gateway.contract import Counts, ModelView, Weights, WorkerView
-from rsrv_gateway.health import Health
-from rsrv_gateway.service import GATEWAY, GatewayService
+from rsrv_gateway.service import GATEWAY, GatewayService, Health
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.unit.gateway.workers import looped

@@ -13,6 +13,8 @@ MOST_JSON = 1 << 18
 MOST_SEARCHED = 1 << 24
 #: Found without parsing, which takes forty times as long. In texts the quotes would be escaped.
 _SEQUENCE = re.compile(rb'"sequence_id"\s*:\s*(-?[0-9]+|"(?:[^"\\]|\\.)*")')
+#: likewise, the shape of an input
+_SHAPE = re.compile(rb'"shape"\s*:\s*\[([0-9,\s]*)\]')
 
 
 def peek(header: bytes, measured: tuple[str, int] | None) -> tuple[int, int | str | None]:
@@ -25,6 +27,25 @@ def peek(header: bytes, measured: tuple[str, int] | None) -> tuple[int, int | st
     if measured is not None and len(header) <= MOST_JSON:
         items = _items(_parsed(header), *measured)
     return items, _sequence(header)
+
+
+def overstated(header: bytes, size: int) -> str:
+    """Return what is wrong with a request of `size` bytes that has an input of more elements; empty if nothing is.
+
+    Triton 24.10 takes the memory for all elements before it reads one, and ends where there is not so much; the next
+    server would follow.
+    """
+    for found in _SHAPE.finditer(header):
+        elements = 1
+        for extent in found[1].split(b","):
+            text = extent.strip()
+            if text.isdigit():  # else this is no JSON, which is for the server to say
+                # One with more digits than this is too large in any case, and takes its time to read.
+                elements *= int(text) if len(text) < 20 else size + 1
+            if elements > size:
+                shape = found[1][:100].decode()
+                return f"an input of shape [{shape}] has more elements than the request has bytes, {size}"
+    return ""
 
 
 def _parsed(data: bytes) -> Any:

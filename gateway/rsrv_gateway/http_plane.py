@@ -22,7 +22,7 @@ from rsrv_gateway.contract import Worker
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_outcomes import error_body, for_client
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
-from rsrv_gateway.http_peek import MOST_JSON, MOST_SEARCHED, peek
+from rsrv_gateway.http_peek import MOST_JSON, MOST_SEARCHED, overstated, peek
 from rsrv_gateway.http_pools import Pool, Query, Reply, Rest, end_to_end
 from rsrv_gateway.listening import Token
 from rsrv_gateway.listening import tls_context as server_context
@@ -186,6 +186,10 @@ class HttpFront:
         traffic, model = self._traffic, target.model
         router = traffic.router
         header = await self._in_time(_json(request, upload))
+        most = self._settings.max_message_bytes
+        compressed = "Content-Encoding" in request.headers
+        if wrong := overstated(header, most if compressed or upload.size is None else upload.size):
+            raise UploadError(StatusCode.INVALID_ARGUMENT, wrong)
         items, sequence = peek(header, router.measured(model) if target.what == "infer" else None)
         choice = router.select(model, items)
         if choice is None:
@@ -251,7 +255,10 @@ class HttpFront:
         size = request.content_length if request.body_exists else 0
         upload = Upload(request.content, size, self._settings.max_message_bytes, keeping)
         if request.headers.get("Expect", "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            try:
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            except ConnectionResetError:
+                raise UploadError(StatusCode.CANCELLED, "the client has gone") from None
             request.writer.output_size = 0
         return upload
 

@@ -50,6 +50,8 @@ class Draft:
     damage: Callable[[bytes], bytes] = bytes
     #: the server may wait for more of it, or drop it without an answer
     cut: bool = False
+    #: it would end Triton 24.10 itself, and the gateway lets no such request through
+    only_gateway: bool = False
     #: it is not gRPC that goes to the gRPC port
     h2: bool = False
 

@@ -50,7 +50,7 @@ def make(seed: int) -> Attack:
         PIECES[name].change(rng, draft)
     data = draft.damage(http_bytes(draft) if protocol == "http" else message_bytes(draft))
     kind = "h2" if draft.h2 else protocol
-    return Attack(seed, chosen, kind, gateway, data, draft.call, tuple(draft.metadata), draft.cut)
+    return Attack(seed, chosen, kind, gateway or draft.only_gateway, data, draft.call, tuple(draft.metadata), draft.cut)
 
 
 # --- content ------------------------------------------------------------------------------------------------------
@@ -85,7 +85,8 @@ _SHAPES: tuple[Any, ...] = (
     [], [0], [0, 64], [-1], [-1, 64], [1, -64], [-(2**63), 1], [1, 64, 1, 1], [1] * 20_000, [1.5, 64], ["1", "64"], [[1, 64]], None,
     "1,64", 64, {"n": 1}, [True, 64], [17, 64],
 )  # fmt: skip
-#: With numbers as JSON beside it, Triton 24.10 makes room for all that a shape says, and aborts if there is less: so only with bytes.
+#: With numbers as JSON beside it, Triton 24.10 makes room for all that a shape says, and aborts if there is less: so only
+#: with bytes, or through the gateway.
 _HUGE = ([2**31, 64], [2**63 - 1, 2**63 - 1], [2**64, 1], [10**30, 1], [2**32, 2**32], [2**40])
 _SIZES = (0, 1, -1, 255, 257, 2**31, 2**32 + 4, 2**63, 2**64 - 1, 10**30, "256", 1.5, None, True)
 _OF_TENSORS = (
@@ -175,6 +176,13 @@ def shape(rng: Random, draft: Draft) -> None:
     huge = rng.random() < 0.3
     draft.binary = draft.binary or huge
     rng.choice(draft.inputs)["shape"] = rng.choice(_HUGE if huge else _SHAPES)
+
+
+@piece()
+def claimed_shape(rng: Random, draft: Draft) -> None:
+    """Numbers as JSON, and far fewer than the shape says."""
+    draft.only_gateway, draft.binary = True, False
+    rng.choice(draft.inputs)["shape"] = rng.choice(_HUGE)
 
 
 @piece()

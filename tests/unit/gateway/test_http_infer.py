@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from io import BytesIO
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from aiohttp import ClientError, web
+from aiohttp import ClientConnectionResetError, ClientError, web
+from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
 from rsrv.settings_fleet import GatewaySection
@@ -617,6 +619,36 @@ async def test_a_client_that_wants_to_be_asked_on() -> None:
 
         assert (answer.status, answer.body) == (200, b"body")
         assert "Expect" not in house.workers[0].got[0].headers
+
+
+@looped
+async def test_a_client_that_goes_before_it_is_asked_on() -> None:
+    """It is not the gateway's fault, and no worker's either."""
+    write = StreamWriter.write
+
+    async def gone(self: StreamWriter, chunk: bytes, **options: bool) -> None:
+        if b"100 Continue" in chunk:
+            raise ClientConnectionResetError("Cannot write to closing transport")
+        await write(self, chunk, **options)
+
+    async with serving(1) as house:
+        with patch.object(StreamWriter, "write", gone):
+            answer = await house.infer(b"body", expect100=True)
+
+        assert answer.status == 499
+        assert house.workers[0].got == []
+
+
+@looped
+async def test_a_request_that_claims_more_elements_than_it_has_bytes_reaches_no_worker() -> None:
+    """Triton would take the memory for them, and end; so would the next server."""
+    async with serving(2) as house:
+        claim = b'{"inputs": [{"name": "X", "shape": [2147483648, 64], "datatype": "FP32", "data": [1]}]}'
+        refused = await house.infer(claim)
+        assert (refused.status, b"[2147483648, 64]" in refused.body) == (400, True)
+        packed = await house.infer(gzip.compress(claim), headers={"Content-Encoding": "gzip"})
+        assert packed.status == 400
+        assert [worker.got for worker in house.workers] == [[], []]
 
 
 @looped

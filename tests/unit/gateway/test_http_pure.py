@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict
 
 from rsrv_gateway.http_outcomes import for_client, told
-from rsrv_gateway.http_peek import MOST_JSON, peek
+from rsrv_gateway.http_peek import MOST_JSON, overstated, peek
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import decoded
 
@@ -54,6 +54,29 @@ def test_large_json_is_not_read_for_items() -> None:
 
     request["parameters"] = {"sequence_id": "s"}  # type: ignore[assignment]
     assert peek(json.dumps(request).encode(), ("X", 0)) == (1, "s")
+
+
+@pytest.mark.parametrize(
+    ("shape", "large"),
+    [
+        ("1,100", False),
+        (" 10 , 10 ", False),
+        ("", False),
+        ("-1, 4", False),
+        ("1 2, 3", False),
+        ("4000000000, 0", True),
+        ("2147483648,64", True),
+        ("11, 10", True),
+        ("1" * 100_000, True),
+        ("2," * 100_000 + "2", True),
+        ("1," * 100_000 + "1", False),
+    ],
+)
+def test_a_shape_of_more_elements_than_a_request_can_have_is_noticed(shape: str, large: bool) -> None:
+    """Whichever input has it; what is no list of extents is not the gateway's to judge."""
+    header = f'{{"inputs": [{{"shape": [1, 2]}}, {{"name": "x", "shape" : [{shape}], "data": [1]}}]}}'
+    assert bool(overstated(header.encode(), 100)) is large
+    assert len(overstated(header.encode(), 100)) < 300
 
 
 @pytest.mark.parametrize("sequence", [7, -1, 2**64 - 1, "s", 'a "quoted" \\ one', "\ud800", ""])

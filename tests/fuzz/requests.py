@@ -50,7 +50,9 @@ def make(seed: int) -> Attack:
         PIECES[name].change(rng, draft)
     data = draft.damage(http_bytes(draft) if protocol == "http" else message_bytes(draft))
     kind = "h2" if draft.h2 else protocol
-    return Attack(seed, chosen, kind, gateway or draft.only_gateway, data, draft.call, tuple(draft.metadata), draft.cut)
+    return Attack(
+        seed, chosen, kind, gateway or draft.only_gateway, data, draft.call, tuple(draft.metadata), draft.cut
+    )
 
 
 # --- content ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,14 @@ PACKAGES = {
 }
 #: packages below rsrv that make the core
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
+#: what the modules below a name may import of ours, beside each other
+LAYERS = {
+    "rsrv.wire": ("rsrv.logs", "rsrv.settings", "rsrv_bundle"),
+    "rsrv.scheduler": ("rsrv.histogram",),
+    "rsrv.placement": ("rsrv.settings_fleet",),
+}
+#: packages at the top: who else may import them
+TOPS = {"rsrv_gateway": ("rsrv.cli", "rsrv_node"), "rsrv.cli": (), "rsrv_node": ()}
 #: a module with fewer lines and a single user belongs in that user
 FRAGMENT_LINES = 60
 #: limits that fail the command
@@ -123,6 +131,27 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     for name in sorted(graph):
         if name not in index:
             visit(name)
+    return found
+
+
+def _below(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def backward(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the imports that break LAYERS and TOPS."""
+    found = []
+    for name, targets in graph.items():
+        for target in sorted(targets):
+            low = any(
+                _below(name, [layer]) and not _below(target, [layer, *allowed])
+                for layer, allowed in LAYERS.items()
+            )
+            high = any(
+                _below(target, [top]) and not _below(name, [top, *allowed]) for top, allowed in TOPS.items()
+            )
+            if low or high:
+                found.append(f"{name} -> {target}")
     return found
 
 
@@ -222,6 +251,7 @@ def main() -> int:
     )
     faults = {
         "circles of imports": [" <-> ".join(group) for group in circles(graph)],
+        "imports against the layers": backward(graph),
         "class names with two meanings": [
             f"{name}: {', '.join(where)}" for name, where in homonyms(modules.values()).items()
         ],

@@ -18,8 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pydantic import BaseModel
 
-from rsrv.runtime.scheduler.coalesce import plan_batch
-from rsrv.runtime.scheduler.events import Outcome
+from rsrv.scheduler.coalesce import plan_batch
+from rsrv.scheduler.events import Outcome
 from rsrv.settings import CHANGEABLE, ModelSection, RuntimeSection, SchedulerSection
 from rsrv.sim.metrics import summarize
 from rsrv.sim.record import Execution, Record, Sent

@@ -34,7 +34,7 @@ TESTS = (
     "tests/unit/bundle/test_export.py",
     "tests/unit/bundle/test_reader.py",
     "tests/unit/control/test_cli.py",
-    "tests/unit/gateway/test_planner.py",
+    "tests/unit/placement/test_planner.py",
     "tests/unit/gen/test_cli.py",
     "tests/unit/node/test_plan.py",
     "tests/unit/sim/test_cli.py",

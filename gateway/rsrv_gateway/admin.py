@@ -10,9 +10,9 @@ from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.http import METRICS_TYPE
 from rsrv.live.routes import Page
+from rsrv.placement.contract import Worker
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
-from rsrv_gateway.contract import Worker
 from rsrv_gateway.live import Workers
 
 log = logging.getLogger("rsrv.gateway")

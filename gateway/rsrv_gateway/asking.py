@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from time import monotonic
 from typing import TypeVar
 
+from rsrv.placement.routing import Choice
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, no_worker
-from rsrv_gateway.routing import Choice
 from rsrv_gateway.traffic import Traffic
 
 T = TypeVar("T")

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from rsrv_gateway.contract import Table, Worker
+from rsrv.placement.contract import Table, Worker
+from rsrv.placement.planner import Planner
+from rsrv.placement.status import Status
 from rsrv_gateway.members import Members
 from rsrv_gateway.plane import Plane
-from rsrv_gateway.planner import Planner
 from rsrv_gateway.probes import Errands, Probes
-from rsrv_gateway.status import Status
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 
 from rsrv.control.grpc_server import GrpcServer
+from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.asking import ask_others
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, sendable, time_left
 from rsrv_gateway.channels import SERVICE, Channels
 from rsrv_gateway.contacts import Contacts
-from rsrv_gateway.contract import Worker
 from rsrv_gateway.inquiries import Inquiries
 from rsrv_gateway.listening import Token, server_credentials, server_options
 from rsrv_gateway.outcomes import Metadata, Refusal

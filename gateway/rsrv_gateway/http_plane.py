@@ -15,10 +15,10 @@ from multidict import CIMultiDict
 
 from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
+from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.asking import ask_others
 from rsrv_gateway.contacts import tls_context
-from rsrv_gateway.contract import Worker
 from rsrv_gateway.http_inquiries import HttpInquiries
 from rsrv_gateway.http_outcomes import error_body, for_client
 from rsrv_gateway.http_paths import Nowhere, Target, target_of

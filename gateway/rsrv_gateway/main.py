@@ -14,17 +14,17 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
 from rsrv.control.tokens import read_token
 from rsrv.limits import raise_limit
+from rsrv.placement.contract import Worker
+from rsrv.placement.planner import Planner
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contacts import ContactError, Contacts
-from rsrv_gateway.contract import Worker
 from rsrv_gateway.directory import Directory
 from rsrv_gateway.listening import open_ports
 from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.plane import Plane
-from rsrv_gateway.planner import Planner
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import Probes
 from rsrv_gateway.service import GATEWAY, GatewayService, Health

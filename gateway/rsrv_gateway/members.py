@@ -11,8 +11,8 @@ from watchfiles import awatch
 
 from rsrv.address import Address, bare, parse_address
 from rsrv.explain import YamlError, explain, parse_yaml
+from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection, WorkerEntry
-from rsrv_gateway.contract import Worker
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ValidationError
 from rsrv.control.answering import Wrong
 from rsrv.control.enums import member, member_name
 from rsrv.explain import explain, nearest
+from rsrv.placement.contract import Worker
+from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv.settings_fleet import Replicas as Count
-from rsrv_gateway.contract import Worker
-from rsrv_gateway.status import ModelStatus, Repacks, WorkerStatus
 from rsrv_gateway.v1 import gateway_pb2 as pb
 
 S = TypeVar("S", bound=BaseModel)

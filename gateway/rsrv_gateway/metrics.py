@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rsrv_gateway.contract import DURATION_BOUNDS, Counts, WorkerView
-from rsrv_gateway.status import Status
+from rsrv.placement.contract import DURATION_BOUNDS, Counts, WorkerView
+from rsrv.placement.status import Status
 
 V = TypeVar("V", int, float)
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Mapping
 
+from rsrv.placement.contract import Brain, Counts, Table, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contacts import Contacts
-from rsrv_gateway.contract import Brain, Counts, Table, Worker
 from rsrv_gateway.grpc_plane import GrpcFront
 from rsrv_gateway.http_plane import HttpFront
 from rsrv_gateway.traffic import Traffic

@@ -11,8 +11,8 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
+from rsrv.placement.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.contacts import Contacts, Control
-from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError
 
 log = logging.getLogger("rsrv.gateway")

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from rsrv.placement.contract import Act, Worker, WorkerView
 from rsrv_gateway.contacts import Control
-from rsrv_gateway.contract import Act, Worker, WorkerView
 
 log = logging.getLogger("rsrv.gateway")
 

@@ -16,11 +16,11 @@ import rsrv
 from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member
 from rsrv.control.server import Kind
+from rsrv.placement.planner import Planner
+from rsrv.placement.status import Status
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import messages
 from rsrv_gateway.brain import Gateway
-from rsrv_gateway.planner import Planner
-from rsrv_gateway.status import Status
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 

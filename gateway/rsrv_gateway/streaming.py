@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from rsrv.placement.routing import Choice
 from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
 from rsrv_gateway.channels import Channels, Link
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, another_model, tagged
 from rsrv_gateway.peek import Malformed, Peeked
-from rsrv_gateway.routing import Choice
 from rsrv_gateway.traffic import CANCELLED, Traffic
 
 #: Bytes of unanswered messages that are kept for another worker, in case this one cannot be reached.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from rsrv.histogram import Histogram
-from rsrv_gateway.contract import DURATION_BOUNDS, Brain, Counts, Durations, Table, Worker
+from rsrv.placement.contract import DURATION_BOUNDS, Brain, Counts, Durations, Table, Worker
+from rsrv.placement.routing import Choice, Mode, Router
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
-from rsrv_gateway.routing import Choice, Mode, Router
 
 #: the code of a request whose client did not wait for the answer
 CANCELLED = "CANCELLED"

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.disciplines import DISCIPLINES
+from rsrv.scheduler.events import (
     Execute,
     ExecutionFinished,
     Instruction,
@@ -17,8 +17,8 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
 )
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.settings import SchedulerSettings
 
 #: models that all have work, and rows in one execution
 MODELS = (10, 1000)

@@ -20,7 +20,7 @@ import tritonclient.grpc
 from ruamel.yaml import YAML
 
 from local_triton import free_ports
-from rsrv.control import cli
+from rsrv.cli import main as cli
 from rsrv.wire.paths import CONTROL_SOCKET, base_directory, runtime_directory
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc

@@ -21,7 +21,7 @@ import pytest
 import tritonclient.grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rsrv.control import cli
+from rsrv.cli import main as cli
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory

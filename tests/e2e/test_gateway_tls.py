@@ -15,7 +15,7 @@ import trustme
 from tritonclient.utils import InferenceServerException
 
 from local_triton import free_ports
-from rsrv.control import cli
+from rsrv.cli import main as cli
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.fleets import running_gateway

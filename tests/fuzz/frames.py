@@ -17,7 +17,7 @@ from typing import Any
 
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import load_settings
 from rsrv.stub.lane import Lane, Rejected
 from rsrv.stub.launch import Greeted, greet

@@ -15,7 +15,7 @@ import numpy as np
 from rsrv.runtime.abstract_device import Device
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
 from rsrv.stub.lane import Lane
 from rsrv.stub.launch import greet

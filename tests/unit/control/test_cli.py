@@ -16,9 +16,10 @@ import pytest
 import trustme
 from google.protobuf import json_format
 
-from rsrv.control import cli, find
-from rsrv.control.output import amount, duration, to_json
-from rsrv.control.pages import print_update
+from rsrv.cli import main as cli
+from rsrv.cli.output import amount, duration, to_json
+from rsrv.cli.server_pages import print_update
+from rsrv.control import find
 from rsrv.control.rounds import Failure
 from rsrv.control.server import listen
 from rsrv.control.v1 import control_pb2 as pb
@@ -69,7 +70,7 @@ async def shell(
 def test_commands_need_no_settings_reader_and_no_numpy() -> None:
     """Each invocation imports what it needs, no more: pydantic would double the time."""
     program = (
-        "import sys, rsrv.control.commands; "
+        "import sys, rsrv.cli.server_commands; "
         "print([name for name in ('rich', 'pydantic', 'numpy', 'asyncio') if name in sys.modules])"
     )
 
@@ -139,7 +140,7 @@ def test_a_table_on_a_terminal(
             rsrv.server.runtime.change("c@1", entry("c", state="failed", error="[bold]no[/] [x", stubs=[]))
             await until(rsrv.server.link, lambda: "c@1" in rsrv.server.link.entries)
             monkeypatch.setenv("COLUMNS", "200")
-            monkeypatch.setattr("rsrv.control.output.is_terminal", lambda: True)
+            monkeypatch.setattr("rsrv.cli.output.is_terminal", lambda: True)
 
             said = await rsrv("status", "c")
 
@@ -376,7 +377,7 @@ def test_a_watch_prints_a_line_for_each_change_until_ctrl_c(tmp_path: Path, flag
                 *(
                     sys.executable,
                     "-m",
-                    "rsrv.control.cli",
+                    "rsrv.cli.main",
                     "watch",
                     "--address",
                     f"unix:{server.socket}",

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rsrv.control.top import Top, show
+from rsrv.cli.top import Top, show
 from tests.unit.control.peers import entry, looped, served
 from tests.unit.control.test_overview import MEMORY, histogram, model
 
@@ -128,7 +128,7 @@ async def test_a_terminal_shows_the_table_until_ctrl_c(tmp_path: Path) -> None:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
         top = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rsrv.control.cli", "top", "--address", f"unix:{server.socket}"),
+            *(sys.executable, "-m", "rsrv.cli.main", "top", "--address", f"unix:{server.socket}"),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

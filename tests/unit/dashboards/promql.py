@@ -12,12 +12,12 @@ import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.families import FAMILIES
+from rsrv.placement.contract import DURATION_BOUNDS, Counts, Durations, WorkerView
+from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus
+from rsrv.placement.status import Status as GatewayStatus
 from rsrv.stub.mirror import TritonMirror
 from rsrv.wire.frames import Status
-from rsrv_gateway.contract import DURATION_BOUNDS, Counts, Durations, WorkerView
 from rsrv_gateway.metrics import expose
-from rsrv_gateway.status import ModelStatus, Repacks, WorkerStatus
-from rsrv_gateway.status import Status as GatewayStatus
 
 #: what Prometheus adds to whatever it asks, in Kubernetes, too
 TARGET = {"instance", "job", "namespace", "pod", "app_kubernetes_io_instance"}

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import ClientResponse, ClientSession, web
 from multidict import CIMultiDict
 
+from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contract import Routes, Worker
 from rsrv_gateway.plane import Plane
 from tests.unit.gateway.planes import FakeBrain
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contract import Routes, Worker
 from rsrv_gateway.plane import Plane
 
 SERVICE = "/inference.GRPCInferenceService/"

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.placement.contract import DURATION_BOUNDS, Counts, Durations, ModelView, Weights, WorkerView
 from rsrv_gateway.admin import Admin
-from rsrv_gateway.contract import DURATION_BOUNDS, Counts, Durations, ModelView, Weights, WorkerView
 from rsrv_gateway.merging import merge
 from rsrv_gateway.metrics import Leavers, expose
 from tests.unit.gateway.workers import looped

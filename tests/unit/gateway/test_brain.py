@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.placement.contract import Act, Step, Table, Worker
+from rsrv.placement.planner import Planner
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contract import Act, Step, Table, Worker
 from rsrv_gateway.plane import Plane
-from rsrv_gateway.planner import Planner
 from tests.unit.control.virtual import run
 from tests.unit.gateway.planes import FakeBrain, FakeWorker, House
 from tests.unit.gateway.workers import looped

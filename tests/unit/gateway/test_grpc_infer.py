@@ -10,10 +10,10 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
+from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.channels import Channels
 from rsrv_gateway.contacts import Contacts
-from rsrv_gateway.contract import Routes, Worker
 from tests.unit.gateway.planes import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 

@@ -12,8 +12,8 @@ import trustme
 from tritonclient.grpc import service_pb2 as pb
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contract import Routes
 from rsrv_gateway.listening import Token, server_credentials
 from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving, types
 from tests.unit.gateway.workers import looped

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rsrv_gateway.contract import Routes, Worker
+from rsrv.placement.contract import Routes, Worker
 from tests.unit.gateway import http2
 from tests.unit.gateway.planes import SERVICE, Infer, refusal, serving
 from tests.unit.gateway.workers import looped

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.contract import Routes, Worker
+from rsrv.placement.contract import Routes, Worker
 from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 

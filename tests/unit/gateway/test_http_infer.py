@@ -17,8 +17,8 @@ from aiohttp import ClientConnectionResetError, ClientError, web
 from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
+from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contract import Routes
 from rsrv_gateway.http_pools import Pool, Query, Reply
 from rsrv_gateway.upload import SMALL
 from tests.unit.gateway.http_planes import INFER, FakeWorker, House, serving

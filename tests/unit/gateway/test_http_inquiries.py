@@ -14,8 +14,8 @@ import trustme
 from aiohttp import ClientError, web
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.placement.contract import Routes
 from rsrv_gateway.contacts import ContactError
-from rsrv_gateway.contract import Routes
 from rsrv_gateway.http_paths import Nowhere, Target, target_of
 from tests.unit.gateway.http_planes import House, serving
 from tests.unit.gateway.workers import looped

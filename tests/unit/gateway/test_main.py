@@ -308,7 +308,7 @@ async def test_it_is_found_and_steered_by_its_socket(tmp_path: Path, base: Path)
             (worker,) = (await stub.GetStatus(pb.GetStatusRequest())).workers
             assert (worker.name, worker.alive) == (f"127.0.0.1:{port}", True)
         said = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rsrv.control.cli", "gateway", "locate", "m"), stdout=PIPE
+            *(sys.executable, "-m", "rsrv.cli.main", "gateway", "locate", "m"), stdout=PIPE
         )
         out, _ = await said.communicate()
         assert f"127.0.0.1:{port}" in out.decode()

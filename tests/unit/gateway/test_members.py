@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contract import Worker
 from rsrv_gateway.members import Members, MembersError, parse_workers, read_workers
 from tests.unit.control.virtual import run
 

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
+from rsrv.placement.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contacts import ContactError, Contacts
-from rsrv_gateway.contract import Act, ModelView, Weights, Worker, WorkerView
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import DEAD, ActError
 from tests.unit.gateway.workers import FakeControl, FakeTriton, Relay, looped, serving

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from rsrv_gateway.contract import Act, Worker, WorkerView
+from rsrv.placement.contract import Act, Worker, WorkerView
 from rsrv_gateway.probes import DEAD, ActError, Errands, Probes
 from tests.unit.control.virtual import run
 

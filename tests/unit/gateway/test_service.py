@@ -13,11 +13,11 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rsrv.control import cli
+from rsrv.cli import main as cli
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
+from rsrv.placement.contract import Counts, ModelView, Weights, WorkerView
 from rsrv.settings import ControlSection
-from rsrv_gateway.contract import Counts, ModelView, Weights, WorkerView
 from rsrv_gateway.service import GATEWAY, GatewayService, Health
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc

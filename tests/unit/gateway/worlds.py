@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from rsrv.control.grpc_server import ListenError
+from rsrv.placement.contract import Act, Counts, Step, Table, Worker, WorkerView
+from rsrv.placement.planner import Plan, Planner
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
 from rsrv_gateway.contacts import Control
-from rsrv_gateway.contract import Act, Counts, Step, Table, Worker, WorkerView
 from rsrv_gateway.members import Members
 from rsrv_gateway.plane import Plane
-from rsrv_gateway.planner import Plan, Planner
 from rsrv_gateway.probes import DEAD, Probes
 
 

@@ -21,8 +21,8 @@ from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.models import Model, build, warm_up
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.working_set import WorkingSet
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine

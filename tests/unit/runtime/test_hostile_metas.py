@@ -12,7 +12,7 @@ import pytest
 from rsrv.runtime.abstract_device import DeviceError
 from rsrv.runtime.connection import Group, MetaCounts
 from rsrv.runtime.runs import Runs
-from rsrv.runtime.scheduler import events as ev
+from rsrv.scheduler import events as ev
 from rsrv.stub.lane import Lane
 from rsrv.wire import frames
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where

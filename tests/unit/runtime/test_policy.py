@@ -8,8 +8,8 @@ from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.models import build
 from rsrv.runtime.policy import Policy, scheduler_settings
-from rsrv.runtime.scheduler.events import Pause, Program
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import Pause, Program
+from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import SettingsError, load_settings
 from rsrv_bundle import read_bundle
 from tests.fakes import FakeDevice

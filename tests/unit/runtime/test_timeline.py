@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.timeline import Span, Timeline, answer
+from rsrv.scheduler import events as ev
 
 
 def test_what_the_device_did() -> None:

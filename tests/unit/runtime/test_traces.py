@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rsrv.hooks import BadInput
-from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.timeline import Timeline
 from rsrv.runtime.traces import Traces
+from rsrv.scheduler import events as ev
 from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rsrv.runtime.scheduler import invariants
+from rsrv.scheduler import invariants
 from tests.unit.scheduler.driver import Driver
 
 

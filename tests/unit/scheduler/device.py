@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     Event,
     EvictWeights,
     Execute,
@@ -27,7 +27,7 @@ from rsrv.runtime.scheduler.events import (
     WarmUpEnded,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
 #: ticks at one moment that a scheduler may ask for; more are an endless loop.

@@ -12,8 +12,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from rsrv.runtime.scheduler import invariants
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler import invariants
+from rsrv.scheduler.events import (
     DEFAULT_PRIORITY,
     AbandonLoad,
     Admit,
@@ -50,8 +50,8 @@ from rsrv.runtime.scheduler.events import (
     WarmUpEnded,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.settings import SchedulerSettings
 
 #: one execution of a size costs this, unless a test says otherwise.
 COSTS = {(0, 1): 0.001, (0, 32): 0.004}

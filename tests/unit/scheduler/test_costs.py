@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.coalesce import plan_batch
-from rsrv.runtime.scheduler.costs import VariantCosts, variant_costs
-from rsrv.runtime.scheduler.errors import CallerError
+from rsrv.scheduler.coalesce import plan_batch
+from rsrv.scheduler.costs import VariantCosts, variant_costs
+from rsrv.scheduler.errors import CallerError
 
 
 def test_worked_example_of_learning() -> None:

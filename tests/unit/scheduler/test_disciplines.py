@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.events import DEFAULT_PRIORITY
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import DEFAULT_PRIORITY
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, ids, program
 
 
@@ -85,7 +85,7 @@ def test_priorities_go_in_order(discipline: str) -> None:
 
 def test_disciplines_change_while_requests_wait() -> None:
     """What waits is served in the new order from the next execution on; nothing is lost."""
-    from rsrv.runtime.scheduler.events import SettingsChanged
+    from rsrv.scheduler.events import SettingsChanged
 
     driver = machine("fifo")
     for deadline, name in ((0.9, "a"), (0.8, "b"), (0.7, "c"), (0.6, "a")):

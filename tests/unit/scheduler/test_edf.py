@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.events import Outcome, RequestsArrived
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import Outcome, RequestsArrived
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import executions, ids, program
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.events import EvictWeights, SettingsChanged
-from rsrv.runtime.scheduler.eviction import (
+from rsrv.scheduler.events import EvictWeights, SettingsChanged
+from rsrv.scheduler.eviction import (
     POLICIES,
     Resident,
     cost,
     lru,
     make_room,
 )
-from rsrv.runtime.scheduler.pieces import Piece
-from rsrv.runtime.scheduler.popularity import Uses, rate, remember
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.pieces import Piece
+from rsrv.scheduler.popularity import Uses, rate, remember
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

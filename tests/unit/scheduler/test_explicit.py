@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     AbandonLoad,
     Compact,
     EvictWeights,
@@ -21,7 +21,7 @@ from rsrv.runtime.scheduler.events import (
     Reason,
     WarmUp,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, program
 
 SINGLE = {(0, 1): 0.001}

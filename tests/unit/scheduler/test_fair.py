@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     Event,
     Execute,
     ExecutionFinished,
@@ -20,7 +20,7 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
 )
-from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.scheduler.scheduler import Scheduler
 
 CHEAP, DEAR = 0.0005, 0.080
 

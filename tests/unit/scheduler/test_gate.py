@@ -8,9 +8,9 @@ from math import nan
 
 import pytest
 
-from rsrv.runtime.scheduler import invariants
-from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler import invariants
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import (
     Admit,
     Finish,
     Instruction,
@@ -23,8 +23,8 @@ from rsrv.runtime.scheduler.events import (
     RunsAsked,
     SettingsChanged,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.snapshot import MetaSnapshot
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.snapshot import MetaSnapshot
 from tests.unit.scheduler.driver import Driver, program
 
 every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])

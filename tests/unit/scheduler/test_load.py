@@ -1,6 +1,6 @@
 """What is asked for often is the same as what the whole snapshot says."""
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     ExecutionFinished,
     ModelAdded,
     Outcome,
@@ -8,8 +8,8 @@ from rsrv.runtime.scheduler.events import (
     Request,
     RequestsArrived,
 )
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.settings import SchedulerSettings
 
 
 def test_the_load_is_a_part_of_the_snapshot() -> None:

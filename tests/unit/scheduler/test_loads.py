@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from rsrv.runtime.scheduler.events import EvictWeights, LoadWeights, Outcome, RequestsArrived
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import EvictWeights, LoadWeights, Outcome, RequestsArrived
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from rsrv.runtime.scheduler.events import Event, ExecutionFinished, Outcome
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import Event, ExecutionFinished, Outcome
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

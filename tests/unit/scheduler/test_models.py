@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import (
     AbandonLoad,
     EvictWeights,
     Finish,
@@ -16,8 +16,8 @@ from rsrv.runtime.scheduler.events import (
     Reason,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.weights import Residency
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.driver import Driver, executions, program
 
 # --- weights ----------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler import invariants
-from rsrv.runtime.scheduler.errors import CallerError, InvariantError
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler import invariants
+from rsrv.scheduler.errors import CallerError, InvariantError
+from rsrv.scheduler.events import (
     Event,
     ExecutionFinished,
     Finish,
@@ -19,9 +19,9 @@ from rsrv.runtime.scheduler.events import (
     Tick,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.weights import Residency
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.driver import Driver, executions, program
 
 # --- estimates --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     AbandonLoad,
     Compact,
     EvictWeights,
@@ -23,7 +23,7 @@ from rsrv.runtime.scheduler.events import (
     WarmUp,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver, executions, program
 
 

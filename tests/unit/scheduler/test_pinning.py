@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import (
     EvictWeights,
     GiveUp,
     LoadWeights,
@@ -15,8 +15,8 @@ from rsrv.runtime.scheduler.events import (
     Pinned,
     SettingsChanged,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.weights import Residency
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 

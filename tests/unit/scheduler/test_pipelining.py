@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.events import SettingsChanged
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import SettingsChanged
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import Outcome, PolicyChanged, Reason
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import Outcome, PolicyChanged, Reason
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, executions, program
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import (
     AbandonLoad,
     Compact,
     Event,
@@ -20,7 +20,7 @@ from rsrv.runtime.scheduler.events import (
     Reason,
     WarmUp,
 )
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, executions, program
 

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rsrv.runtime.scheduler import invariants
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler import invariants
+from rsrv.scheduler.disciplines import DISCIPLINES
+from rsrv.scheduler.events import (
     Admit,
     Compact,
     Event,
@@ -41,9 +41,9 @@ from rsrv.runtime.scheduler.events import (
     SettingsChanged,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.eviction import POLICIES
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.eviction import POLICIES
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.settings import SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
 MODELS = ("a", "b", "c")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.ranking import Ranking
+from rsrv.scheduler.ranking import Ranking
 
 
 def test_nobody_is_first_among_nobody() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     Execute,
     ExecutionFinished,
     Finish,

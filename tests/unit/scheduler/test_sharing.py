@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.errors import CallerError
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import (
     Event,
     EvictWeights,
     LoadWeights,
@@ -18,10 +18,10 @@ from rsrv.runtime.scheduler.events import (
     Program,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.eviction import Resident, in_order, lru, make_room
-from rsrv.runtime.scheduler.pieces import Piece
-from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.weights import Residency, Weights
+from rsrv.scheduler.eviction import Resident, in_order, lru, make_room
+from rsrv.scheduler.pieces import Piece
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weights import Residency, Weights
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 

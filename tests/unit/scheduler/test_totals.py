@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rsrv.runtime.scheduler.events import Compact, ModelRemoved, Outcome
-from rsrv.runtime.scheduler.settings import SchedulerSettings
-from rsrv.runtime.scheduler.totals import Cause, Stage, Totals
+from rsrv.scheduler.events import Compact, ModelRemoved, Outcome
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.totals import Cause, Stage, Totals
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.eviction import POLICIES, Resident, make_room
-from rsrv.runtime.scheduler.pieces import Piece
-from rsrv.runtime.scheduler.popularity import Uses, remember
+from rsrv.scheduler.eviction import POLICIES, Resident, make_room
+from rsrv.scheduler.pieces import Piece
+from rsrv.scheduler.popularity import Uses, remember
 from rsrv.sim.belady import most_hits
 
 

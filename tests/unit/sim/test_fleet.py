@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.runtime.scheduler.events import Outcome
+from rsrv.placement.contract import Act
+from rsrv.placement.routing import Mode
+from rsrv.scheduler.events import Outcome
 from rsrv.sim.cli import main
 from rsrv.sim.decisions import decision_lines, fleet_decision_lines
 from rsrv.sim.fleet import MODES, summarize_fleet, with_mode
 from rsrv.sim.record import FleetRecord
 from rsrv.sim.scenario import ScenarioError, load_scenario, parse_scenario
 from rsrv.sim.simulate import simulate, simulate_fleet
-from rsrv_gateway.contract import Act
-from rsrv_gateway.routing import Mode
 
 SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from ruamel.yaml.compat import StringIO
 
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
-from rsrv.runtime.scheduler.events import Outcome
+from rsrv.scheduler.disciplines import DISCIPLINES
+from rsrv.scheduler.events import Outcome
 from rsrv.sim.decisions import decision_lines
 from rsrv.sim.metrics import summarize
 from rsrv.sim.naive import NAIVE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.runtime.scheduler.events import Outcome
-from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.scheduler.events import Outcome
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.sim.record import SimulationError
 from rsrv.sim.scenario import ScenarioError
 from tests.unit.sim.helpers import decisions, metrics, run

@@ -56,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.orphans import end_orphans
         from rsrv.runtime.policy import scheduler_settings
-        from rsrv.runtime.scheduler.scheduler import Scheduler
         from rsrv.runtime.steering import control_command, keep_steering
         from rsrv.runtime.underway import Place, Task
         from rsrv.runtime.watchdog import Watchdog, describe
+        from rsrv.scheduler.scheduler import Scheduler
         from rsrv.settings import load_settings
         from rsrv_bundle.inspection import Inspector
 

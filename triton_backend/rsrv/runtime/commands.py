@@ -21,14 +21,14 @@ from rsrv.runtime.refused import Refused
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
-from rsrv.runtime.scheduler import events as ev
-from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import load
 from rsrv.runtime.timeline import Timeline, answer
 from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
+from rsrv.scheduler import events as ev
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import SettingsError
 from rsrv.wire.frames import Kind, ProtocolError, request_tag
 

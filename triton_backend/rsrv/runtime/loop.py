@@ -23,8 +23,6 @@ from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
-from rsrv.runtime.scheduler import events as ev
-from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.status import status
 from rsrv.runtime.timeline import Timeline
 from rsrv.runtime.traces import Traces
@@ -32,6 +30,8 @@ from rsrv.runtime.transport import Transport
 from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
+from rsrv.scheduler import events as ev
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
 from rsrv.wire.calls import unpack_calls, unpack_entrances, unpack_leavings, unpack_releases
 from rsrv.wire.frames import (

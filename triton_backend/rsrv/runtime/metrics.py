@@ -7,10 +7,10 @@ from typing import Any
 from rsrv.runtime.connection import Group, MetaCounts
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reported, Reports
-from rsrv.runtime.scheduler.events import Outcome, Reason
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.totals import Totals
 from rsrv.runtime.status import memory
+from rsrv.scheduler.events import Outcome, Reason
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.totals import Totals
 
 #: how a run of a meta model ended -> how requests of other models do; by any other status it is refused
 _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}

@@ -15,8 +15,8 @@ from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
-from rsrv.runtime.scheduler.events import Program
 from rsrv.runtime.underway import Phase, Place
+from rsrv.scheduler.events import Program
 from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
 from rsrv_bundle import Bundle, BundleError, read_bundle

@@ -12,10 +12,10 @@ from rsrv.runtime.catalog import Catalog
 from rsrv.runtime.models import Model, about
 from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.scheduler import events as ev
-from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.tiers import Ended, Tiers
 from rsrv.runtime.workers import Worker
+from rsrv.scheduler import events as ev
+from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.placement")
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rsrv.runtime.scheduler.events import Pause, Program
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.events import Pause, Program
+from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings import Residency, Settings, change_model, change_scheduler
 
 

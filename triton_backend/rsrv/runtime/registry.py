@@ -18,12 +18,12 @@ from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, Wanted, about, build, identify, to_json, warm_up, wire_tensors
 from rsrv.runtime.placement import Placement
 from rsrv.runtime.policy import Policy
-from rsrv.runtime.scheduler import events as ev
-from rsrv.runtime.scheduler.scheduler import Scheduler
 from rsrv.runtime.transport import Transport
 from rsrv.runtime.underway import Phase, Underway
 from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox, Worker
+from rsrv.scheduler import events as ev
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 from rsrv_bundle import Bundle, BundleError

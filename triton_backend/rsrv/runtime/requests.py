@@ -10,9 +10,9 @@ from rsrv.runtime.connection import Connection
 from rsrv.runtime.execution import AnyPart, CallPart, Job, Part
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run, Runs, find_sources, find_targets
-from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
+from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.layout import ALIGNMENT

@@ -12,7 +12,7 @@ import numpy as np
 
 from rsrv.runtime.abstract_device import Array, Buffer
 from rsrv.runtime.connection import Connection, Group
-from rsrv.runtime.scheduler import events as ev
+from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import ProtocolError, Status
 from rsrv.wire.layout import ITEMSIZE, Block, Tensor

@@ -9,9 +9,9 @@ from rsrv.runtime.catalog import Catalog, Listed
 from rsrv.runtime.connection import Group, MetaCounts
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
-from rsrv.runtime.scheduler.scheduler import Scheduler
-from rsrv.runtime.scheduler.snapshot import Load, ModelSnapshot, Snapshot
 from rsrv.runtime.tiers import Tiers
+from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.snapshot import Load, ModelSnapshot, Snapshot
 
 
 def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dict[str, Any]:

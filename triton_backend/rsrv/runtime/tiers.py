@@ -12,10 +12,10 @@ from rsrv.runtime.abstract_device import Abandoned, Array, Buffer, Device, OutOf
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
 from rsrv.runtime.models import Model, about
-from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.underway import Phase, Place
 from rsrv.runtime.workers import Inbox, Worker
 from rsrv.runtime.working_set import WorkingSet
+from rsrv.scheduler import events as ev
 from rsrv.settings import Settings
 from rsrv_bundle import BundleError
 

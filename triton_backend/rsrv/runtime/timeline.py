@@ -3,7 +3,7 @@
 from typing import Any, Literal, NamedTuple
 
 from rsrv.runtime.latest import Latest
-from rsrv.runtime.scheduler import events as ev
+from rsrv.scheduler import events as ev
 
 #: spans that are kept: half a minute of a thousand a second. About 5 MB.
 LENGTH = 32_768

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rsrv.runtime.latest import Latest
-from rsrv.runtime.scheduler import events as ev
 from rsrv.runtime.timeline import Span as Doing
 from rsrv.runtime.timeline import Timeline
+from rsrv.scheduler import events as ev
 from rsrv.wire.traces import Mark, Span
 
 #: spans that are kept, and those of one answer: putting more into words would hold up requests

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from heapq import merge
 
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.events import (
     AbandonLoad,
     Admit,
     EvictWeights,

@@ -12,8 +12,8 @@ from itertools import count
 from math import inf
 from random import Random
 
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
-from rsrv.runtime.scheduler.events import (
+from rsrv.scheduler.disciplines import DISCIPLINES
+from rsrv.scheduler.events import (
     AbandonLoad,
     Event,
     EvictWeights,
@@ -28,7 +28,7 @@ from rsrv.runtime.scheduler.events import (
     Tick,
     WeightsLoaded,
 )
-from rsrv.runtime.scheduler.scheduler import Scheduler
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.sim.arrivals import instant
 from rsrv.sim.naive import NAIVE
 from rsrv.sim.record import Execution, Load, Record, Sent, SimulationError

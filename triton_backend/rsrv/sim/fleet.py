@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, get_args
 
+from rsrv.placement.routing import Mode
 from rsrv.sim.record import FleetRecord, Record
 from rsrv.sim.scenario import Scenario
 from rsrv.sim.tally import Tally, in_time, ratio, rounded
-from rsrv_gateway.routing import Mode
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rsrv.runtime.scheduler.events import Outcome
+from rsrv.scheduler.events import Outcome
 from rsrv.sim.record import FleetRecord
 
 _COLOURS = {"round_robin": "#CC79A7", "least_outstanding": "#E69F00", "lpt_packing": "#0072B2"}

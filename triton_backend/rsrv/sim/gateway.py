@@ -8,14 +8,14 @@ then the planner sees what a server would show of a model that nobody has asked 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from rsrv.runtime.scheduler.events import Event, Evict, Prefetch, Program, Request
+from rsrv.placement.contract import Act, ModelView, Step, Table, Weights, WorkerView
+from rsrv.placement.planner import Planner
+from rsrv.placement.routing import Choice, Router
+from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
 from rsrv.settings_fleet import GatewaySection
 from rsrv.sim.arrivals import instant
 from rsrv.sim.device import Device
 from rsrv.sim.scenario import Scenario
-from rsrv_gateway.contract import Act, ModelView, Step, Table, Weights, WorkerView
-from rsrv_gateway.planner import Planner
-from rsrv_gateway.routing import Choice, Router
 
 #: the input whose shape would tell the rows of a request, and its axis
 _ROWS = ("rows", 0)

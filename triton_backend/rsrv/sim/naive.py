@@ -5,8 +5,8 @@ Both take a model's requests in order of arrival, and know nothing of cost.
 
 from collections.abc import Callable, Mapping
 
-from rsrv.runtime.scheduler.disciplines import Candidate, Discipline, Fifo
-from rsrv.runtime.scheduler.ranking import Rank
+from rsrv.scheduler.disciplines import Candidate, Discipline, Fifo
+from rsrv.scheduler.ranking import Rank
 
 
 class StaticPriority(Fifo):

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rsrv.runtime.scheduler.events import Execute, Instruction, Outcome, Request
+from rsrv.placement.contract import Step
+from rsrv.scheduler.events import Execute, Instruction, Outcome, Request
 from rsrv.sim.scenario import Scenario
-from rsrv_gateway.contract import Step
 
 
 class SimulationError(Exception):

@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rsrv.explain import YamlError, explain, nearest, read_yaml
-from rsrv.runtime.scheduler.disciplines import DISCIPLINES
-from rsrv.runtime.scheduler.events import Program
-from rsrv.runtime.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.disciplines import DISCIPLINES
+from rsrv.scheduler.events import Program
+from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection
 from rsrv.sim.naive import NAIVE
 from rsrv.sim.schema import LONGEST, Bursts, Closed, File, Model, Poisson, Request, Trace, Zipf

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from rsrv.runtime.scheduler.events import Outcome
+from rsrv.scheduler.events import Outcome
 from rsrv.sim.record import Execution, Load, Sent
 
 #: outcome -> its name in the metrics.

@@ -1,0 +1,211 @@
+"""What models take of the devices, told from counters that workers show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.placement.contract import ModelView, Weights, WorkerView
+from rsrv.placement.costs import Costs
+
+STEP = 2.0
+
+
+def shown(
+    device_s: float, requests: int = 0, items: int = 0, *, queued: int = 0, item_s: float | None = None
+) -> ModelView:
+    return ModelView(
+        bytes=1,
+        weights=Weights.RESIDENT,
+        device_seconds=device_s,
+        requests=requests,
+        items=items,
+        queued=queued,
+        item_s=item_s,
+    )
+
+
+def worker(instance: str = "i", /, **models: ModelView) -> WorkerView:
+    return WorkerView(alive=True, ready=frozenset(models), instance=instance, models=models)
+
+
+def test_steady_work_is_known_after_one_sample() -> None:
+    """Half of a device's time is a utilisation of a half, from the second view on, and so are rate and cost."""
+    costs = Costs(300.0)
+    for n in range(4):
+        costs.observe({"w": worker(m=shown(n * 1.0, n * 10, n * 100))}, n * STEP)
+        if n:
+            assert costs.measured("m").utilisation == pytest.approx(0.5)
+            assert costs.measured("m").requests_s == pytest.approx(5.0)
+            assert costs.measured("m").item_s == pytest.approx(0.01)
+
+
+def test_workers_add_up() -> None:
+    """A model's utilisation is that of all workers together."""
+    costs = Costs(300.0)
+    for n in range(3):
+        costs.observe({"v": worker(m=shown(n * 1.0)), "w": worker(m=shown(n * 2.0))}, n * STEP)
+
+    assert costs.measured("m").utilisation == pytest.approx(1.5)
+
+
+def test_a_worker_that_joins_brings_no_past() -> None:
+    """What a worker consumed before it was first seen does not count."""
+    costs = Costs(300.0)
+    costs.observe({"v": worker(m=shown(0.0))}, 0.0)
+
+    assert costs.observe({"v": worker(m=shown(1.0)), "w": worker(m=shown(1e6, 10**9))}, STEP) == 1.0
+    assert costs.observe({"v": worker(m=shown(2.0)), "w": worker(m=shown(1e6 + 1, 10**9))}, 2 * STEP) == 2.0
+    assert costs.measured("m").utilisation < 1.1
+
+
+@pytest.mark.parametrize("lost", [WorkerView(alive=False), WorkerView(alive=True)])
+def test_a_worker_that_misses_a_probe_brings_what_happened_meanwhile(lost: WorkerView) -> None:
+    """Neither its lifetime nor nothing: the difference to the last time that its counters were seen."""
+    costs = Costs(300.0)
+    costs.observe({"w": worker(m=shown(100.0))}, 0.0)
+    costs.observe({"w": worker(m=shown(101.0))}, STEP)
+    assert costs.observe({"w": lost}, 2 * STEP) == 0.0
+
+    assert costs.observe({"w": worker(m=shown(103.0))}, 3 * STEP) == pytest.approx(2.0)
+    assert costs.measured("m").utilisation == pytest.approx(0.5)
+
+
+def test_another_instance_begins_anew() -> None:
+    """Counters of another runtime are not compared, even when they are higher."""
+    costs = Costs(300.0)
+    costs.observe({"w": worker("i", m=shown(1.0))}, 0.0)
+
+    assert costs.observe({"w": worker("j", m=shown(50.0))}, STEP) == 0.0
+    assert costs.observe({"w": worker("j", m=shown(51.0))}, 2 * STEP) == 1.0
+
+
+def test_a_model_that_was_loaded_anew_does_not_disturb_the_others() -> None:
+    """Only the model whose counters fell is left out once."""
+    costs = Costs(300.0)
+    costs.observe({"w": worker(a=shown(10.0, 10), b=shown(10.0))}, 0.0)
+
+    assert costs.observe({"w": worker(a=shown(11.0, 3), b=shown(11.0))}, STEP) == 1.0
+    assert costs.observe({"w": worker(a=shown(12.0, 4), b=shown(12.0))}, 2 * STEP) == 2.0
+    assert costs.measured("a").utilisation == pytest.approx(0.5)
+
+
+def test_views_that_say_nothing_new_do_not_count() -> None:
+    """The same view again, and views in quick succession, change nothing."""
+    costs = Costs(300.0)
+    costs.observe({"w": worker(m=shown(0.0))}, 0.0)
+    view = worker(m=shown(1.0))
+    costs.observe({"w": view}, STEP)
+    before = costs.measured("m")
+
+    assert costs.observe({"w": view}, 2 * STEP) == 0.0
+    assert costs.measured("m") == before
+    costs.observe({"w": worker(m=shown(2.0))}, 3 * STEP)
+    assert costs.observe({"w": worker(m=shown(9.0))}, 3 * STEP + 0.1) == 0.0
+
+
+def test_long_executions_are_no_peaks() -> None:
+    """An execution of 1.8 s at a time, looked at every 0.2 s, is a utilisation of 0.9 and not of nine."""
+    costs = Costs(20.0)
+    for n in range(300):
+        costs.observe({"w": worker(m=shown(n // 10 * 1.8))}, n * 0.2)
+
+    assert costs.measured("m").utilisation == pytest.approx(0.9, rel=0.01)
+
+
+def test_a_queue_shows_what_a_full_device_hides() -> None:
+    """Of two models that share a device half and half, the one with the queue asks for more."""
+    costs = Costs(300.0)
+    for n in range(4):
+        queue = shown(n * 1.0, n * 10, n * 10, queued=20)
+        costs.observe({"w": worker(a=queue, b=shown(n * 1.0, n * 10, n * 10))}, n * STEP)
+
+    assert costs.measured("a").utilisation == pytest.approx(0.5 + 20 * 0.1)
+    assert costs.measured("b").utilisation == pytest.approx(0.5)
+
+
+def test_half_is_forgotten_after_the_halflife() -> None:
+    """After as many device seconds as the half-life the average is half way to what it is now."""
+    costs = Costs(10.0)
+    used = {"a": 0.0, "b": 0.0}
+    clock = 0.0
+
+    def run(seconds: float, model: str) -> None:
+        nonlocal clock
+        for _ in range(round(seconds / STEP)):
+            clock += STEP
+            used[model] += STEP
+            costs.observe({"w": worker("i", **{name: shown(s) for name, s in used.items()})}, clock)
+
+    costs.observe({"w": worker(a=shown(0.0), b=shown(0.0))}, clock)
+    run(200.0, "a")
+    assert costs.measured("a").utilisation == pytest.approx(1.0)
+    run(10.0, "b")
+
+    assert costs.measured("a").utilisation == pytest.approx(0.5, rel=0.01)
+    assert costs.measured("b").utilisation == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_night_without_requests_changes_nothing() -> None:
+    """Averages fade by device seconds, so idle time leaves them as they were."""
+    costs = Costs(10.0)
+    for n in range(20):
+        costs.observe({"w": worker(m=shown(n * 1.0, n))}, n * STEP)
+    before = costs.measured("m")
+    for n in range(20, 2000):
+        costs.observe({"w": worker(m=shown(19.0, 19))}, n * STEP)
+
+    assert costs.measured("m") == before
+
+
+def test_what_the_workers_expect_stands_in() -> None:
+    """Before a model was seen executing, its cost is the mean of what workers expect; None: they do not know."""
+    costs = Costs(300.0)
+    costs.observe({"v": worker(m=shown(0, item_s=0.1), n=shown(0)), "w": worker(m=shown(0, item_s=0.3))}, 0.0)
+
+    assert costs.measured("m").item_s == pytest.approx(0.2)
+    assert costs.measured("n").item_s is None
+    assert costs.measured("stranger").item_s is None
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    """Workers that left, and models that nobody shows any more, leave nothing behind."""
+    costs = Costs(300.0)
+    for n in range(3):
+        costs.observe({"v": worker(m=shown(n)), "w": worker(n=shown(n))}, n * STEP)
+    assert costs.where == {"m": {"v": 2.0}, "n": {"w": 2.0}}
+
+    costs.observe({"w": worker(n=shown(3))}, 3 * STEP)
+    assert costs.measured("m").utilisation == 0.0
+    assert set(costs.where) == {"n"}
+    costs.observe({}, 4 * STEP)
+    assert (costs.where, costs._averages, costs._views, costs._samples) == ({}, {}, {}, {})
+
+
+@given(st.integers(0, 2**32))
+def test_nothing_jumps(seed: int) -> None:
+    """Workers that restart, vanish and return at random: a model never shows more than the devices can do."""
+    random = Random(seed)
+    costs = Costs(5.0)
+    workers = ["u", "v", "w"]
+    state = {name: ("0", shown(random.uniform(0, 1e6), 10**6, 10**7)) for name in workers}
+    consumed = 0.0
+    for n in range(1, 40):
+        views = {}
+        for name in workers:
+            instance, model = state[name]
+            if random.random() < 0.1:
+                instance, model = str(n), shown(random.uniform(0, 3.0))
+            busy = random.uniform(0, STEP)
+            model = replace(model, device_seconds=model.device_seconds + busy, requests=model.requests + 1)
+            state[name] = (instance, model)
+            if random.random() < 0.8:
+                views[name] = worker(instance, m=model) if random.random() < 0.8 else WorkerView(alive=False)
+        consumed += costs.observe(views, n * STEP)
+
+        assert 0.0 <= costs.measured("m").utilisation <= 3.0
+    assert consumed <= 3 * 40 * STEP

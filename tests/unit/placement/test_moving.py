@@ -1,0 +1,190 @@
+"""How models get where the packing wants them: weights first, then requests, then the old home is freed."""
+
+from __future__ import annotations
+
+from rsrv.placement.contract import Act, Step, Weights
+from rsrv.placement.moves import MOVE_LIMIT_S
+from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes
+
+
+def moving(fleet: Fleet | None = None) -> Scene:
+    """Model a is at v, and an operator has it packed onto w."""
+    scene = Scene(fleet or Fleet(["v", "w"], {"a": Model()}, load_s=3.0), Script(a=("v",)))
+    scene.settle()
+    scene.script.placed["a"] = ("w",)
+    scene.planner.repack()
+    return scene
+
+
+def test_a_moved_model_is_warm_before_traffic_moves() -> None:
+    """Weights first, then the table, and then the old home is freed."""
+    scene = moving()
+    seen = []
+    for _ in range(12):
+        plan = scene.look()
+        seen.append((plan.table["a"].placed, scene.fleet.copy("w", "a").weights, plan.steps))
+        if plan.table["a"].placed == ("v",):
+            assert plan.status.models[0].moving_to == ("w",)
+
+    assert [steps for _, _, steps in seen if steps] == [
+        (Step(Act.PREFETCH, "w", "a"),),
+        (Step(Act.EVICT, "v", "a"),),
+    ]
+    assert all(weights is Weights.RESIDENT for placed, weights, _ in seen if placed == ("w",))
+    assert [placed for placed, _, _ in seen] == [("v",)] * 6 + [("w",)] * 6
+    assert scene.fleet.resident("v") == set()
+
+
+def test_weights_that_do_not_come_are_asked_for_again_and_then_not_waited_for() -> None:
+    """After the limit traffic moves without them: the worker loads them with the first request."""
+    scene = moving()
+    asked = 0
+    for _ in range(round(MOVE_LIMIT_S / LOOK_S)):
+        plan = scene.look(do=False)
+        asked += len(plan.steps)
+        assert plan.table["a"].placed == ("v",)
+
+    assert 3 <= asked <= 10
+    assert scene.look(do=False).table["a"].placed == ("w",)
+
+
+def test_a_move_away_from_a_dead_worker_waits_for_nothing() -> None:
+    """Without its old home a model goes to the new one, cold, in the same look."""
+    scene = moving()
+    scene.look()
+    scene.fleet.servers["v"].alive = False
+
+    assert homes(scene.look().table) == {"a": ("w",)}
+
+
+def test_who_has_the_weights_serves_meanwhile() -> None:
+    """When the home of a model dies and a third worker has its weights, that one has the requests until the new home is
+    warm."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
+    scene = Scene(fleet, Script(a=("v",)))
+    scene.settle()
+    fleet.copy("u", "a").weights = Weights.RESIDENT
+    scene.script.placed["a"] = ("w",)
+    fleet.servers["v"].alive = False
+
+    assert homes(scene.look().table) == {"a": ("u",)}
+    assert homes(scene.settle(4.0).table) == {"a": ("w",)}
+    scene.settle(2.0)
+    assert fleet.resident("u") == set()
+
+
+def test_replicas_are_added_when_they_are_warm() -> None:
+    """A second replica gets requests when it has the weights; the first one keeps them all until then."""
+    scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}, load_s=2.0), Script(a=("v",)))
+    scene.settle()
+    scene.planner.set_placement("a", replicas=2)
+    scene.script.placed["a"] = ("u", "w")
+    scene.fleet.copy("w", "a").weights = Weights.RESIDENT
+    scene.planner.repack()
+
+    assert homes(scene.look().table) == {"a": ("v", "w")}
+    assert homes(scene.settle(3.0).table) == {"a": ("u", "w")}
+
+
+def test_the_old_home_keeps_the_weights_while_it_works() -> None:
+    """Nothing is freed while requests wait or execute there, nor in the look at which the table changes."""
+    scene = moving()
+    copy = scene.fleet.copy("v", "a")
+    copy.weights = Weights.LOADING
+    copy.until, copy.queued = 1e9, 3
+    for _ in range(40):
+        plan = scene.look()
+        assert Act.EVICT not in {step.act for step in plan.steps}
+
+    assert homes(plan.table) == {"a": ("w",)}
+    copy.queued = 0
+    assert scene.look().steps == (Step(Act.EVICT, "v", "a"),)
+
+
+def test_an_old_home_that_others_use_is_left_to_them() -> None:
+    """Where requests of another gateway keep coming the weights are not taken away."""
+    scene = moving()
+    for _ in range(round(2 * MOVE_LIMIT_S / LOOK_S)):
+        scene.fleet.copy("v", "a").requests += 1
+        plan = scene.look()
+
+        assert Act.EVICT not in {step.act for step in plan.steps}
+
+
+def test_a_model_that_comes_back_is_not_freed() -> None:
+    """A home that is one again before it was freed keeps its weights."""
+    scene = moving()
+    busy = scene.fleet.copy("v", "a")
+    busy.queued = 0.6
+    for _ in range(8):
+        plan = scene.look()
+    assert homes(plan.table) == {"a": ("w",)}
+    scene.script.placed["a"] = ("v",)
+    scene.planner.repack()
+    assert homes(scene.look().table) == {"a": ("v",)}
+    busy.queued = 0
+
+    assert [step for _ in range(10) for step in scene.look().steps] == [Step(Act.EVICT, "w", "a")]
+
+
+def test_what_cannot_stay_is_not_fetched() -> None:
+    """Where more is placed than fits the busiest have their weights fetched, and the others are not waited for."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+    scene.settle()
+    for n in range(8):
+        fleet.copy("v", "a").device_s = 0.1 * n
+        scene.look()
+    scene.script.placed.update(a=("w",))
+    scene.planner.repack()
+    plan = scene.look(do=False)
+    assert Step(Act.PREFETCH, "w", "a") in plan.steps
+    scene.script.placed.update(a=("v",), b=("v",))
+    scene.planner.repack()
+    plan = scene.look(do=False)
+
+    assert homes(plan.table) == {"a": ("v",), "b": ("v",)}
+    assert plan.steps == ()
+    assert [worker.oversubscribed for worker in plan.status.workers] == [True, False]
+    assert any("v cannot hold" in warning for warning in plan.status.warnings)
+
+
+def test_what_was_done_at_the_old_home_does_not_count() -> None:
+    """After a move only what executed since then tells where a model is; during one it is where it goes."""
+    scene = moving()
+    before = []
+    for n in range(20):
+        placed = homes(scene.look().table)["a"]
+        scene.fleet.copy(placed[0], "a").device_s += 0.5
+        if n in (2, 19):
+            scene.planner.repack()
+            scene.look()
+            before.append((placed, scene.script.asked[-1][2]["a"]))
+
+    assert before == [(("v",), ("w",)), (("w",), ("w",))]
+
+
+def test_what_gives_way_at_its_home_is_not_asked_for_again() -> None:
+    """A worker that freed weights for others loads them with the next request, and not because of us."""
+    scene = Scene(Fleet(["v"], {"a": Model()}), Script())
+    scene.settle()
+    scene.fleet.copy("v", "a").weights = Weights.ABSENT
+
+    assert scene.settle(20.0).steps == ()
+    assert scene.fleet.resident("v") == set()
+
+
+def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
+    """There, weights that were fetched for a busy model give way before its first request."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()}, budget=15)
+    scene = Scene(fleet, Script(a=("v",), b=("w",)))
+    scene.settle()
+    for n in range(8):
+        fleet.copy("v", "a").device_s = 0.1 * n
+        scene.look()
+    scene.script.placed.update(a=("w",))
+    scene.planner.repack()
+    plan = scene.look(do=False)
+
+    assert Step(Act.PREFETCH, "w", "a") in plan.steps
+    assert homes(plan.table) == {"a": ("w",), "b": ("w",)}

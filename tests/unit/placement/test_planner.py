@@ -1,0 +1,391 @@
+"""When models are packed anew, by what, and what the table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rsrv.placement.contract import Act, ModelView, Step, Weights, WorkerView
+from rsrv.placement.planner import SETTLE_S, Planner
+from rsrv.placement.routing import Router
+from rsrv.settings_fleet import GatewayModelSection
+from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes, options
+
+
+@pytest.mark.parametrize("mode", ["round_robin", "least_outstanding"])
+def test_other_modes_have_a_table_only(mode: str) -> None:
+    """Without packing each model goes wherever it is ready, and nothing is asked of the workers."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
+    fleet.servers["w"].ready.discard("b")
+
+    plan = Planner(options(mode=mode)).look(fleet.views(), 0.0)
+
+    assert {name: routes.ready for name, routes in plan.table.items()} == {"a": ("v", "w"), "b": ("v",)}
+    assert set(homes(plan.table).values()) == {()}
+    assert plan.steps == ()
+
+
+@pytest.mark.parametrize(
+    ("mode", "basis", "charge", "per_item", "looks"),
+    [
+        ("round_robin", "compute", 1.0, False, False),
+        ("least_outstanding", "requests", 1.0, False, False),
+        ("least_outstanding", "items", 1.0, True, True),
+        ("least_outstanding", "compute", 0.5, True, True),
+        ("lpt_packing", "requests", 1.0, False, False),
+        ("lpt_packing", "compute", 0.5, True, True),
+    ],
+)
+def test_what_a_request_charges(mode: str, basis: str, charge: float, per_item: bool, looks: bool) -> None:
+    """The work basis decides what counts, and bodies are looked into only where somebody needs to know."""
+    fleet = Fleet(["v", "w"], {"a": Model()})
+    views = fleet.views()
+    shown = views["v"].models["a"]
+    views["v"] = replace(views["v"], models={"a": replace(shown, item_s=0.5)})
+
+    routes = Planner(options(mode=mode, work_basis=basis)).look(views, 0.0).table["a"]
+
+    assert (routes.charge, routes.per_item) == (charge, per_item)
+    assert (routes.batch_input is not None) == looks
+
+
+def test_costs_that_hardly_change_leave_the_table_alone() -> None:
+    """The plan has the very table of before until a charge is off by a tenth; unknown costs count as the usual one."""
+    fleet = Fleet(["v"], {"a": Model(), "b": Model()})
+    planner = Planner(options(mode="least_outstanding"))
+    views = fleet.views()["v"]
+
+    def table(item_s: float) -> object:
+        models = {**views.models, "a": replace(views.models["a"], item_s=item_s)}
+        return planner.look({"v": replace(views, models=models, instance=str(item_s))}, 0.0).table
+
+    first = table(0.5)
+    assert table(0.52) is first
+    second = table(0.6)
+    assert second is not first
+    assert {routes.charge for routes in second.values()} == {0.6}  # type: ignore[attr-defined]
+
+
+def test_models_of_workers_that_do_not_answer_are_known() -> None:
+    """While all workers of a model are away it stays in the table, without anybody who serves it."""
+    fleet = Fleet(["v"], {"a": Model()})
+    planner = Planner(options())
+    planner.look(fleet.views(), 0.0)
+    fleet.servers["v"].alive = False
+
+    assert planner.look(fleet.views(), 1.0).table["a"].ready == ()
+    assert planner.look({}, 2.0).table == {}
+
+
+def test_homes_from_the_start() -> None:
+    """With the first look at all workers each model has a home, whose weights are asked for once."""
+    scene = Scene(Fleet(["v", "w"], {"a": Model(), "b": Model()}), Script(a=("v",), b=("w",)))
+
+    plan = scene.look()
+
+    assert homes(plan.table) == {"a": ("v",), "b": ("w",)}
+    assert set(plan.steps) == {Step(Act.PREFETCH, "v", "a"), Step(Act.PREFETCH, "w", "b")}
+    assert scene.look().steps == ()
+    assert plan.status.repacks.last == "start"
+
+
+def test_a_start_with_missing_workers_waits_a_moment() -> None:
+    """Until all have answered, or nothing has changed for a while, models go wherever they are ready."""
+    scene = Scene(Fleet(["u", "v", "w"], {"a": Model()}), Script(a=("v",)))
+    scene.fleet.servers["u"].alive = False
+    plan = scene.look()
+    assert homes(plan.table) == {"a": ()}
+    assert any("not all workers" in warning for warning in plan.status.warnings)
+
+    plan = scene.settle(SETTLE_S - LOOK_S)
+    assert homes(plan.table) == {"a": ()}
+    assert homes(scene.look().table) == {"a": ("v",)}
+
+
+def test_models_stay_where_their_weights_are() -> None:
+    """A gateway that starts beside running workers leaves models where they are resident, if that is clear."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
+    for worker, model in (("w", "a"), ("v", "b"), ("w", "b")):
+        fleet.copy(worker, model).weights = Weights.RESIDENT
+    scene = Scene(fleet, Script(a=("v",), b=("v",), c=("v",)))
+
+    plan = scene.look()
+
+    asked = scene.script.asked[0][0]
+    both = frozenset("vw")
+    assert {name: load.allowed for name, load in asked.items()} == {"a": frozenset("w"), "b": both, "c": both}
+    assert homes(plan.table) == {"a": ("w",), "b": ("v",), "c": ("v",)}
+
+
+def test_pinned_weights_take_their_part_of_the_budget() -> None:
+    """Models that stay on every device need no room of the packing, and leave it less."""
+    fleet = Fleet(["v", "w"], {"a": Model(bytes=7, pinned=True), "b": Model(bytes=5)}, budget=20)
+    scene = Scene(fleet, Script())
+    scene.look()
+
+    loads, rooms, _ = scene.script.asked[0]
+    assert {name: load.bytes for name, load in loads.items()} == {"a": 0, "b": 5}
+    assert rooms == {"v": 13, "w": 13}
+
+
+def test_a_meta_model_and_what_it_calls_are_together() -> None:
+    """Models that calls connect are one load, and move when all of them are warm."""
+    fleet = Fleet(["v", "w"], {name: Model(bytes=n + 1) for n, name in enumerate("abcd")}, load_s=1.0)
+    for server in fleet.servers.values():
+        server.ready |= {"m", "n"}
+        server.calls = {"m": frozenset("ab"), "n": frozenset("bc")}
+    scene = Scene(fleet, Script(a=("v",), d=("w",)))
+    plan = scene.settle()
+    assert {(load.name, load.bytes) for load in scene.script.asked[0][0].values()} == {("a", 6), ("d", 4)}
+    assert homes(plan.table) == {**dict.fromkeys("abcmn", ("v",)), "d": ("w",)}
+
+    scene.script.placed["a"] = ("w",)
+    scene.planner.repack()
+    scene.look(do=False)
+    for model in "ab":
+        fleet.copy("w", model).weights = Weights.RESIDENT
+    assert homes(scene.look(do=False).table)["m"] == ("v",)
+    fleet.copy("w", "c").weights = Weights.RESIDENT
+    assert homes(scene.look().table) == dict.fromkeys("abcdmn", ("w",))
+
+
+def test_a_meta_model_torn_apart_is_told() -> None:
+    """Where no worker has all that a meta model calls its parts are packed one by one, with a warning."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
+    fleet.servers["v"].ready = {"a", "m"}
+    fleet.servers["w"].ready = {"b"}
+    fleet.servers["v"].calls = {"m": frozenset("ab")}
+    scene = Scene(fleet, Script())
+
+    plan = scene.look()
+
+    assert homes(plan.table) == {"a": ("v",), "b": ("w",), "m": ("v",)}
+    assert any(warning.startswith("m and the models that it calls") for warning in plan.status.warnings)
+
+
+def test_a_meta_model_charges_what_it_calls() -> None:
+    """A request to a meta model is as dear as an item of each of its models."""
+    fleet = Fleet(["v"], {"a": Model(), "b": Model()})
+    fleet.servers["v"].ready |= {"m"}
+    fleet.servers["v"].calls = {"m": frozenset("ab")}
+    view = fleet.views()["v"]
+    models = {name: replace(view.models[name], item_s=s) for name, s in (("a", 0.1), ("b", 0.3))}
+
+    table = Planner(options()).look({"v": replace(view, models=models)}, 0.0).table
+
+    assert table["m"].charge == pytest.approx(0.4)
+
+
+def test_models_of_other_backends_are_not_packed() -> None:
+    """What no control service says anything of goes to all workers where it is ready."""
+    fleet = Fleet(["v", "w"], {"a": Model()})
+    for server in fleet.servers.values():
+        server.ready.add("onnx")
+    plan = Scene(fleet, Script()).look()
+
+    assert (plan.table["onnx"].ready, plan.table["onnx"].placed) == (("v", "w"), ())
+
+
+def test_consumed_device_seconds_repack() -> None:
+    """The first time after the first budget, then after the other one; an operator's repack starts the count anew."""
+    fleet = Fleet(["v"], {"a": Model()})
+    scene = Scene(fleet, Script(), first_rebalance_device_s=10, rebalance_device_s=30)
+    at = []
+    for n in range(400):
+        fleet.copy("v", "a").device_s = n * LOOK_S
+        if n == 200:
+            scene.planner.repack()
+        plan = scene.look()
+        if plan.status.repacks.last_at == fleet.now - LOOK_S and plan.status.repacks.last != "start":
+            at.append((plan.status.repacks.last, n * LOOK_S))
+
+    assert at == [
+        ("work", 10.0),
+        ("work", 40.0),
+        ("work", 70.0),
+        ("operator", 100.0),
+        ("work", 130.0),
+        ("work", 160.0),
+        ("work", 190.0),
+    ]
+    assert plan.status.repacks.counts == {"start": 1, "work": 6, "operator": 1}
+    assert (plan.status.repacks.asked, plan.status.repacks.done) == (1, 1)
+    assert plan.status.repacks.threshold_device_s == 30
+
+
+def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
+    """Whoever sent the requests: among workers with a tenth of its work the first by name counts as its home; where
+    nothing executed it is the last target."""
+    fleet = Fleet(["v", "w"], {"a": Model()})
+    scene = Scene(fleet, Script(a=("w",)))
+    scene.settle()
+    before = []
+    for v, w in ((1.0, 1.0), (0.0, 1.0), (0.01, 1.0), (1.0, 0.0), (0.0, 0.0)):
+        for _ in range(10):
+            fleet.copy("v", "a").device_s += v
+            fleet.copy("w", "a").device_s += w
+            scene.look()
+        scene.planner.repack()
+        scene.look()
+        before.append(scene.script.asked[-1][2]["a"])
+
+    assert before == [("v",), ("w",), ("w",), ("v",), ("w",)]
+
+
+def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
+    """Its models come one by one; all is packed once, a moment after the last."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
+    late = fleet.servers.pop("w")
+    late.ready = set()
+    scene = Scene(fleet, Script())
+    scene.settle()
+    fleet.servers["w"] = late
+    for name in "abc":
+        late.ready.add(name)
+        scene.look()
+    joined = len(scene.script.asked)
+    scene.script.placed["b"] = ("w",)
+    plan = scene.settle(SETTLE_S + 3.0)
+
+    assert joined == 1
+    assert len(scene.script.asked) == 2
+    assert plan.status.repacks.last == "membership"
+    assert homes(plan.table)["b"] == ("w",)
+
+
+def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
+    """They get one at once; the others stay, and are packed anew a moment later."""
+    scene = Scene(Fleet(["u", "v", "w"], {"a": Model(), "b": Model()}), Script(a=("u",), b=("v",)))
+    scene.settle()
+    scene.script.placed.update(a=("w",), b=("w",))
+    scene.fleet.servers["u"].alive = False
+
+    plan = scene.look()
+
+    assert homes(plan.table) == {"a": ("w",), "b": ("v",)}
+    assert scene.script.asked[-1][0]["b"].allowed == frozenset("v")
+    assert plan.status.repacks.last == "homes"
+    assert scene.settle().status.repacks.last == "membership"
+
+
+def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
+    """With the look that sees it again, as it has their weights; who stood in frees its own, and nothing moves later."""
+    models = {name: Model(bytes=10) for name in "abcdefgh"}
+    fleet = Fleet(["v", "w"], models, budget=50)
+    scene = Scene(fleet, Script())
+    scene.planner = Planner(options())
+    before = homes(scene.settle(10.0).table)
+    assert {len(fleet.resident(worker)) for worker in "vw"} == {4}
+    fleet.servers["v"].alive = False
+    assert set(homes(scene.look().table).values()) == {("w",)}
+    fleet.servers["v"].alive = True
+
+    plan = scene.look()
+    assert homes(plan.table) == before
+    assert not plan.status.workers[0].oversubscribed
+    plan = scene.settle(10.0)
+    assert homes(plan.table) == before
+    assert fleet.resident("v") == {name for name, home in before.items() if home == ("v",)}
+    assert not fleet.resident("v") & fleet.resident("w")
+
+
+def test_a_worker_that_is_away_for_long_gets_no_models_back() -> None:
+    """When all was packed without it, what it gets is for the next packing to say."""
+    scene = Scene(Fleet(["u", "v"], {"a": Model()}), Script(a=("u",)))
+    scene.settle()
+    scene.fleet.servers["u"].alive = False
+    scene.settle()
+    scene.script.placed["a"] = ("v",)
+    scene.fleet.servers["u"].alive = True
+
+    assert homes(scene.look().table) == {"a": ("v",)}
+
+
+def test_a_control_service_that_is_away_moves_nothing() -> None:
+    """While only the control service of a worker does not answer, what it said before holds."""
+    scene = Scene(Fleet(["v", "w"], {"a": Model()}), Script(a=("v",)))
+    table = scene.settle().table
+    scene.fleet.servers["v"].instance = None
+    packed = len(scene.script.asked)
+
+    plan = scene.settle()
+
+    assert plan.table == table
+    assert len(scene.script.asked) == packed
+    assert any("control services of v" in warning for warning in plan.status.warnings)
+
+
+def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None:
+    """Models go where it is known what they do; what is ready only elsewhere stays there."""
+    fleet = Fleet(["v", "w"], {"a": Model(), "b": Model()})
+    fleet.servers["v"].instance = None
+    fleet.servers["v"].ready.add("c")
+    fleet.servers["v"].ready.discard("b")
+    scene = Scene(fleet, Script(a=("v",)))
+
+    assert homes(scene.settle().table) == {"a": ("w",), "b": ("w",), "c": ()}
+
+
+def test_replicas_and_quanta_follow_the_settings() -> None:
+    """A model's own settings go first; replicas wait for the next repack, how they are filled does not."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model(max_items=8), "b": Model(max_items=0)})
+    own = GatewayModelSection(replicas=2)
+    scene = Scene(fleet, Script(a=("u", "v"), b=("u", "v", "w")), replicas="all", models={"a": own})
+    plan = scene.settle()
+    assert {name: load.replicas for name, load in scene.script.asked[0][0].items()} == {"a": 2, "b": 3}
+    assert [(r.quantum, r.fill) for r in (plan.table["a"], plan.table["b"])] == [(8, "least"), (1, "least")]
+
+    scene.planner.set_placement("a", replicas=1, fill="rr", fill_factor=1.5)
+    plan = scene.look()
+    assert (plan.table["a"].quantum, plan.table["a"].fill) == (12, "rr")
+    assert (plan.status.models[0].replicas, plan.table["a"].placed) == (1, ("u", "v"))
+    assert plan.status.generation == 1
+    scene.planner.change(options(route="spread"))
+    assert scene.look().table["a"].quantum == 1
+
+
+@pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
+def test_the_largest_figures_that_are_believed(mode: str) -> None:
+    """Nothing overflows, whatever else a worker says beside them."""
+    planner, router = Planner(options(mode=mode)), Router(mode)  # type: ignore[arg-type]
+    most = 2**64 - 1
+    for look in range(4):
+        shown = ModelView(
+            most, Weights.RESIDENT, False, 1e9, most, most, look, look, 1e9 * look / 4, most, most, ("x", 0)
+        )
+        view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown})
+        plan = planner.look({"v": view, "w": view}, 2.5 * look)
+        router.update(plan.table)
+        planner.repack()
+
+    assert plan.table["m"].ready == ("v", "w")
+
+
+def test_the_mode_stays() -> None:
+    """A running gateway does not change its mode."""
+    planner = Planner(options())
+    planner.change(options(mode="round_robin", hysteresis=0.5))
+
+    assert (planner.options.mode, planner.options.hysteresis) == ("lpt_packing", 0.5)
+
+
+@pytest.mark.parametrize("mode", ["least_outstanding", "lpt_packing"])
+def test_a_server_that_is_named_twice_is_told(mode: str) -> None:
+    """Two workers of one runtime are one device, which would get twice its part."""
+    fleet = Fleet(["u", "v", "w"], {"a": Model()})
+    fleet.servers["v"].instance = "w"
+
+    warnings = Planner(options(mode=mode)).look(fleet.views(), 0.0).status.warnings
+
+    assert [warning.partition(" are one server")[0] for warning in warnings] == ["v, w"]
+
+
+def test_nothing_is_served() -> None:
+    """No members, members that never answered, and members without models have an empty table."""
+    planner = Planner(options())
+
+    assert planner.look({}, 0.0).table == {}
+    assert planner.look({"v": WorkerView(alive=False)}, 100.0).table == {}
+    assert planner.look({"v": WorkerView(alive=True, instance="i")}, 200.0).table == {}
+    assert planner.look({"v": WorkerView(alive=True)}, 300.0).status.repacks.counts == {}

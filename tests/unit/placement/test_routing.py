@@ -1,0 +1,314 @@
+"""Which worker gets a request, and that everything that was counted is taken back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.placement.contract import Routes
+from rsrv.placement.routing import Choice, Mode, Router
+
+MODES: tuple[Mode, ...] = ("round_robin", "least_outstanding", "lpt_packing")
+WORKERS = ("w0", "w1", "w2", "w3")
+MODELS = ("a", "b", "c")
+
+
+def packed(*placed: str, quantum: int = 1, **rest: object) -> Router:
+    router = Router("lpt_packing")
+    router.update({"a": Routes(ready=WORKERS, placed=placed, quantum=quantum, **rest)})  # type: ignore[arg-type]
+    return router
+
+
+def chosen(router: Router, model: str = "a", items: int = 1) -> Choice:
+    choice = router.select(model, items)
+    assert choice is not None
+    return choice
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nobody_serves_the_model(mode: Mode) -> None:
+    """Unknown models and those that are ready nowhere have no worker, and nothing is counted."""
+    router = Router(mode)
+    router.update({"nowhere": Routes(ready=())})
+
+    assert router.select("unknown") is None
+    assert router.select("nowhere") is None
+    assert router.measured("unknown") is None
+    assert router.outstanding() == {}
+
+
+def test_round_robin_has_a_cursor_for_each_model() -> None:
+    """Each model's requests go to all of its workers in turn, whatever the other models do."""
+    router = Router("round_robin")
+    router.update({"a": Routes(ready=WORKERS), "b": Routes(ready=WORKERS[:2])})
+
+    got = [chosen(router, model).worker for model in "aababaabb"]
+
+    assert [w for w, model in zip(got, "aababaabb", strict=True) if model == "a"] == [
+        "w0",
+        "w1",
+        "w2",
+        "w3",
+        "w0",
+    ]
+    assert [w for w, model in zip(got, "aababaabb", strict=True) if model == "b"] == ["w1", "w0", "w1", "w0"]
+
+
+def test_the_first_requests_of_many_models_go_to_all_workers() -> None:
+    """Not to the first worker, because each model begins with it."""
+    router = Router("round_robin")
+    router.update({f"m{n}": Routes(ready=WORKERS) for n in range(8)})
+
+    assert sorted(chosen(router, f"m{n}").worker for n in range(8)) == sorted(2 * WORKERS)
+
+
+@given(st.integers(1, 7), st.lists(st.sampled_from(MODELS), max_size=200))
+def test_round_robin_is_fair(workers: int, models: list[str]) -> None:
+    """At any time no worker has had two requests of a model more than another."""
+    router = Router("round_robin")
+    names = tuple(f"w{n}" for n in range(workers))
+    router.update({model: Routes(ready=names) for model in MODELS})
+    had: dict[str, Counter[str]] = {model: Counter(dict.fromkeys(names, 0)) for model in MODELS}
+
+    for model in models:
+        had[model][chosen(router, model).worker] += 1
+
+        assert max(had[model].values()) - min(had[model].values()) <= 1
+
+
+def test_least_outstanding_weighs_all_models_together() -> None:
+    """A worker with one dear request is as busy as one with five cheap ones."""
+    router = Router("least_outstanding")
+    both = WORKERS[:2]
+    router.update({"a": Routes(ready=both, charge=0.1), "b": Routes(ready=both, charge=0.02)})
+
+    dear = chosen(router, "a")
+    cheap = [chosen(router, "b").worker for _ in range(5)]
+
+    assert dear.worker == "w0"
+    assert cheap == ["w1"] * 5
+    assert {chosen(router, "b").worker for _ in range(2)} == set(both)
+
+
+def test_idle_workers_take_turns() -> None:
+    """One request at a time: with nothing under way each worker comes as often as the others."""
+    router = Router("least_outstanding")
+    router.update({"a": Routes(ready=WORKERS)})
+    had = []
+    for _ in range(8):
+        choice = chosen(router)
+        had.append(choice.worker)
+        router.release(choice)
+
+    assert had == [*WORKERS, *WORKERS]
+
+
+def test_items_or_requests_count() -> None:
+    """A request adds its items to the load, or one, as the routes say."""
+    for per_item, load in ((True, 16.0), (False, 2.0)):
+        router = Router("least_outstanding")
+        router.update({"a": Routes(ready=("w0",), charge=2.0, per_item=per_item)})
+        chosen(router, items=8)
+
+        assert router.loads() == {"w0": load}
+
+
+@pytest.mark.parametrize("fill", ["least", "rr"])
+@given(data=st.data())
+def test_a_run_is_a_whole_quantum(fill: str, data: st.DataObject) -> None:
+    """While requests of one item pile up, each replica gets exactly a quantum of them before the next."""
+    quantum = data.draw(st.integers(1, 9))
+    placed = WORKERS[: data.draw(st.integers(2, 4))]
+    router = packed(*placed, quantum=quantum, fill=fill)
+
+    got = [chosen(router).worker for _ in range(3 * quantum * len(placed))]
+
+    runs = [got[n : n + quantum] for n in range(0, len(got), quantum)]
+    assert all(len(set(run)) == 1 for run in runs)
+    assert all(count == 3 for count in Counter(run[0] for run in runs).values())
+
+
+def test_a_request_that_does_not_fit_opens_the_next_run() -> None:
+    """Requests are never split, so a run of three items each in a quantum of eight has two of them."""
+    router = packed("w0", "w1", quantum=8)
+
+    assert [chosen(router, items=3).worker for _ in range(4)] == ["w0", "w0", "w1", "w1"]
+    assert chosen(router, items=20).worker == "w0"
+
+
+def test_a_run_ends_when_nothing_is_under_way() -> None:
+    """Requests that come one at a time share no executions, so they go to all replicas in turn."""
+    router = packed("w0", "w1", "w2", quantum=32)
+    had = []
+    for _ in range(6):
+        choice = chosen(router)
+        had.append(choice.worker)
+        router.release(choice)
+
+    assert had == ["w0", "w1", "w2"] * 2
+
+
+def test_a_run_ends_where_the_model_has_gone() -> None:
+    """When the table takes its replica away the next request goes to one of those that are left."""
+    router = packed("w0", "w1", quantum=8)
+    assert chosen(router).worker == "w0"
+    router.update({"a": Routes(ready=WORKERS, placed=("w1", "w2"), quantum=8)})
+
+    assert chosen(router).worker in ("w1", "w2")
+
+
+def test_a_replica_that_is_stuck_gets_one_quantum() -> None:
+    """Where nothing ends, no second run is opened while others have fewer quanta under way."""
+    router = packed("w0", "w1", quantum=4)
+    stuck = 0
+    for _ in range(100):
+        choice = chosen(router)
+        if choice.worker == "w0":
+            stuck += 1
+        else:
+            router.release(choice)
+
+    assert stuck == 4
+
+
+def test_fill_least_opens_where_the_load_is_least() -> None:
+    """The load of other models decides among replicas with equally many quanta; with rr it is the turn."""
+    for fill, expected in (("least", "w1"), ("rr", "w0")):
+        router = Router("lpt_packing")
+        routes = Routes(ready=WORKERS, placed=("w0", "w1"), quantum=4, fill=fill)  # type: ignore[arg-type]
+        router.update({"a": routes, "b": Routes(ready=WORKERS, placed=("w0",))})
+        chosen(router, "b")
+
+        assert chosen(router).worker == expected
+
+
+def test_spread_goes_where_the_fewest_items_are() -> None:
+    """With a quantum of one each request goes to the replica with the fewest items of the model."""
+    router = packed("w0", "w1", quantum=1)
+
+    assert [chosen(router, items=n).worker for n in (5, 1, 1, 1)] == ["w0", "w1", "w1", "w1"]
+
+
+def test_failover_order() -> None:
+    """First the other replicas, the idlest first, then the other workers where the model is ready."""
+    router = Router("lpt_packing")
+    router.update(
+        {
+            "a": Routes(ready=WORKERS, placed=("w0", "w1", "w2"), quantum=1),
+            "b": Routes(ready=WORKERS, placed=("w1",), charge=5.0),
+        }
+    )
+    chosen(router, "b")
+
+    choice = chosen(router)
+
+    assert choice.worker == "w0"
+    assert choice.others == ("w2", "w1", "w3")
+
+
+def test_failover_moves_what_is_counted() -> None:
+    """A request that fails over is counted at its new worker only, and its list of others stays as it was."""
+    router = Router("least_outstanding")
+    router.update({"a": Routes(ready=("w0", "w1", "w2"), charge=3.0)})
+    choice = chosen(router)
+    others = choice.others
+
+    assert router.move(choice, others[0]).worker == others[0]
+    assert router.outstanding() == {("a", others[0]): 1}
+    assert router.loads() == {"w0": 0.0, "w1": 3.0, "w2": 0.0}
+    assert choice.others == others
+
+    router.release(choice)
+    router.release(choice)
+    router.move(choice, "w2")
+    assert router.outstanding() == {}
+    assert set(router.loads().values()) == {0.0}
+
+
+def test_a_worker_that_leaves_and_returns_has_kept_its_load() -> None:
+    """What is under way at a worker that is out of the table counts when it is back."""
+    router = Router("least_outstanding")
+    both = {"a": Routes(ready=("w0", "w1"))}
+    router.update(both)
+    choice = chosen(router)
+    router.update({"a": Routes(ready=("w1",))})
+    router.update({})
+    assert router.outstanding() == {("a", "w0"): 1}
+    router.update(both)
+
+    assert (choice.worker, chosen(router).worker) == ("w0", "w1")
+    router.release(choice)
+    assert router.outstanding() == {("a", "w1"): 1}
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    """Models and workers that are out of the table leave nothing behind once their requests have ended."""
+    router = Router("lpt_packing")
+    for n in range(50):
+        name = f"w{n}"
+        router.update({f"m{n}": Routes(ready=(name,), placed=(name,))})
+        router.release(chosen(router, f"m{n}"))
+    router.update({})
+
+    assert (router.loads(), router.outstanding(), router._models) == ({}, {}, {})
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> dict[str, Routes]:
+    table = {}
+    for model in draw(st.sets(st.sampled_from(MODELS))):
+        ready = sorted(draw(st.sets(st.sampled_from(WORKERS))))
+        placed = sorted(draw(st.sets(st.sampled_from(ready)))) if ready else []
+        table[model] = Routes(
+            ready=tuple(ready),
+            placed=tuple(placed),
+            quantum=draw(st.integers(1, 4)),
+            fill=draw(st.sampled_from(["least", "rr"])),
+            charge=draw(st.floats(0, 1e3)),
+            per_item=draw(st.booleans()),
+        )
+    return table
+
+
+@given(st.sampled_from(MODES), st.lists(tables(), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_every_counter_is_zero_at_the_end(
+    mode: Mode, updates: list[dict[str, Routes]], random: Random
+) -> None:
+    """Whatever is chosen, moved, released twice and updated in between: what is under way is exactly what was not
+    released, and in the end it is nothing."""
+    router = Router(mode)
+    under_way: list[Choice] = []
+    ended: list[Choice] = []
+    for table in updates:
+        router.update(table)
+        for _ in range(random.randrange(20)):
+            choice = router.select(random.choice(MODELS), random.choice([-1, 0, 1, 2, 3, 100]))
+            if choice is None:
+                continue
+            routes = table[choice._model.name]
+            assert choice.worker in (routes.placed or routes.ready)
+            assert {choice.worker, *choice.others} == set(routes.ready)
+            if random.random() < 0.3 and choice.others:
+                router.move(choice, random.choice(choice.others))
+            under_way.append(choice)
+        random.shuffle(under_way)
+        for _ in range(random.randrange(len(under_way) + 1)):
+            ended.append(under_way.pop())
+            router.release(ended[-1])
+        if ended:
+            router.release(random.choice(ended))
+
+        assert router.outstanding() == Counter((c._model.name, c.worker) for c in under_way)
+        assert all(load >= 0 for load in router.loads().values())
+
+    for choice in under_way:
+        router.release(choice)
+    assert router.outstanding() == {}
+    assert set(router.loads().values()) <= {0.0}
+    assert all(share.items == 0 for model in router._models.values() for share in model.shares.values())
+    router.update({})
+    assert (router._models, router._loads) == ({}, {})

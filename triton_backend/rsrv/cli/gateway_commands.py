@@ -1,0 +1,234 @@
+"""What each subcommand of `rsrv gateway` asks for, and what it prints."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rsrv.cli.client import Server, Wrong, carry_out
+from rsrv.cli.output import amount, duration, print_table
+from rsrv_gateway.directory import address
+from rsrv_gateway.v1 import gateway_pb2 as pb
+from rsrv_gateway.v1 import gateway_pb2_grpc
+
+#: seconds that packing may take
+_LATE = 60.0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out a command of `rsrv gateway`; return its exit status."""
+    return carry_out(options, _COMMANDS[options.gateway_command], gateway_pb2_grpc.GatewayStub, address)
+
+
+def _status(server: Server) -> int:
+    request = pb.GetStatusRequest(model=server.options.model)
+    return server.show(server.ask("GetStatus", request), status_page)
+
+
+def _policy(server: Server) -> int:
+    wanted, paths = pb.Policy(), []
+    for text in server.options.changes:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise Wrong(f"{text!r} is no KEY=VALUE")
+        paths.append(key)
+        if value != "default":
+            _set(wanted, key, value)
+    if not paths:
+        return server.show(
+            server.ask("GetStatus", pb.GetStatusRequest()), lambda answer: _policy_page(answer.policy)
+        )
+    request = pb.SetPolicyRequest(policy=wanted)
+    request.update_mask.paths.extend(paths)
+    answer = server.ask("SetPolicy", request)
+
+    def page(answer: pb.SetPolicyResponse) -> None:
+        _policy_page(answer.policy)
+        _warnings(answer.warnings)
+
+    return server.show(answer, page)
+
+
+def _place(server: Server) -> int:
+    options = server.options
+    request = pb.SetPlacementRequest(
+        model=options.model, fill_factor=options.fill_factor, allow_unknown=options.unknown
+    )
+    if options.replicas is not None:
+        _set(request, "replicas", options.replicas)
+    if options.fill is not None:
+        _set(request, "fill", options.fill)
+    answer = server.ask("SetPlacement", request)
+    return server.show(answer, lambda answer: _warnings(answer.warnings, f"{options.model}: placed so"))
+
+
+def _repack(server: Server) -> int:
+    wait = not server.options.no_wait
+    answer = server.wait("Repack", pb.RepackRequest(wait=wait), "packing models", _LATE)
+    done = f"{answer.repacks.packed} packed, {answer.repacks.moved} go elsewhere, {answer.repacks.held} held where they are"
+    return server.done(answer, done if wait else "asked for")
+
+
+def _locate(server: Server) -> int:
+    answer = server.ask("Locate", pb.LocateRequest(model=server.options.model))
+
+    def page(answer: pb.LocateResponse) -> None:
+        print_table(
+            ("WORKER", "GRPC", "HTTP", "PLACED"),
+            (
+                (one.worker, one.grpc, one.http or "-", "yes" if one.placed else "no")
+                for one in answer.workers
+            ),
+        )
+
+    return server.show(answer, page)
+
+
+def _health(server: Server) -> int:
+    answer = server.health(server.options.model)
+    serving = answer.status == 1
+    server.done(answer, "serving" if serving else "not serving")
+    return 0 if serving else 1
+
+
+_COMMANDS: Mapping[str, Callable[[Server], int]] = {
+    "status": _status,
+    "policy": _policy,
+    "place": _place,
+    "repack": _repack,
+    "locate": _locate,
+    "health": _health,
+}
+
+
+def status_page(answer: pb.GetStatusResponse) -> None:
+    """Workers, then models."""
+    print(f"gateway {answer.pid}, {_word(pb.Mode, answer.mode)}")
+    if answer.mode == pb.MODE_LPT_PACKING:
+        repacks = answer.repacks
+        last = (
+            f"the last one ({repacks.last}) {duration(repacks.last_age_s)} ago"
+            if repacks.last
+            else "none yet"
+        )
+        print(
+            f"repacks: {last}; {duration(repacks.device_s)} of the {duration(repacks.threshold_device_s)} of device time "
+            "to the next"
+        )
+    if answer.workers:
+        print()
+        print_table(
+            (
+                "WORKER",
+                "STATE",
+                "GRPC",
+                "MODELS",
+                "UTILISATION",
+                "BUSY",
+                "WEIGHTS",
+                "BUDGET",
+                "BACKLOG",
+                "UNDER WAY",
+            ),
+            (
+                (
+                    one.name,
+                    "alive" if one.alive else "dead",
+                    one.grpc,
+                    str(one.models),
+                    f"{one.utilisation:.2f}",
+                    f"{one.busy:.2f}",
+                    amount(one.bytes) + (" (too much)" if one.oversubscribed else ""),
+                    amount(one.budget_bytes) if one.HasField("budget_bytes") else "-",
+                    duration(one.backlog_s),
+                    str(one.outstanding),
+                )
+                for one in answer.workers
+            ),
+        )
+    if answer.models:
+        print()
+        print_table(
+            (
+                "MODEL",
+                "PLACED",
+                "READY",
+                "MOVING TO",
+                "REPLICAS",
+                "UTILISATION",
+                "REQUESTS/S",
+                "PER ITEM",
+                "SIZE",
+            ),
+            (
+                (
+                    one.name,
+                    " ".join(one.placed) or "-",
+                    str(len(one.ready)),
+                    " ".join(one.moving_to) or "-",
+                    f"{one.effective_replicas} of {_count(one.replicas)}",
+                    f"{one.utilisation:.3f}",
+                    f"{one.requests_s:.3g}",
+                    duration(one.item_s) if one.HasField("item_s") else "-",
+                    amount(one.bytes),
+                )
+                for one in answer.models
+            ),
+        )
+    _warnings(answer.warnings)
+
+
+def _policy_page(policy: pb.Policy) -> None:
+    for field in pb.Policy.DESCRIPTOR.fields:
+        value = getattr(policy, field.name)
+        if field.name == "replicas":
+            text = _count(value)
+        elif field.enum_type is not None:
+            text = _word(getattr(pb, field.enum_type.name), value)
+        elif not policy.HasField(field.name):
+            text = "null"
+        else:
+            text = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+        print(f"{field.name}  {text}")
+
+
+def _warnings(warnings: Any, otherwise: str = "") -> None:
+    for text in warnings:
+        print(f"\n! {text}")
+    if not warnings and otherwise:
+        print(otherwise)
+
+
+def _set(message: Any, key: str, value: str) -> None:
+    """A field as rsrv.yaml has it. Raises Wrong."""
+    field = message.DESCRIPTOR.fields_by_name.get(key)
+    if field is None:
+        raise Wrong(f"{key!r} is not one of {', '.join(message.DESCRIPTOR.fields_by_name)}")
+    try:
+        if key == "replicas":
+            message.replicas.CopyFrom(
+                pb.Replicas(all=True) if value == "all" else pb.Replicas(count=int(value))
+            )
+        elif field.enum_type is not None:
+            setattr(
+                message,
+                key,
+                field.enum_type.values_by_name[f"{_prefix(field.enum_type)}{value.upper()}"].number,
+            )
+        elif field.cpp_type == field.CPPTYPE_BOOL:
+            setattr(message, key, {"true": True, "false": False}[value])
+        else:
+            setattr(message, key, float(value))
+    except (KeyError, ValueError):
+        raise Wrong(f"{key} cannot be {value!r}") from None
+
+
+def _prefix(enum: Any) -> str:
+    return str(enum.values_by_number[0].name).removesuffix("UNSPECIFIED")
+
+
+def _word(enum: Any, value: int) -> str:
+    return str(enum.Name(value)).removeprefix(_prefix(enum.DESCRIPTOR)).lower()
+
+
+def _count(replicas: pb.Replicas) -> str:
+    return "all" if replicas.all else str(replicas.count)

@@ -1,0 +1,236 @@
+"""What each subcommand of `rsrv` asks for, and what it prints."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from rsrv.cli import server_pages as pages
+from rsrv.cli import top
+from rsrv.cli.chrome_trace import chrome_trace
+from rsrv.cli.client import LATE_S, Server, Wrong, carry_out
+from rsrv.cli.output import print_json
+from rsrv.control import find
+from rsrv.control.enums import member
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.control.v1 import control_pb2_grpc
+from rsrv.progress import steps
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry out a command of `rsrv`, but those of `rsrv gateway`; return its exit status."""
+    return carry_out(options, _COMMANDS[options.command], control_pb2_grpc.ControlStub, find.address)
+
+
+def _target(options: argparse.Namespace) -> pb.Target:
+    return pb.Target(all=True) if options.all else pb.Target(model=options.model)
+
+
+def _whom(options: argparse.Namespace) -> str:
+    return "all models" if options.all else str(options.model)
+
+
+def _status(server: Server) -> int:
+    model = server.options.model
+    answer = server.ask("GetStatus", pb.GetStatusRequest(model=model))
+    return server.show(answer, pages.model_page if model else pages.status_page)
+
+
+def _health(server: Server) -> int:
+    answer = server.health(server.options.model)
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    server.done(answer, "serving" if serving else "not serving")
+    return 0 if serving else 1
+
+
+def _load(server: Server) -> int:
+    return server.show(server.ask("GetLoad", pb.GetLoadRequest()), pages.load_page)
+
+
+def _story(server: Server) -> int:
+    answer = server.ask("GetStory", pb.GetStoryRequest(model=server.options.model))
+    return server.show(answer, pages.story_page)
+
+
+def _timeline(server: Server) -> int:
+    spans = _spans(server)
+    since = max((_end(span) for span in spans), default=0.0) - server.options.seconds
+    text = json.dumps(chrome_trace(span for span in spans if _end(span) >= since))
+    output = server.options.output
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text)
+        print(f"{output}: to be opened at https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _spans(server: Server) -> list[pb.Span]:
+    """All that are kept."""
+    spans: list[pb.Span] = []
+    answer = pb.GetTimelineResponse()
+    while not spans or answer.next < answer.end:
+        wanted = pb.GetTimelineRequest(instance=answer.instance, since=answer.next)
+        later = server.ask("GetTimeline", wanted)
+        if later.instance != answer.instance:
+            spans = []
+        spans += later.spans
+        answer = later
+        if not later.spans:
+            break
+    return spans
+
+
+def _end(span: pb.Span) -> float:
+    return span.start_unix_s + span.seconds
+
+
+def _watch(server: Server) -> int:
+    for update in server.stream("WatchState", pb.WatchStateRequest()):
+        if server.json:
+            print_json(update, line=True)
+        else:
+            pages.print_update(update)
+    return 0
+
+
+def _top(server: Server) -> int:
+    events = server.stream("WatchPage", pb.WatchPageRequest())
+    if server.json:
+        for event in events:
+            print(f'{{"event": {json.dumps(event.event)}, "is": {event.json}}}', flush=True)
+    else:
+        top.show((event.event, event.json) for event in events)
+    return 0
+
+
+def _set_residency(server: Server, residency: str, wait: bool = False) -> int:
+    model = server.options.model
+    request = pb.SetResidencyRequest(model=model, residency=member(pb.Residency, residency), wait=wait)
+    call = "SetResidency"
+    answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
+    return server.done(answer, f"{model}: residency {residency}")
+
+
+def _prefetch(server: Server) -> int:
+    model, wait = server.options.model, server.options.wait
+    call, request = "Prefetch", pb.PrefetchRequest(model=model, wait=wait)
+    answer = server.wait(call, request, f"{model}: loading weights") if wait else server.ask(call, request)
+    return server.done(answer, f"{model}: the weights are {'there' if wait else 'loaded'}")
+
+
+def _evict(server: Server) -> int:
+    answer = server.ask("Evict", pb.EvictRequest(target=_target(server.options)))
+    return server.done(answer, f"freed: {', '.join(answer.models) or 'nothing'}")
+
+
+def _compact(server: Server) -> int:
+    return server.done(
+        server.ask("Compact", pb.CompactRequest()), "weights that are not pinned are loaded again"
+    )
+
+
+def _policy(server: Server) -> int:
+    options = server.options
+    policy = pb.Policy(
+        weight=options.weight, max_delay_us=options.max_delay_us, max_queue_depth=options.max_queue_depth
+    )
+    if not policy.ListFields():
+        raise Wrong("policy needs at least one of --weight, --max-delay-us, --max-queue-depth")
+    answer = server.ask("SetPolicy", pb.SetPolicyRequest(model=options.model, policy=policy))
+    changes = ", ".join(f"{field.name} {value:g}" for field, value in policy.ListFields())
+    return server.done(answer, f"{options.model}: {changes}")
+
+
+def _scheduler(server: Server) -> int:
+    changes = pb.Scheduler()
+    for text in server.options.changes:
+        _set(changes, text)
+    answer = server.ask("SetScheduler", pb.SetSchedulerRequest(scheduler=changes))
+    return server.show(answer, pages.scheduler_page)
+
+
+def _set(changes: pb.Scheduler, text: str) -> None:
+    """KEY=VALUE as in rsrv.yaml. Raises Wrong."""
+    key, equals, value = text.partition("=")
+    field = pb.Scheduler.DESCRIPTOR.fields_by_name.get(key)
+    if not equals or field is None:
+        known = ", ".join(pb.Scheduler.DESCRIPTOR.fields_by_name)
+        raise Wrong(f"{text!r} is no KEY=VALUE with one of these keys: {known}")
+    parsed: Any
+    try:
+        if field.enum_type is not None:
+            parsed = field.enum_type.values_by_name[f"{key.upper()}_{value.upper()}"].number
+        elif field.cpp_type == field.CPPTYPE_DOUBLE:
+            parsed = float(value)
+        else:
+            parsed = 0 if key == "depth" and value == "null" else int(value)
+        setattr(changes, key, parsed)
+    except (KeyError, ValueError):
+        raise Wrong(f"{key} cannot be {value!r}") from None
+
+
+def _pause(server: Server) -> int:
+    options = server.options
+    request = pb.PauseRequest(target=_target(options), mode=member(pb.Pause, options.mode))
+    return server.done(server.ask("Pause", request), f"{_whom(options)}: paused ({options.mode})")
+
+
+def _continue(server: Server) -> int:
+    answer = server.ask("Continue", pb.ContinueRequest(target=_target(server.options)))
+    return server.done(answer, f"{_whom(server.options)}: not paused")
+
+
+def _abort(server: Server) -> int:
+    answer = server.ask("Abort", pb.AbortRequest(request_id=server.options.id))
+    return server.done(answer, f"{answer.aborted} aborted, {answer.executing} execute already")
+
+
+def _reload(server: Server) -> int:
+    model = server.options.model
+    request = pb.ReloadWeightsRequest(model=model)
+    answer = server.wait("ReloadWeights", request, f"{model}: being compiled and loaded")
+    return server.done(answer, f"{model}: served as its bundle is now")
+
+
+def _profile(server: Server) -> int:
+    action, seconds = server.options.action, server.options.seconds
+    if (action is None) == (seconds is None):
+        raise Wrong("profile needs start or stop, or --seconds")
+    if action == "start":
+        answer = server.ask("StartProfile", pb.StartProfileRequest(), LATE_S)
+        return server.done(answer, f"recording into {answer.directory}")
+    if seconds is not None:
+        server.ask("StartProfile", pb.StartProfileRequest(), LATE_S)
+        with suppress(KeyboardInterrupt), steps("recording"):  # what there is will do
+            time.sleep(seconds)
+    answer = server.wait("StopProfile", pb.StopProfileRequest(), "writing the profile")
+    return server.done(answer, answer.directory)
+
+
+_COMMANDS: dict[str, Callable[[Server], int]] = {
+    "status": _status,
+    "health": _health,
+    "load": _load,
+    "story": _story,
+    "timeline": _timeline,
+    "top": _top,
+    "watch": _watch,
+    "pin": lambda server: _set_residency(server, "device", server.options.wait),
+    "unpin": lambda server: _set_residency(server, "system"),
+    "residency": lambda server: _set_residency(server, server.options.residency),
+    "prefetch": _prefetch,
+    "evict": _evict,
+    "compact": _compact,
+    "policy": _policy,
+    "scheduler": _scheduler,
+    "pause": _pause,
+    "continue": _continue,
+    "abort": _abort,
+    "reload": _reload,
+    "profile": _profile,
+}

@@ -1,0 +1,300 @@
+"""What people see of the service's answers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rsrv.cli.output import amount, duration, one_line, print_table, printable
+from rsrv.control.v1 import control_pb2 as pb
+
+
+def status_page(answer: pb.GetStatusResponse) -> None:
+    """The server, a line for each model and meta model, and what is wrong."""
+    _print_server(answer)
+    if answer.models:
+        print()
+        print_table(
+            (
+                "MODEL",
+                "STATE",
+                "WEIGHTS",
+                "RESIDENCY",
+                "SIZE",
+                "STUBS",
+                "QUEUED",
+                "RUNS",
+                "ANSWERED",
+                "NOT",
+                "MISSES",
+                "DEVICE",
+                "PAUSED",
+            ),
+            (_model_row(model) for model in answer.models),
+        )
+    if answer.metas:
+        print()
+        print_table(
+            (
+                "META MODEL",
+                "STATE",
+                "STUBS",
+                "WAITING",
+                "RUNNING",
+                "DONE",
+                "CALLS",
+                "DEVICE",
+                "PAUSED",
+                "CALLS MODELS",
+            ),
+            (_meta_row(meta) for meta in answer.metas),
+        )
+    _print_failures(answer)
+
+
+def model_page(answer: pb.GetStatusResponse) -> None:
+    """All about one model or meta model."""
+    for model in answer.models:
+        policy = model.policy
+        pairs = [
+            ("model", model.name),
+            ("weights", f"{_word(pb.Weights, model.weights)}, {amount(model.device_bytes)} on the device"),
+            ("residency", _word(pb.Residency, model.residency)),
+            ("paused", _word(pb.Pause, model.paused) or "no"),
+            ("requests", f"{model.queued} queued, {model.executing} execute; {_counts(model.outcomes)}"),
+            (
+                "executions",
+                (
+                    f"{model.dispatches}, {duration(model.device_seconds)} of the device, "
+                    f"{model.useful_rows} rows, {model.padded_rows} of padding"
+                ),
+            ),
+            (
+                "loads",
+                (
+                    f"{model.loads}, {duration(model.load_seconds)} each; {model.misses} misses, "
+                    f"{model.evictions} evictions"
+                ),
+            ),
+            (
+                "policy",
+                (
+                    f"weight {policy.weight:g}, max_delay_us {policy.max_delay_us}, "
+                    f"max_queue_depth {policy.max_queue_depth}"
+                ),
+            ),
+        ]
+        _print_pairs(pairs)
+        _print_versions(model.versions)
+        if model.executables:
+            print()
+            print_table(
+                ("VARIANT", "SIZE", "EXECUTIONS", "COST", "PRODUCTS OF F32"),
+                (
+                    (
+                        str(one.variant),
+                        str(one.size),
+                        str(one.count),
+                        duration(one.cost_s) if one.HasField("cost_s") else "-",
+                        _precision(one.precision),
+                    )
+                    for one in model.executables
+                ),
+            )
+    for meta in answer.metas:
+        _print_pairs(
+            [
+                ("meta model", meta.name),
+                ("calls", ", ".join(meta.models)),
+                ("paused", _word(pb.Pause, meta.paused) or "no"),
+                ("runs", f"{meta.waiting} wait, {meta.running} run; {_counts(meta.outcomes)}"),
+                ("sub-calls", f"{meta.calls}, {duration(meta.device_seconds)} of the device"),
+                ("kept", f"{amount(meta.kept_bytes)} on the device"),
+            ]
+        )
+        _print_versions(meta.versions)
+    _print_failures(answer)
+
+
+def load_page(answer: pb.GetLoadResponse) -> None:
+    line = f"work for {duration(answer.backlog_s)}"
+    if answer.HasField("budget_bytes"):
+        line += f"; {amount(answer.free_bytes)} of {amount(answer.budget_bytes)} for weights are free"
+    print(line)
+    print_table(
+        ("MODEL", "QUEUED", "RUNS", "WEIGHTS", "SIZE", "COST PER ROW", "MISSES", "DEVICE", "ROWS"),
+        (
+            (
+                model.name,
+                str(model.queued),
+                str(model.executing),
+                _word(pb.Weights, model.weights),
+                amount(model.bytes),
+                duration(model.cost_s) if model.HasField("cost_s") else "-",
+                str(model.misses),
+                duration(model.device_seconds),
+                str(model.rows),
+            )
+            for model in sorted(answer.models, key=lambda model: model.name)
+        ),
+    )
+
+
+def story_page(answer: pb.GetStoryResponse) -> None:
+    for story in answer.stories:
+        if len(answer.stories) > 1:
+            print(f"{story.key}:")
+        for line in story.lines:
+            print(printable(line))
+
+
+def scheduler_page(answer: pb.SetSchedulerResponse) -> None:
+    pairs = []
+    for field, value in answer.scheduler.ListFields():
+        enum = field.enum_type
+        text = f"{value:g}" if enum is None else enum.values_by_number[value].name.partition("_")[2].lower()
+        pairs.append((field.name, text))
+    _print_pairs(pairs)
+
+
+def print_update(update: pb.WatchStateResponse) -> None:
+    """A line for each model, at once."""
+    match update.WhichOneof("update"):
+        case "snapshot":
+            print(f"runtime {update.snapshot.instance}, revision {update.snapshot.revision}", flush=True)
+            for entry in update.snapshot.entries:
+                _print_entry(update.snapshot.revision, entry.version.key, entry)
+        case "change":
+            change = update.change
+            _print_entry(change.revision, change.key, change.entry if change.HasField("entry") else None)
+        case "down":
+            print("the runtime does not answer", flush=True)
+
+
+def _print_entry(revision: int, key: str, entry: pb.Entry | None) -> None:
+    if entry is None:
+        print(f"{revision} {key} gone", flush=True)
+        return
+    version = entry.version
+    said = [
+        _word(pb.State, version.state),
+        _word(pb.Weights, version.weights),
+        _word(pb.Residency, entry.residency) and f"residency {_word(pb.Residency, entry.residency)}",
+        f"{len(version.stubs)} stubs",
+        _word(pb.Pause, version.paused) and f"paused ({_word(pb.Pause, version.paused)})",
+        one_line(version.error),
+    ]
+    print(f"{revision} {key} {', '.join(filter(None, said))}", flush=True)
+
+
+def _print_server(answer: pb.GetStatusResponse) -> None:
+    server, runtime, device, scheduler = answer.server, answer.runtime, answer.device, answer.scheduler
+    budget = f" of {amount(device.budget_bytes)}" if device.HasField("budget_bytes") else ""
+    _print_pairs(
+        [
+            ("server", f"tritonserver {server.pid}, {_word(pb.Mode, server.mode)}, {server.repository}"),
+            (
+                "runtime",
+                (
+                    f"{runtime.pid}, up {duration(runtime.uptime_s)}, instance {runtime.instance}, "
+                    f"{runtime.compiled} compiled, {runtime.from_cache} from the cache"
+                ),
+            ),
+            (
+                "weights",
+                (
+                    f"{amount(device.held_bytes)}{budget} on the device, {amount(device.pinned_bytes)} pinned; "
+                    f"{amount(answer.host.physical_bytes)} in host memory"
+                ),
+            ),
+            (
+                "numerics",
+                _word(pb.Numerics, runtime.numerics)
+                + (f"; the device multiplies in {runtime.computes}" if runtime.computes else ""),
+            ),
+            ("scheduler", f"{_word(pb.Discipline, scheduler.discipline)}, depth {scheduler.depth}"),
+        ]
+    )
+
+
+def _print_failures(answer: pb.GetStatusResponse) -> None:
+    for failure in answer.failures:
+        print(f"\n{failure.name} could not be loaded, {failure.tries} tries: {one_line(failure.text)}")
+
+
+def _print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in pairs)
+    for name, text in pairs:
+        print(f"{name.ljust(width)}  {text}")
+
+
+def _print_versions(versions: Sequence[pb.Version]) -> None:
+    if versions:
+        print()
+        print_table(
+            ("VERSION", "STATE", "WEIGHTS", "STUBS", "ERROR"),
+            (
+                (
+                    one.key,
+                    _word(pb.State, one.state),
+                    _word(pb.Weights, one.weights),
+                    " ".join(map(str, one.stubs)),
+                    one_line(one.error),
+                )
+                for one in versions
+            ),
+        )
+
+
+def _precision(precision: pb.Precision) -> str:
+    """The counts that are not 0, by the keys of docs/numerics.md."""
+    counts = [(field.name, value) for field, value in precision.ListFields() if field.name != "ungovernable"]
+    ungovernable = sorted(precision.ungovernable.items())
+    return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"
+
+
+def _model_row(model: pb.ModelStatus) -> tuple[str, ...]:
+    return (
+        model.name,
+        _state(model.versions),
+        _word(pb.Weights, model.weights),
+        _word(pb.Residency, model.residency),
+        amount(model.device_bytes),
+        str(len({pid for version in model.versions for pid in version.stubs})),
+        str(model.queued),
+        str(model.executing),
+        str(model.outcomes.get("answered", 0)),
+        str(sum(model.outcomes.values()) - model.outcomes.get("answered", 0)),
+        str(model.misses),
+        duration(model.device_seconds),
+        _word(pb.Pause, model.paused),
+    )
+
+
+def _meta_row(meta: pb.MetaStatus) -> tuple[str, ...]:
+    return (
+        meta.name,
+        _state(meta.versions),
+        str(len({pid for version in meta.versions for pid in version.stubs})),
+        str(meta.waiting),
+        str(meta.running),
+        str(sum(meta.outcomes.values())),
+        str(meta.calls),
+        duration(meta.device_seconds),
+        _word(pb.Pause, meta.paused),
+        ", ".join(meta.models),
+    )
+
+
+def _state(versions: Sequence[pb.Version]) -> str:
+    """Ready, if any is."""
+    states = [_word(pb.State, version.state) for version in versions]
+    return "ready" if "ready" in states else states[-1] if states else "-"
+
+
+def _counts(outcomes: Any) -> str:
+    return ", ".join(f"{count} {how}" for how, count in sorted(outcomes.items()) if count) or "none over yet"
+
+
+def _word(enum: Any, value: int) -> str:
+    """A member as people call it; UNSPECIFIED is empty."""
+    name: Callable[[int], str] = enum.Name
+    return "" if not value else name(value).partition("_")[2].lower()

@@ -1,0 +1,166 @@
+"""`rsrv top`: what the live page shows, in a terminal, from the same stream; line by line where there is no terminal."""
+
+import json
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from rsrv.cli.output import amount, duration, is_terminal, one_line, printable
+
+#: seconds between two looks where every line stays
+_EVERY = 5.0
+#: models of such a look, and lines of events below the models of the others
+_MOST_MODELS, _MOST_LINES = 10, 6
+_HEAD = ("MODEL", "WEIGHTS", "SIZE", "WAITING", "RUNNING", "REQUESTS/S", "DEVICE", "P99", "LOADS", "ERRORS")
+
+
+class Row(NamedTuple):
+    """A model; what is not known yet is None."""
+
+    model: dict[str, Any]
+    #: requests a second, and share of the device's time, since the look before
+    rate: float | None
+    share: float | None
+
+    @property
+    def busy(self) -> bool:
+        model = self.model
+        return bool(model["queued"] or model["executing"] or self.rate or model["error"])
+
+    def cells(self) -> tuple[str, ...]:
+        model, weights = self.model, self.model["weights"] or "meta"
+        if model["paused"]:
+            weights = f"paused ({model['paused']})"
+        elif model["state"] != "ready":
+            weights = model["state"]
+        elif model["residency"] == "device":
+            weights = f"pinned, {weights}"
+        return (
+            printable(model["name"]),
+            weights,
+            amount(model["bytes"]) if model["bytes"] else "-",
+            str(model["queued"]),
+            str(model["executing"]),
+            "-" if self.rate is None else f"{self.rate:.1f}",
+            "-" if self.share is None else f"{self.share:.0%}",
+            "-" if model["p99_s"] is None else duration(model["p99_s"]),
+            str(model["loads"]),
+            str(model["errors"]),
+        )
+
+
+class Top:
+    """What was told last, made of the stream's events. Pure."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"up": False, "why": "nothing is known yet"}
+        #: most of the device first
+        self.rows: list[Row] = []
+        #: what happened, the latest last
+        self.log: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
+
+    def take(self, event: str, text: str) -> bool:
+        """Whether there are new figures."""
+        if event == "begin":
+            self.log.clear()
+        if event == "log":
+            self.log.append(json.loads(text))
+        if event != "state":
+            return False
+        before, self.state = self.state, json.loads(text)
+        if self.state["up"]:
+            self.rows = sorted(
+                _rows(before, self.state), key=lambda row: (-(row.share or 0), row.model["name"])
+            )
+        return True
+
+    def headline(self) -> str:
+        """The device, and all models together."""
+        if not self.state["up"]:
+            return one_line(self.state["why"])
+        device, host = self.state["device"], self.state["host"]
+        of = "" if device["budget"] is None else f" of {amount(device['budget'])}"
+        return (
+            f"{amount(device['held'])}{of} for weights ({amount(device['pinned'])} pinned), "
+            f"device busy {min(1.0, sum(row.share or 0 for row in self.rows)):.0%}, "
+            f"{sum(row.rate or 0 for row in self.rows):.1f} requests/s, "
+            f"{sum(row.model['queued'] for row in self.rows)} waiting, "
+            f"{len(self.rows)} models, host {amount(host['physical'])}"
+        )
+
+
+def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[Row]:
+    elapsed = now["t"] - before["t"] if before["up"] and before["instance"] == now["instance"] else 0.0
+    old = {model["name"]: model for model in before["models"]} if elapsed > 0 else {}
+    for model in now["models"]:
+        last = old.get(model["name"])
+        if last is None:
+            yield Row(model, None, None)
+        else:
+            rate, share = (max(0.0, (model[k] - last[k]) / elapsed) for k in ("requests", "device_s"))
+            yield Row(model, rate, share)
+
+
+def show(events: Iterable[tuple[str, str]]) -> None:
+    """Until they end."""
+    if is_terminal():
+        _show_live(events)
+    else:
+        _show_lines(events)
+
+
+def _show_live(events: Iterable[tuple[str, str]]) -> None:
+    from rich import box
+    from rich.console import Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    top = Top()
+    with Live(screen=True, auto_refresh=False) as screen:
+        for event, text in events:
+            if not top.take(event, text):
+                continue
+            table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+            for at, name in enumerate(_HEAD):
+                # Where there is little room, names are what is needed most.
+                least = 16 if at == 0 else None
+                table.add_column(name, justify="left" if at < 2 else "right", no_wrap=True, min_width=least)
+            # The headline, the table's own two lines, and an empty one before the events.
+            room = shutil.get_terminal_size().lines - len(top.log) - 5
+            for row in top.rows[: max(1, room)]:
+                table.add_row(*map(Text, row.cells()), style="red" if row.model["error"] else None)
+            lines = [Text(_line(one), "dim") for one in top.log]
+            screen.update(Group(Text(top.headline(), "bold"), table, *lines), refresh=True)
+
+
+def _show_lines(events: Iterable[tuple[str, str]]) -> None:
+    top, next_at = Top(), None
+    for event, text in events:
+        new = top.take(event, text)
+        if event == "log":
+            print(_line(top.log[-1]), flush=True)
+        if not new:
+            continue
+        # The first look has no rates yet: the second one is shown, and then one every few seconds.
+        at = top.state["t"]
+        if next_at is None and top.state["up"]:
+            next_at = at
+            continue
+        if next_at is None or at >= next_at:
+            next_at = at + _EVERY
+            print(f"{_clock(at)} {top.headline()}", flush=True)
+            for row in [row for row in top.rows if row.busy][:_MOST_MODELS] if top.state["up"] else ():
+                pairs = zip(_HEAD[1:], row.cells()[1:], strict=True)
+                said = ", ".join(f"{name.lower()} {cell}" for name, cell in pairs if cell != "-")
+                print(f"  {row.cells()[0]}: {said}", flush=True)
+
+
+def _line(said: dict[str, Any]) -> str:
+    return f"{_clock(said['t'])} {one_line(said['text'])}"
+
+
+def _clock(t: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(t))

@@ -1,0 +1,184 @@
+"""What each model takes of the devices, from the counters that the workers show.
+
+Only what happened between two views of one worker counts, model by model: a worker that was not seen for a while
+brings what happened meanwhile, and counters that began anew (another instance, or one that fell) bring nothing once.
+The views are SAMPLE_S apart or more: device seconds are counted when an execution ends, and over times shorter than
+an execution they come in lumps.
+
+A model's *utilisation* is what it asks of the devices, in seconds of device per second:
+
+    x = sum over its workers of (device seconds consumed / seconds between the views
+                                 + requests waiting * device seconds per request / WAITING_S)
+
+The second term is what a worker that is busy all the time hides. Samples are folded by consumed device seconds, not
+by time, so that a night without requests does not wipe out what the day showed. After the whole fleet consumed dt:
+
+    a = 1 - 2^(-dt/h);   w <- (1 - a) w + a;   s <- (1 - a) s + a x;   utilisation = s / w
+
+w makes up for what is not known yet: a young average is one of the samples that there were.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rsrv.placement.contract import WorkerView
+
+SAMPLE_S = 2.0
+#: what waits counts as if it was to be done within this time
+WAITING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of one model."""
+
+    #: seconds of device per second that it asks for, all workers together
+    utilisation: float = 0.0
+    #: requests per second, while the devices worked
+    requests_s: float = 0.0
+    #: device seconds of one item; None: it never executed
+    item_s: float | None = None
+
+
+class _Average:
+    """One model's averages; `items`, `requests` and `device_s` fade, and only their ratios mean something."""
+
+    __slots__ = ("device_s", "items", "rate", "requests", "utilisation", "weight")
+
+    def __init__(self) -> None:
+        self.weight = self.utilisation = self.rate = 0.0
+        self.items = self.requests = self.device_s = 0.0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """One model at one worker, between its last two views."""
+
+    utilisation: float
+    rate: float
+    waiting: int
+
+
+class Costs:
+    """Averages of all models. `halflife` is in device seconds and may be set at any time."""
+
+    def __init__(self, halflife: float) -> None:
+        self.halflife = halflife
+        #: device seconds by model and worker, since somebody took the entry away
+        self.where: dict[str, dict[str, float]] = {}
+        self._averages: dict[str, _Average] = {}
+        #: the last view of each worker that had counters, and when it came
+        self._views: dict[str, tuple[WorkerView, float]] = {}
+        self._samples: dict[str, dict[str, _Sample]] = {}
+        #: by model, what the workers expect; where nothing is measured yet
+        self._expected: dict[str, float] = {}
+
+    def observe(self, views: Mapping[str, WorkerView], now: float) -> float:
+        """Take in what all workers show now. Returns the device seconds consumed since the last views.
+
+        Views of a worker that come sooner than SAMPLE_S are left out, and so is one that is the same object as last
+        time: it says nothing new. A worker that is not in `views` is forgotten.
+        """
+        known = len(self._views)
+        self._views = {worker: seen for worker, seen in self._views.items() if worker in views}
+        fresh = len(self._views) < known
+        self._samples = {w: s for w, s in self._samples.items() if w in views and views[w].alive}
+        consumed = 0.0
+        for worker, view in views.items():
+            if not view.alive or view.instance is None:
+                continue
+            before = self._views.get(worker)
+            if before is None or before[0].instance != view.instance:
+                self._samples.pop(worker, None)
+            elif before[0] is view or now - before[1] < SAMPLE_S:
+                continue
+            else:
+                consumed += self._compare(worker, before[0], view, now - before[1])
+            self._views[worker] = (view, now)
+            fresh = True
+        if fresh:
+            self._expect()
+            self._fold(consumed)
+        return consumed
+
+    def measured(self, model: str) -> Measured:
+        average = self._averages.get(model)
+        if average is None or not average.weight:
+            return Measured(item_s=self._expected.get(model))
+        return Measured(
+            average.utilisation / average.weight,
+            average.rate / average.weight,
+            average.device_s / average.items
+            if average.items and average.device_s
+            else self._expected.get(model),
+        )
+
+    def busy(self, worker: str) -> float:
+        """Seconds of device per second that a worker spent between its last two views."""
+        return sum(sample.utilisation for sample in self._samples.get(worker, {}).values())
+
+    def _compare(self, worker: str, before: WorkerView, view: WorkerView, seconds: float) -> float:
+        """Sample all of a worker's models between two views of it. Returns the device seconds consumed."""
+        samples: dict[str, _Sample] = {}
+        consumed = 0.0
+        for name, model in view.models.items():
+            old = before.models.get(name)
+            if old is None:
+                continue
+            device_s = model.device_seconds - old.device_seconds
+            requests, items = model.requests - old.requests, model.items - old.items
+            if device_s < 0.0 or requests < 0 or items < 0:
+                continue
+            samples[name] = _Sample(device_s / seconds, requests / seconds, model.queued)
+            if device_s > 0.0 or requests or items:
+                average = self._averages.setdefault(name, _Average())
+                average.device_s += device_s
+                average.requests += requests
+                average.items += items
+                places = self.where.setdefault(name, {})
+                places[worker] = places.get(worker, 0.0) + device_s
+                consumed += device_s
+        self._samples[worker] = samples
+        return consumed
+
+    def _expect(self) -> None:
+        known: dict[str, list[float]] = {}
+        for view, _ in self._views.values():
+            for name, model in view.models.items():
+                costs = known.setdefault(name, [])
+                if model.item_s is not None:
+                    costs.append(model.item_s)
+        self._expected = {name: sum(costs) / len(costs) for name, costs in known.items() if costs}
+        self._averages = {name: average for name, average in self._averages.items() if name in known}
+        self.where = {name: places for name, places in self.where.items() if name in known}
+
+    def _fold(self, consumed: float) -> None:
+        if consumed <= 0.0:
+            return
+        keep = 2.0 ** (-consumed / self.halflife)
+        for name, (utilisation, rate) in self._together().items():
+            average = self._averages.setdefault(name, _Average())
+            average.weight += (1.0 - keep) * (1.0 - average.weight)
+            average.utilisation += (1.0 - keep) * (utilisation - average.utilisation)
+            average.rate += (1.0 - keep) * (rate - average.rate)
+            if rate > 0.0 or utilisation > 0.0:
+                average.items *= keep
+                average.requests *= keep
+                average.device_s *= keep
+
+    def _together(self) -> dict[str, tuple[float, float]]:
+        """Utilisation and requests per second of each model, all workers together, just now."""
+        together: dict[str, tuple[float, float]] = {}
+        for samples in self._samples.values():
+            for name, sample in samples.items():
+                utilisation, rate = together.get(name, (0.0, 0.0))
+                waiting = sample.waiting * self._request_s(name) / WAITING_S if sample.waiting else 0.0
+                together[name] = (utilisation + sample.utilisation + waiting, rate + sample.rate)
+        return together
+
+    def _request_s(self, model: str) -> float:
+        """Device seconds of a request: of an item, before one was seen."""
+        average = self._averages.get(model)
+        if average is not None and average.requests and average.device_s:
+            return average.device_s / average.requests
+        return self._expected.get(model, 0.0)

@@ -1,0 +1,329 @@
+"""Where every model goes, looked at again after every round of probes.
+
+`look` gets what was seen of all workers and the time, and answers with the whole table, with what to ask of the workers now,
+and with what the control service shows. It has no clock and does nothing by itself.
+
+With `lpt_packing` models are packed anew (`packing.pack`)
+
+- when the devices have consumed `rebalance_device_s` since the last time (work), or an operator asks;
+- SETTLE_S after the last change of which model is ready where (membership);
+
+and a model without a home, because it is new or its worker is gone, gets one at once, while all others stay (homes).
+A worker that is back before all is packed anew, because it missed a probe, gets its models back, whose weights it still has.
+At the start those that are resident on as many workers as they should have replicas stay there (start); until all
+workers were seen, or nothing has changed for SETTLE_S, no model is placed, and requests go wherever it is ready.
+
+Several gateways share no state but what the workers show. So before each repack a model counts as being where it
+executed since the last one, whoever sent the requests: gateways that disagree begin the next time from the same place.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rsrv.placement import packing
+from rsrv.placement.contract import Routes, Step, Table, WorkerView
+from rsrv.placement.costs import Costs
+from rsrv.placement.fleet import Fleet, Unit, survey
+from rsrv.placement.moves import Moves
+from rsrv.placement.packing import Load, Packing, Room
+from rsrv.placement.status import Repacks, Status, Trigger, show_models, show_workers, warn
+from rsrv.placement.tables import make_table, replicas
+from rsrv.settings_fleet import GatewayModelSection, GatewaySection, Replicas
+
+SETTLE_S = 3.0
+#: share of a model's device seconds that a worker must have had for the model to count as being there
+_PRESENT = 0.1
+
+
+class Pack(Protocol):
+    def __call__(
+        self,
+        loads: Sequence[Load],
+        rooms: Sequence[Room],
+        *,
+        previous: Mapping[str, Sequence[str]],
+        hysteresis: float,
+        forbid_oversubscription: bool,
+    ) -> Packing: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    #: the very object of the plan before when nothing in it changed
+    table: Table
+    steps: tuple[Step, ...]
+    status: Status
+
+
+class Planner:
+    """Nothing waits. What it is given it only reads, and what it has given it does not change, so a look may be taken in
+    a thread; but nothing else may be asked of it meanwhile, except for `options`."""
+
+    def __init__(self, options: GatewaySection, *, pack: Pack = packing.pack) -> None:
+        self._options = options
+        self._pack = pack
+        self._generation = 0
+        self._costs = Costs(_halflife(options))
+        self._moves = Moves()
+        #: what was last seen of each member while it answered
+        self._latest: dict[str, WorkerView] = {}
+        self._table: dict[str, Routes] = {}
+        self._started = False
+        #: which models are packed together and where each may be, and when that changed; None: all is packed by it
+        self._shape: dict[tuple[str, ...], tuple[str, ...]] | None = None
+        self._changed_at: float | None = None
+        #: by model: the home that it had when all was packed, if that has been away since
+        self._lost: dict[str, tuple[str, ...]] = {}
+        #: (unit, worker) whose weights would not stay there
+        self._crowded: frozenset[tuple[str, str]] = frozenset()
+        #: workers with more weights placed than they have room for
+        self._swapping: frozenset[str] = frozenset()
+        self._device_s = 0.0
+        self._asked = 0
+        self._done = 0
+        self._counts: dict[Trigger, int] = {}
+        self._last: tuple[Trigger, float] | None = None
+        self._packed = self._moved = self._held = 0
+
+    @property
+    def options(self) -> GatewaySection:
+        return self._options
+
+    def change(self, options: GatewaySection) -> None:
+        """Go by other settings, which are valid; `mode` stays as it was.
+
+        `work_basis`, `fill`, `route`, `fill_factor` and the half-life count from the next look on, the budgets in device
+        seconds at once, `replicas`, `hysteresis` and `forbid_memory_oversubscription` from the next repack on.
+        """
+        self._options = options.model_copy(update={"mode": self._options.mode})
+        self._costs.halflife = _halflife(options)
+        self._generation += 1
+
+    def set_placement(
+        self,
+        model: str,
+        *,
+        replicas: Replicas | None = None,
+        fill: Literal["least", "rr"] | None = None,
+        fill_factor: float | None = None,
+    ) -> None:
+        """Replace what differs for one model; None: as for all. Models may be named that nobody serves yet."""
+        section = GatewayModelSection(replicas=replicas, fill=fill, fill_factor=fill_factor)
+        self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
+
+    def repack(self) -> int:
+        """Pack with the next look. Returns the number that `Status.repacks.done` has reached when that is done."""
+        self._asked += 1
+        return self._asked
+
+    def look(self, views: Mapping[str, WorkerView], now: float) -> Plan:
+        """Take in what was last seen of every member, by name, and say what holds from now on.
+
+        now: seconds of a clock that only rises.
+        """
+        self._remember(views)
+        consumed = self._costs.observe(views, now)
+        alive = {worker: self._latest[worker] for worker, view in views.items() if view.alive}
+        fleet = survey(alive, [view for worker, view in self._latest.items() if worker not in alive])
+        steps: list[Step] = []
+        if self._options.mode == "lpt_packing":
+            self._device_s += consumed
+            self._watch(fleet, now)
+            trigger = self._trigger(views, fleet, now)
+            if trigger is not None:
+                self._repack(fleet, trigger, now)
+            if self._started:
+                steps, changed = self._moves.advance(fleet, self._crowded, self._swapping, now)
+                for name in changed:
+                    self._costs.where.pop(name, None)
+        table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
+        if table != self._table:
+            self._table = table
+        return Plan(self._table, tuple(steps), self._status(views, fleet))
+
+    # --- when ----------------------------------------------------------------------------------------------
+
+    def _remember(self, views: Mapping[str, WorkerView]) -> None:
+        self._latest = {worker: view for worker, view in self._latest.items() if worker in views}
+        for worker, view in views.items():
+            before = self._latest.get(worker)
+            if not view.alive:
+                self._latest.setdefault(worker, view)
+            elif view.instance is None and before is not None and before.instance is not None:
+                # Only its control service is away: what it said holds until it says something else.
+                self._latest[worker] = WorkerView(
+                    alive=True,
+                    ready=view.ready,
+                    instance=before.instance,
+                    budget_bytes=before.budget_bytes,
+                    models=before.models,
+                    calls=before.calls,
+                )
+            else:
+                self._latest[worker] = view
+
+    def _watch(self, fleet: Fleet, now: float) -> None:
+        shape = {unit.models: unit.allowed for unit in fleet.units}
+        if shape != self._shape:
+            self._shape = shape
+            self._changed_at = now
+
+    def _settled(self, now: float) -> bool:
+        return self._changed_at is not None and now - self._changed_at >= SETTLE_S
+
+    def _trigger(self, views: Mapping[str, WorkerView], fleet: Fleet, now: float) -> Trigger | None:
+        if not fleet.units:
+            return None
+        if not self._started:
+            whole = all(view.alive and view.instance is not None for view in views.values())
+            return "start" if whole or self._settled(now) else None
+        if self._asked > self._done:
+            return "operator"
+        if self._device_s >= self._threshold():
+            return "work"
+        if self._settled(now):
+            return "membership"
+        homes = ((unit, self._moves.home(unit)) for unit in fleet.units)
+        return None if all(home and home == self._stays(unit, home) for unit, home in homes) else "homes"
+
+    def _threshold(self) -> float:
+        options = self._options
+        return options.rebalance_device_s if self._counts.get("work") else options.first_rebalance_device_s
+
+    # --- where ---------------------------------------------------------------------------------------------
+
+    def _repack(self, fleet: Fleet, trigger: Trigger, now: float) -> None:
+        """Give every unit its target."""
+        options = self._options
+        whole = trigger not in ("start", "homes")
+        loads: list[Load] = []
+        previous: dict[str, tuple[str, ...]] = {}
+        shared: dict[tuple[str, ...], frozenset[str]] = {}
+        for unit in fleet.units:
+            count = self._replicas(unit)
+            before = self._before(unit, fleet, count)
+            stays: tuple[str, ...] = ()
+            if trigger == "homes":
+                stays = self._stays(unit, self._moves.home(unit))
+            elif trigger == "start" and len(before) == count:
+                stays = before
+            allowed = stays or unit.allowed
+            loads.append(
+                Load(
+                    unit.name,
+                    sum(self._costs.measured(name).utilisation for name in unit.models),
+                    unit.bytes,
+                    len(stays) or count,
+                    shared.setdefault(allowed, frozenset(allowed)),
+                )
+            )
+            previous[unit.name] = before
+        result = self._pack(
+            loads,
+            [Room(worker, fleet.free_bytes(worker)) for worker in fleet.views],
+            previous=previous,
+            hysteresis=options.hysteresis,
+            forbid_oversubscription=options.forbid_memory_oversubscription,
+        )
+        moved = 0
+        for unit in fleet.units:
+            home = self._moves.home(unit)
+            if not home:
+                for name in unit.models:
+                    if name in self._moves.targets:
+                        self._lost.setdefault(name, self._moves.targets[name])
+            changed = self._moves.aim(unit, tuple(sorted(result.placed[unit.name])), now)
+            moved += changed and bool(home)
+        self._crowded = _crowded(fleet, loads, result.placed)
+        self._swapping = frozenset(worker for _, worker in self._crowded)
+        self._started = True
+        self._counts[trigger] = self._counts.get(trigger, 0) + 1
+        self._last = (trigger, now)
+        self._packed, self._moved, self._held = len(loads), moved, len(result.held)
+        if whole:
+            self._device_s = 0.0
+            self._done = self._asked
+            self._costs.where.clear()
+            self._lost.clear()
+        if trigger in ("start", "membership"):
+            self._changed_at = None
+
+    def _replicas(self, unit: Unit) -> int:
+        """As many as the model with the most of them is to have, and can."""
+        wanted = [replicas(self._options, name) for name in unit.models]
+        return min(len(unit.allowed), max(len(unit.allowed) if n == "all" else n for n in wanted))
+
+    def _stays(self, unit: Unit, home: tuple[str, ...]) -> tuple[str, ...]:
+        """Where it is to be while only others are packed: where it was before, if that is back, or else its home."""
+        before = {self._lost.get(name, ()) for name in unit.models} if self._lost else set()
+        back = before.pop() if len(before) == 1 else ()
+        return back if back and set(back) <= set(unit.allowed) else home
+
+    def _before(self, unit: Unit, fleet: Fleet, count: int) -> tuple[str, ...]:
+        """Where the unit counts as being: at most `count` workers."""
+        target = self._moves.targets.get(unit.name, ())
+        kept = [worker for worker in target if worker in unit.allowed]
+        if not kept:
+            warm = set(unit.allowed if unit.bytes else ())
+            for model in map(fleet.models.__getitem__, unit.models):
+                if model.bytes:
+                    warm.intersection_update(model.resident)
+            return tuple(sorted(warm)) if len(warm) <= count else ()
+        used: dict[str, float] = {}
+        if self._moves.settled(unit):
+            for name in unit.models:
+                for worker, seconds in self._costs.where.get(name, {}).items():
+                    used[worker] = used.get(worker, 0.0) + seconds
+        least = _PRESENT * sum(used.values())
+        present = [worker for worker in unit.allowed if used.get(worker, 0.0) > least]
+        return tuple(dict.fromkeys(present + kept))[:count]
+
+    # --- what is shown -------------------------------------------------------------------------------------
+
+    def _status(self, views: Mapping[str, WorkerView], fleet: Fleet) -> Status:
+        options, moves = self._options, self._moves
+        effective = {name: self._replicas(unit) for unit in fleet.units for name in unit.models}
+        workers = show_workers(views, fleet, moves.placed, self._costs)
+        last, last_at = self._last or (None, None)
+        return Status(
+            mode=options.mode,
+            generation=self._generation,
+            models=show_models(options, fleet, self._table, moves.targets, effective, self._costs),
+            workers=workers,
+            repacks=Repacks(
+                counts=dict(self._counts),
+                last=last,
+                last_at=last_at,
+                packed=self._packed,
+                moved=self._moved,
+                held=self._held,
+                device_s=self._device_s,
+                threshold_device_s=self._threshold(),
+                asked=self._asked,
+                done=self._done,
+            ),
+            warnings=tuple(warn(options, views, fleet, workers, started=self._started)),
+        )
+
+
+def _halflife(options: GatewaySection) -> float:
+    return options.rebalance_device_s if options.halflife_device_s is None else options.halflife_device_s
+
+
+def _crowded(
+    fleet: Fleet, loads: Sequence[Load], placed: Mapping[str, tuple[str, ...]]
+) -> frozenset[tuple[str, str]]:
+    """(unit, worker) that find no room there after the busier ones."""
+    free = {worker: fleet.free_bytes(worker) for worker in fleet.views}
+    crowded = set()
+    for load in sorted(loads, key=lambda load: (-load.utilisation, load.bytes, load.name)):
+        for worker in placed[load.name]:
+            left = free[worker]
+            if left is None:
+                continue
+            if load.bytes > left:
+                crowded.add((load.name, worker))
+            else:
+                free[worker] = left - load.bytes
+    return frozenset(crowded)

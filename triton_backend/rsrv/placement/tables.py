@@ -1,0 +1,65 @@
+"""The table that requests are routed by, made of the settings, of where models are, and of what they cost."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from rsrv.placement.contract import Routes, Table
+from rsrv.placement.costs import Costs
+from rsrv.placement.fleet import Fleet, Model
+from rsrv.settings_fleet import GatewaySection, Replicas
+
+#: fraction by which a charge must change before the table does
+CHARGE_STEP = 0.1
+
+
+def make_table(
+    options: GatewaySection, fleet: Fleet, placed: Mapping[str, tuple[str, ...]], costs: Costs, old: Table
+) -> dict[str, Routes]:
+    """Routes of all models. Those that are as in `old` are its very objects."""
+    basis = options.work_basis if options.mode != "round_robin" else "requests"
+    charges = _charges(fleet, costs) if basis == "compute" else {}
+    table = {}
+    for name, model in fleet.models.items():
+        before = old.get(name)
+        here = tuple([worker for worker in placed.get(name, ()) if worker in model.ready])
+        shared = len(here) > 1
+        charge = charges.get(name, 1.0)
+        if before is not None and abs(charge - before.charge) <= CHARGE_STEP * before.charge:
+            charge = before.charge
+        routes = Routes(
+            ready=model.ready,
+            placed=here,
+            quantum=_quantum(options, name, model) if shared else 1,
+            fill=_fill(options, name),
+            charge=charge,
+            per_item=basis != "requests",
+            batch_input=model.batch_input if shared or basis != "requests" else None,
+        )
+        table[name] = before if before is not None and before == routes else routes
+    return table
+
+
+def replicas(options: GatewaySection, model: str) -> Replicas:
+    own = options.models.get(model)
+    return options.replicas if own is None or own.replicas is None else own.replicas
+
+
+def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
+    """Device seconds of an item of each model: of a meta model that of all that it calls; unknown: the usual one."""
+    known = {name: item_s for name in fleet.models if (item_s := costs.measured(name).item_s)}
+    usual = sum(known.values()) / len(known) if known else 1.0
+    return {
+        name: sum(known.get(part, usual) for part in model.calls) if model.calls else known.get(name, usual)
+        for name, model in fleet.models.items()
+    }
+
+
+def _quantum(options: GatewaySection, name: str, model: Model) -> int:
+    own = options.models.get(name)
+    factor = options.fill_factor if own is None or own.fill_factor is None else own.fill_factor
+    return 1 if options.route == "spread" else max(1, round(factor * model.max_items))
+
+
+def _fill(options: GatewaySection, name: str) -> Literal["least", "rr"]:
+    own = options.models.get(name)
+    return options.fill if own is None or own.fill is None else own.fill

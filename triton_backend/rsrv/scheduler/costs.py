@@ -1,0 +1,187 @@
+"""What one execution costs: measured by the warm-up, learned from then on, per (variant, size).
+
+After an execution of size s took x seconds, with e(s) the estimate before it:
+
+    e(s) <- e(s) + alpha * (min(x, outlier_factor * e(s)) - e(s))
+
+so a single sample raises an estimate by at most alpha * (outlier_factor - 1) of itself (20 % by default)
+and lowers it by at most alpha of itself.
+
+Only sizes that run are measured. A size that was slow once would therefore never be chosen, nor measured,
+again. So every estimate o of the same variant that is higher than its seed suggests sinks a little whenever
+another size s is measured:
+
+    target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + relax * (target - e(o))
+
+until it is tried again and the measurement decides.
+"""
+
+from collections.abc import Mapping
+from math import inf, isfinite
+
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.settings import SchedulerSettings
+
+
+class VariantCosts:
+    """The compiled sizes of one variant and the seconds that one execution of each is expected to take.
+
+    `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
+    """
+
+    __slots__ = ("_alpha", "_outlier_factor", "_relax", "_seeds", "best", "capacities", "seconds", "sizes")
+
+    def __init__(
+        self,
+        seeds: Mapping[int, float],
+        *,
+        max_rows: int | None = None,
+        alpha: float = 0.2,
+        outlier_factor: float = 2.0,
+        relax: float = 0.01,
+    ) -> None:
+        #: ascending, at least one, each >= 1.
+        self.sizes = tuple(sorted(seeds))
+        self.capacities = tuple(size if max_rows is None else min(size, max_rows) for size in self.sizes)
+        self._seeds = tuple(float(seeds[size]) for size in self.sizes)
+        #: estimates, parallel to `sizes`; finite and > 0.
+        self.seconds = list(self._seeds)
+        self._alpha = alpha
+        self._outlier_factor = outlier_factor
+        self._relax = relax
+        #: index of the size that costs least per row when it is full (ties: the larger one).
+        self.best = self._cheapest(None)
+
+    @property
+    def max_rows(self) -> int:
+        """Most useful rows that one execution takes."""
+        return self.capacities[-1]
+
+    def learn(self, size: int, sample: float) -> None:
+        """Take one measured execution into account. A sample that is no positive duration teaches nothing."""
+        if not (isfinite(sample) and sample > 0.0):
+            return
+        seconds, seeds = self.seconds, self._seeds
+        measured = self.sizes.index(size)
+        old = seconds[measured]
+        new = old + self._alpha * (min(sample, self._outlier_factor * old) - old)
+        seconds[measured] = new
+        ratio = new / seeds[measured]
+        for other, seed in enumerate(seeds):
+            excess = seconds[other] - seed * ratio
+            if other != measured and excess > 0.0:
+                seconds[other] -= self._relax * excess
+        self.best = self._cheapest(None)
+
+    def obey(self, settings: SchedulerSettings) -> None:
+        """Learn by other settings from now on."""
+        self._alpha = settings.cost_ema_alpha
+        self._outlier_factor = settings.cost_outlier_factor
+        self._relax = settings.cost_relax
+
+    def doubt(self) -> None:
+        """A request was turned away because of these estimates, so nothing may be measured again.
+
+        Those above their seeds sink a little, until a request is tried and the measurement decides.
+        """
+        for index, seed in enumerate(self._seeds):
+            excess = self.seconds[index] - seed
+            if excess > 0.0:
+                self.seconds[index] -= self._relax * excess
+        self.best = self._cheapest(None)
+
+    def one(self, rows: int) -> float:
+        """Seconds of the cheapest single execution that holds `rows` rows; inf if none does."""
+        return min(
+            (cost for cost, room in zip(self.seconds, self.capacities, strict=True) if room >= rows),
+            default=inf,
+        )
+
+    def fit(self, rows: int) -> float:
+        """Seconds of the smallest size that holds `rows` rows; inf if none does."""
+        for cost, room in zip(self.seconds, self.capacities, strict=True):
+            if room >= rows:
+                return cost
+        return inf
+
+    def request(self, rows: int, *, coalesce: bool) -> float:
+        """Seconds of device time of `rows` rows alone: `Scheduler.cost`.
+
+        Raises:
+            CallerError: without `coalesce`, no size holds that many rows.
+        """
+        if not coalesce:
+            seconds = self.fit(rows)
+            if seconds == inf:
+                raise CallerError(f"no compiled size of {list(self.sizes)} holds {rows} rows")
+            return seconds
+        if rows == 0:
+            return self.seconds[0]
+        full, rest = divmod(rows, self.max_rows)
+        return full * self.one(self.max_rows) + (self.one(rest) if rest else 0.0)
+
+    def drain(self, rows: int) -> float:
+        """Seconds until `rows` rows that wait are served, if they can be cut anywhere.
+
+        Takes the size that costs least per served row, as often as it can be filled, then the same for
+        the rest: what `plan_batch` does with single rows, and a lower bound for requests of several.
+        """
+        total = 0.0
+        index = self.best
+        if rows < self.capacities[index]:
+            index = self._cheapest(rows)
+        while rows > 0:
+            room = self.capacities[index]
+            if room >= rows:
+                return total + self.seconds[index]
+            full, rows = divmod(rows, room)
+            total += full * self.seconds[index]
+            if rows:
+                index = self._cheapest(rows)
+        return total
+
+    def _cheapest(self, rows: int | None) -> int:
+        """Index of the least cost per served row with `rows` > 0 waiting (None: any number).
+
+        Ties go to more served rows.
+        """
+        best, best_cost, best_rows = 0, inf, 1
+        for index, room in enumerate(self.capacities):
+            served = room if rows is None or room < rows else rows
+            cost = self.seconds[index]
+            difference = cost * best_rows - best_cost * served if best_cost < inf else -1.0
+            if difference < 0.0 or (difference == 0.0 and served > best_rows):
+                best, best_cost, best_rows = index, cost, served
+        return best
+
+
+def variant_costs(
+    model: str,
+    costs: Mapping[tuple[int, int], float],
+    *,
+    max_rows: int | None,
+    alpha: float,
+    outlier_factor: float,
+    relax: float,
+) -> dict[int, VariantCosts]:
+    """Split a program's costs by variant.
+
+    Raises:
+        CallerError: no compiled size at all, a size below 1, or a cost that is no positive duration.
+    """
+    if not costs:
+        raise CallerError(f"model {model!r} has no compiled size: give the measured cost of each")
+    seeds: dict[int, dict[int, float]] = {}
+    for (variant, size), seconds in costs.items():
+        if size < 1 or not (isfinite(seconds) and seconds > 0.0):
+            raise CallerError(
+                f"model {model!r}, variant {variant}: size {size} costs {seconds} s;"
+                " sizes start at 1 and costs are positive seconds"
+            )
+        seeds.setdefault(variant, {})[size] = seconds
+    return {
+        variant: VariantCosts(
+            by_size, max_rows=max_rows, alpha=alpha, outlier_factor=outlier_factor, relax=relax
+        )
+        for variant, by_size in sorted(seeds.items())
+    }

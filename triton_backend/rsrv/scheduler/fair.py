@@ -1,0 +1,346 @@
+"""Weighted fair shares of device time: earliest eligible virtual deadline first (EEVDF).
+
+Stoica and Abdel-Wahab, "Earliest Eligible Virtual Deadline First", 1995; Linux schedules processes by it.
+Every model i with work and weight w_i has a virtual start v_i, which rises by s / w_i for each s seconds
+of device time that it takes. The virtual clock V is the weighted mean of the starts of all of them:
+
+    V = sum(w_i * v_i) / sum(w_i)         so that sum(w_i * (V - v_i)) = 0
+
+w_i * (V - v_i), the lag, is the device time that model i is owed (below zero: that it owes). A model is
+*eligible* while it owes nothing: v_i <= V; somebody always is. Its virtual deadline is v_i + c_i / w_i,
+where c_i is the expected cost of a full execution of it. The eligible model with the earliest deadline
+goes. A start rises when an execution starts, the clock while it runs. (With the cost of what waits just
+now for c_i, small batches would pass large ones, and everybody's batches would be small.)
+
+What follows, with c a model's and C anybody's largest execution, and s = w_i / sum(w) of the models with
+work (the tests hold it to this):
+
+- a model that begins to wait and owes nothing executes after at most c / s + C, and again after at most
+  2 c / s + C. So cheap models wait for short, whatever the dear ones cost, and no model is locked out;
+- while two models have work, what they got by weight differs over any time by at most (c + C) / w_i of the
+  one and of the other. (Start-time fair queueing keeps it within c / w_i of each, but there a newcomer
+  waits for an execution of everybody.) Nothing is averaged, so there is nothing to tune;
+- a model's cost decides when it goes, never how much it gets: those over their share are not eligible,
+  cheap or dear.
+
+A model that runs out of work while it owes device time stays in the mean until V has passed its start:
+otherwise it could drop the debt by pausing. One that is owed something forgoes it: idle models save no
+credit. When nobody has work all debts end, for nobody waits for them. A model with work whose weights are
+elsewhere is not in the mean, but keeps its lag, and takes it up again when they have come: so models that
+take turns on the device share it by weight too. What the clock did during loads for which nobody had to give
+way it cannot claim: there was room for all, and a long load would lock the others out afterwards.
+
+For a model that an operator holds it is as if no time passed: it comes back with what it was owed when that began, a
+share of some executions or what it had waited for its weights, and with what is left of its debts. It claims nothing
+of what the others got meanwhile, for that was nobody's fault but the operator's, and after an hour it would lock them
+out for as long.
+
+Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
+for the model then is not eligible; so low priorities wait at most until all others are ahead of their
+shares. Only committed requests of metas go before eligibility, and are charged like all others.
+"""
+
+from typing import TYPE_CHECKING
+
+from rsrv.scheduler.ranking import Rank, Ranking
+from rsrv.scheduler.waiting import COMMITTED_LEVEL, Place
+
+if TYPE_CHECKING:
+    from rsrv.scheduler.disciplines import Candidate
+
+
+class _Account:
+    """What one model has had."""
+
+    __slots__ = ("asked", "claims", "due", "executing", "linked", "present", "start", "weight")
+
+    def __init__(self, start: float, weight: float) -> None:
+        self.start = start
+        self.weight = weight
+        #: whether it counts in the mean: it has work, or executes, or owes device time.
+        self.present = False
+        #: executions in flight.
+        self.executing = 0
+        #: its start when it began to wait; None if it does not.
+        self.asked: float | None = None
+        #: whether it waits for its weights, and so may claim what it misses, but for ...
+        self.claims = False
+        #: ... what the clock does during loads into free room: `Fair._linked` when it began to wait.
+        self.linked = 0.0
+        #: by how much its start was behind the clock when it was held.
+        self.due = 0.0
+
+
+class Fair:
+    """Each model with work gets device time in proportion to its weight."""
+
+    __slots__ = (
+        "_accounts",
+        "_asking",
+        "_clock",
+        "_due",
+        "_early",
+        "_eligible",
+        "_executing",
+        "_link_from",
+        "_linked",
+        "_now",
+        "_owing",
+        "_weight",
+    )
+
+    sheds = False
+
+    def __init__(self) -> None:
+        self._clock = 0.0
+        #: sum of the weights of all that are present.
+        self._weight = 0.0
+        self._now = 0.0
+        #: by how much the clock rose during loads into free room, and its reading when the present one began.
+        self._linked = 0.0
+        self._link_from: float | None = None
+        #: device time that is charged and not yet in the clock, because it has not passed.
+        self._due = 0.0
+        #: dispatch -> whose execution it is, and what it is expected to take; all in flight.
+        self._executing: dict[int, tuple[str, float]] = {}
+        self._accounts: dict[str, _Account] = {}
+        #: candidates that may go, by (level, virtual deadline, place): the level is that of the priority.
+        self._eligible: Ranking[str] = Ranking()
+        #: candidates that owe device time, by (virtual start, rank once they are eligible).
+        self._early: Ranking[str] = Ranking()
+        #: models without work that owe device time, by virtual start.
+        self._owing: Ranking[str] = Ranking()
+        #: models with work that wait for their weights, the latest virtual start first.
+        self._asking: Ranking[str] = Ranking()
+
+    def place(self, level: int, deadline: float | None, sequence: int) -> Place:
+        return (level, 0.0, sequence)
+
+    # --- changes -------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        passed = min(now - self._now, self._due)
+        self._now = now
+        if passed > 0.0:
+            self._due -= passed
+            self._turn(passed)
+            self._settle()
+
+    def update(self, candidate: "Candidate") -> None:
+        name = candidate.name
+        account = self._account(candidate)
+        if account.present:
+            self._owing.discard(name)
+        else:
+            self._enter(account, self._entry(account))
+        account.asked, account.due = None, 0.0
+        self._asking.discard(name)
+        place = candidate.place
+        assert place is not None
+        rank = (place[0], account.start + candidate.batch_seconds / candidate.weight, place)
+        if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
+            self._early.discard(name)
+            self._eligible.set(name, rank)
+        else:
+            self._eligible.discard(name)
+            self._early.set(name, (account.start, rank))
+        self._settle()
+
+    def wait(self, candidate: "Candidate", *, claims: bool) -> None:
+        name = candidate.name
+        account = self._account(candidate)
+        account.claims = claims
+        if account.asked is None:
+            account.linked = self._link_time()
+            self._owing.discard(name)
+            if account.present:
+                account.asked = account.start
+                self._leave(account)
+            else:
+                account.asked = self._entry(account)
+            account.due = 0.0
+            self._asking.set(name, -account.asked)
+        self._eligible.discard(name)
+        self._early.discard(name)
+        self._settle()
+
+    def hold(self, name: str) -> None:
+        account = self._accounts.get(name)
+        if account is None:
+            return
+        due = account.due
+        if account.asked is not None:
+            due = self._clock - self._entry(account)
+        elif name in self._eligible or name in self._early:
+            due = self._clock - account.start
+        self.remove(name)
+        account.due = max(0.0, due)
+
+    def remove(self, name: str) -> None:
+        account = self._accounts.get(name)
+        if account is None:
+            return
+        account.asked, account.due = None, 0.0
+        self._asking.discard(name)
+        self._eligible.discard(name)
+        self._early.discard(name)
+        self._part(name, account)
+        self._settle()
+
+    def forget(self, name: str) -> None:
+        account = self._accounts.pop(name, None)
+        if account is not None:
+            for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
+                del self._executing[dispatch]
+            for ranking in (self._owing, self._asking, self._eligible, self._early):
+                ranking.discard(name)
+            if account.present:
+                self._leave(account)
+            self._settle()
+
+    def start(self, dispatch: int, name: str, expected: float) -> None:
+        account = self._accounts[name]
+        account.executing += 1
+        account.start += expected / account.weight
+        self._due += expected
+        self._executing[dispatch] = name, expected
+
+    def end(self, dispatch: int, seconds: float) -> None:
+        started = self._executing.pop(dispatch, None)
+        if started is None:
+            return  # it started under another discipline, or was forgotten meanwhile
+        name, expected = started
+        self._due += seconds - expected
+        ahead = sum(others for _, others in self._executing.values())
+        if self._due > ahead:
+            # It took longer than expected.
+            self._turn(self._due - ahead)
+            self._due = ahead
+        account = self._accounts[name]
+        account.executing -= 1
+        correction = (seconds - expected) / account.weight
+        account.start += correction
+        if account.asked is not None:
+            account.asked += correction
+            self._asking.set(name, -account.asked)
+        elif name not in self._eligible and name not in self._early:
+            self._part(name, account)
+        self._settle()
+
+    def link(self, filling: bool) -> None:
+        if not filling:
+            self._linked, self._link_from = self._link_time(), None
+        elif self._link_from is None:
+            self._link_from = self._clock
+
+    # --- questions -----------------------------------------------------------------------------------------
+
+    def rank(self, candidate: "Candidate") -> Rank:
+        """(committed or not, virtual start, place).
+
+        What is loaded next is not decided by the deadline: while the link is what everybody waits for, the
+        clock hardly moves, and cheap newcomers would pass a dear model for ever. Nor by the priority: it
+        would let models that owe device time keep their weights, and those that it owes wait for ever.
+        """
+        account, place = self._accounts[candidate.name], candidate.place
+        assert place is not None
+        start = account.start if account.asked is None else account.asked
+        return (min(place[0], COMMITTED_LEVEL + 1), start, place)
+
+    def choose(self) -> str | None:
+        # If nobody is eligible, the clock lags behind what executes still, or was rounded. Who owes least goes.
+        name = self._eligible.first()
+        return self._early.first() if name is None else name
+
+    # --- the virtual clock ---------------------------------------------------------------------------------
+
+    def _account(self, candidate: "Candidate") -> _Account:
+        account = self._accounts.get(candidate.name)
+        if account is None:
+            account = self._accounts[candidate.name] = _Account(self._clock, candidate.weight)
+        elif account.weight != candidate.weight:
+            if account.present:
+                # What it is owed, or owes, is device time, and stays; so do the clock and all others.
+                lag = (self._clock - account.start) * account.weight / candidate.weight
+                account.start = self._clock - lag
+                self._weight += candidate.weight - account.weight
+            account.weight = candidate.weight
+        return account
+
+    def _link_time(self) -> float:
+        """By how much the clock has risen during loads into free room."""
+        return self._linked + (0.0 if self._link_from is None else max(0.0, self._clock - self._link_from))
+
+    def _entry(self, account: _Account) -> float:
+        """With which virtual start a model comes that was not in the mean."""
+        if account.asked is None:
+            return max(account.start, self._clock - account.due)
+        if not account.claims:
+            return max(account.asked, self._clock)
+        return max(account.asked, min(self._clock, account.asked + self._link_time() - account.linked))
+
+    def _enter(self, account: _Account, start: float) -> None:
+        """Count it in the mean."""
+        account.start = start
+        account.present = True
+        self._weight += account.weight
+        self._clock += (start - self._clock) * account.weight / self._weight
+
+    def _leave(self, account: _Account) -> None:
+        """Count it no more; the others share what it was owed, or owed them."""
+        account.present = False
+        self._weight -= account.weight
+        if self._weight > 1e-9 * account.weight:
+            self._clock += (self._clock - account.start) * account.weight / self._weight
+        else:
+            self._weight = 0.0
+
+    def _part(self, name: str, account: _Account) -> None:
+        """It has no work: it stays as long as it executes or owes."""
+        if account.executing:
+            return
+        if account.start > self._clock:
+            if not account.present:
+                self._enter(account, account.start)
+            self._owing.set(name, account.start)
+        elif account.present:
+            self._owing.discard(name)
+            self._leave(account)
+
+    def _turn(self, seconds: float) -> None:
+        """That much device time passed: the clock rises, and debts that it passes are paid."""
+        while seconds > 0.0 and self._weight > 0.0:
+            name = self._owing.first()
+            if name is not None:
+                account = self._accounts[name]
+                step = (account.start - self._clock) * self._weight
+                if step <= seconds:
+                    seconds -= max(0.0, step)
+                    self._clock = max(self._clock, account.start)
+                    self._owing.discard(name)
+                    self._leave(account)
+                    continue
+            self._clock += seconds / self._weight
+            return
+
+    def _settle(self) -> None:
+        """Make those eligible whose start the clock has reached; without any candidates, end all debts.
+
+        Debts end by moving the clock: whoever comes next starts with the last of those who are known.
+        """
+        while (name := self._early.first()) is not None:
+            start, rank = self._early.rank(name)
+            if start > self._clock:
+                return
+            self._early.discard(name)
+            self._eligible.set(name, rank)
+        if not self._eligible and not self._executing:
+            latest = self._asking.first()
+            if latest is not None:
+                self._clock = max(self._clock, -self._asking.rank(latest))
+            for name in self._owing:
+                account = self._accounts[name]
+                account.present = False
+                self._clock = max(self._clock, account.start)
+            self._owing.clear()
+            self._weight = self._due = 0.0

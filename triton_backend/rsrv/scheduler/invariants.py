@@ -1,0 +1,316 @@
+"""What is true of the scheduler after every event.
+
+Of requests:
+    1. every request in flight waits in exactly one lane or is in exactly one execution, or in one that found
+       no memory and is about to be tried again;
+    2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
+    3. a lane is in the order of service, and its rows are the sum of its requests' rows;
+    4. no queued request is due, and the deadline of each is known;
+    5. nothing waits for a model that rejects, and what waits for one that is held takes no part in anything.
+
+Of executions:
+    6. each is on resident weights, its useful rows within its size;
+    7. the device never has nothing to do while a resident model has work that need not be held back, unless
+       the device's memory is about to be compacted.
+
+Of models:
+    8. each tensor belongs to one piece, and each piece's owners are the models that have it; its users are those
+       of them that are resident or loading. The bytes on the device are those of the pieces with users, each
+       once: within the budget, but for pinned models, one more that is alone, and what executes;
+    9. work that waits has its weights resident, on their way, or in line for the link, which is in use
+       unless nobody can give way. Pinned models, and those to be warmed up, are in line too;
+    10. weights that were asked for are there, on their way or in line; if they do not come on demand, nobody waits
+       for others, and others are there only for a warm-up or until nothing executes on them. What is to go has
+       something in its way. A model drains only as long as something of it is on the device or on its way;
+    11. the sums of expected seconds are those of the models.
+
+Of what is counted:
+    15. each execution and its rows, each request's wait before it, and each missed deadline is measured once.
+
+Of runs of meta models:
+    12. the oldest queued request of each is committed, and no other request is;
+    13. as many are under way as may be while any waits, and no more but those that were before the limit shrank; those that
+       call a model which is held do not count;
+    14. asked = admitted + waiting + expired + refused + withdrawn; none that waits is due.
+"""
+
+from __future__ import annotations
+
+from math import inf, isclose
+from typing import TYPE_CHECKING, Any
+
+from rsrv.scheduler.errors import InvariantError
+from rsrv.scheduler.events import DEFAULT_PRIORITY, Pause
+from rsrv.scheduler.loads import evictable
+from rsrv.scheduler.model import ModelState
+from rsrv.scheduler.pieces import Piece
+from rsrv.scheduler.totals import Stage
+from rsrv.scheduler.waiting import COMMITTED_LEVEL, Entry
+from rsrv.scheduler.weights import Holding, Residency
+
+if TYPE_CHECKING:
+    from rsrv.scheduler.scheduler import Scheduler
+
+
+def check(scheduler: Scheduler) -> None:
+    """Check all of it.
+
+    Raises:
+        InvariantError: one is broken; with the story of the model concerned.
+    """
+    states = [*scheduler._models.values(), *scheduler._draining.values()]
+    for state in states:
+        _check_model(scheduler, state)
+    _check_requests(scheduler, states)
+    _check_runs(scheduler, states)
+    _check_gate(scheduler)
+    _check_executions(scheduler, states)
+    _check_weights(scheduler, states)
+    _check_sums(scheduler, states)
+
+
+def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
+    if not true:
+        raise InvariantError(
+            problem,
+            None if state is None else state.name,
+            () if state is None else tuple(state.story.lines()),
+        )
+
+
+def _check_model(scheduler: Scheduler, state: ModelState) -> None:
+    residency = state.holding.residency
+    waiting = sum(len(lane) for lane in state.lanes.values())
+    _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
+    _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
+    _require(not state.held or state.place is None, "it is held, and takes part (5)", state)
+    for lane in state.lanes.values():
+        entries = lane.entries
+        _require(
+            lane.rows == sum(entry.rows for entry in entries), "a lane's rows are not its sum (3)", state
+        )
+        place = scheduler._discipline.place
+        for entry in entries:
+            request, sequence = entry.request, entry.place[2]
+            committed = scheduler._queues.runs.get(request.run, [None])[0] is entry
+            level = COMMITTED_LEVEL if committed else request.priority or DEFAULT_PRIORITY
+            own = place(level, request.deadline, sequence)
+            _require(entry.place == own, "a request is not where the discipline places it (3)", state)
+        places = [entry.place for entry in entries]
+        _require(places == sorted(set(places)), "a lane is out of order (3)", state)
+        for entry in entries:
+            _require(entry.lane is lane, "a request is in a lane that is not its own (1)", state)
+            _require(entry.request.model == state.name, "a request is in another model's lane (1)", state)
+            _require(entry.rows <= lane.costs.max_rows, "a request waits that no size holds", state)
+    if state.draining:
+        _require(not waiting, "requests wait for a removed model", state)
+        busy = state.busy or residency is Residency.LOADING
+        _require(busy, "a removed model stays for nothing (10)", state)
+    else:
+        cold = state.place is not None and residency is Residency.ABSENT
+        known = state.name in scheduler._loads.cold
+        _require(known == cold, "work that waits for weights is not known to the loads (9)", state)
+        wanted = state.name in scheduler._loads.wanted
+        _require(not wanted or residency is Residency.ABSENT, "it is wanted, and there (9)", state)
+        _require(wanted or residency is not Residency.ABSENT or not state.warm_up, "warm-up forgotten", state)
+    if state.busy:
+        _require(residency is Residency.RESIDENT, "it executes without weights (6)", state)
+
+
+def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
+    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
+    flying = [*scheduler._running, *scheduler._memory.compaction.retries]
+    executing = [request for running in flying for request in running.execute.requests]
+    ids = [entry.request.id for entry in queued] + executing
+    _require(len(ids) == len(set(ids)), "a request is in two places (1)")
+    _require(
+        set(ids) == set(scheduler._queues.live), "requests in flight are not those queued or executing (1)"
+    )
+    _require(
+        len(queued) == scheduler._queues.queued,
+        f"{scheduler._queues.queued} counted as queued, {len(queued)} wait",
+    )
+    for request in executing:
+        _require(scheduler._queues.live[request].lane is None, f"request {request} executes and waits (1)")
+
+    ended = scheduler._queues.departed.total() + sum(state.totals.counts.total() for state in states)
+    _require(
+        scheduler._queues.arrived == ended + len(ids),
+        f"{scheduler._queues.arrived} arrived, {ended} ended and {len(ids)} are in flight (2)",
+    )
+
+    for state in states:
+        totals, counts = state.totals, state.totals.counts
+        waits = counts.answered + state.executing
+        missed = sum(count for stage, count in totals.missed.items() if stage is not Stage.EXECUTE)
+        _require(
+            (sum(totals.rows.counts), totals.rows.sum) == (totals.dispatches, totals.useful_rows)
+            and waits <= sum(totals.queue_wait.counts) <= waits + counts.failed
+            and missed == counts.expired + counts.shed,
+            "what is measured is not what is counted (15)",
+            state,
+        )
+
+    dated = {entry for entry in queued if entry.request.deadline not in (None, inf)}
+    _require(
+        dated == set(scheduler._queues.deadlines.entries()), "deadlines are not those of queued requests (4)"
+    )
+    soonest = scheduler.next_wakeup()
+    _require(soonest is None or soonest > scheduler._now, "a queued request is due (4)")
+
+
+def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
+    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
+    runs: dict[int, set[Entry]] = {}
+    for entry in queued:
+        if entry.request.run:
+            runs.setdefault(entry.request.run, set()).add(entry)
+    known = scheduler._queues.runs
+    _require(runs == {run: set(own) for run, own in known.items()}, "requests of runs are not known (12)")
+    for own in known.values():
+        # The first may have got its number later.
+        numbers = [entry.place[2] for entry in own[1:]]
+        _require(numbers == sorted(numbers), "a run's requests are not in order of arrival (12)")
+        _require(own[0].arrived <= own[-1].arrived, "a run's requests are not in order of arrival (12)")
+    committed = {entry for entry in queued if entry.place[0] == COMMITTED_LEVEL}
+    oldest = {own[0] for own in known.values()}
+    _require(committed == oldest, "not each run's oldest request is committed, or others are (12)")
+
+
+def _check_gate(scheduler: Scheduler) -> None:
+    gate = scheduler._gate
+    _require(gate.taken <= gate.limit + gate.surplus, f"{gate.taken} places are taken (13)")
+    _require(not gate.surplus or gate.taken == gate.limit + gate.surplus, "too many count as too many (13)")
+    held = {state.name for state in scheduler._models.values() if state.held}
+    stalled = {id for id, run in gate.live.items() if held.intersection(run.models)}
+    _require(gate.stalled == stalled - gate.waiting.keys(), "a held model's runs take places (13)")
+    able = gate.waiting.keys() - stalled
+    _require(not able or gate.taken >= gate.limit, "a run waits that could be admitted (13)")
+    _require(gate.waiting.keys() <= gate.live.keys(), "a run waits that is not known (14)")
+    _require(gate.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
+    for name, meta in gate.snapshot().items():
+        own = [id for id, run in gate.live.items() if run.meta == name]
+        waiting = sum(id in gate.waiting for id in own)
+        _require((meta.waiting, meta.running) == (waiting, len(own) - waiting), f"runs of {name!r} (14)")
+    metas = gate.snapshot().values()
+    ended = sum(one.admitted + one.expired + one.refused + one.withdrawn for one in metas)
+    _require(gate.asked == ended + len(gate.waiting), f"{gate.asked} asked, {ended} did not only wait (14)")
+    for id in gate.waiting:
+        deadline = gate.live[id].deadline
+        _require(deadline is None or deadline > scheduler._now, "a run that waits is due (14)")
+
+
+def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
+    running = list(scheduler._running)
+    for one in running:
+        execute = one.execute
+        costs = one.model.lanes[execute.variant].costs
+        _require(execute.size in costs.sizes, f"no such size: {execute} (6)", one.model)
+        room = costs.capacities[costs.sizes.index(execute.size)]
+        _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)
+        _require(len(execute.requests) > 0, f"no requests: {execute} (6)", one.model)
+    for state in states:
+        own = [one for one in (*running, *scheduler._memory.compaction.retries) if one.model is state]
+        _require(state.executions == len(own), "its executions are not those in flight", state)
+        requests = sum(len(one.execute.requests) for one in own)
+        _require(state.executing == requests, "its executing requests are not those in flight", state)
+    due = scheduler._memory.compaction.due
+    held_up = bool(running) or not scheduler._memory.idle
+    _require(not due or held_up, "a compaction is due, and nothing in its way")
+    memory, compaction = scheduler._memory, scheduler._memory.compaction
+    warming = sum(state.warming for state in states) - len(compaction.warm_ups)
+    _require(memory.warming == warming, "warm-ups are not counted")
+    again = any(one.execute.again for one in running)
+    _require(compaction.retrying == again, "a second try is not known")
+    second = compaction.retrying + (compaction.warming is not None)
+    # A model whose weights were there when it was added may warm up beside it.
+    alone = len(running) + (compaction.warming is not None) == 1 and memory.weights.loading is None
+    _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
+    if not running and not scheduler._memory.compaction.pauses:
+        for state in states:
+            ripe = state.ready and state.ripe <= scheduler._now
+            _require(not ripe, "it could execute, and the device has nothing to do (7)", state)
+
+
+def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
+    weights, loads = scheduler._memory.weights, scheduler._loads
+    owners: dict[Piece, list[Holding]] = {}
+    for state in states:
+        for piece in state.holding.pieces:
+            owners.setdefault(piece, []).append(state.holding)
+    tensors: dict[Any, Piece] = {}
+    for piece, those in owners.items():
+        users = [one for one in those if one.residency is not Residency.ABSENT]
+        _require(len(piece.owners) == len(those) and set(piece.owners) == set(those), "not its owners (8)")
+        _require(piece.users == len(users), "not its users (8)")
+        _require(piece.pins == sum(one.pinned for one in users), "not its pins (8)")
+        _require(not piece.tensors or piece.bytes == sum(piece.tensors.values()), "not its bytes (8)")
+        _require(tensors.keys().isdisjoint(piece.tensors), "a tensor is in two pieces (8)")
+        tensors |= dict.fromkeys(piece.tensors, piece)
+    _require(weights.pieces.by_tensor() == tensors, "the tensors known are not those of the models (8)")
+    for state in states:
+        if state.program.tensors is not None:
+            own = {key for piece in state.holding.pieces for key in piece.tensors}
+            _require(own == set(state.program.tensors), "its pieces are not its tensors (8)", state)
+    held = sum(piece.bytes for piece in owners if piece.users)
+    pinned = sum(piece.bytes for piece in owners if piece.pins)
+    _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
+    _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
+    present = [state for state in states if state.holding.residency is not Residency.ABSENT]
+    unpinned = [state for state in present if not state.holding.pinned]
+    for state in states:
+        _check_wishes(scheduler, state)
+    counted = set(weights.evictable)
+    _require(counted == {one.holding for one in unpinned}, "those that are not pinned are not known (8)")
+    _require(
+        not loads.overdue(scheduler._discipline, scheduler._now), f"{held} bytes held of {weights.budget} (8)"
+    )
+    loading = [state for state in states if state.holding.residency is Residency.LOADING]
+    _require(len(loading) <= 1, "more than one load is under way (9)")
+    _require(
+        weights.loading is (loading[0].holding if loading else None), "the load under way is another one (9)"
+    )
+    if not loading and loads.first() is not None and not scheduler._memory.compaction.pauses:
+        planned, _ = loads.search(scheduler._discipline, scheduler._now)
+        _require(planned is None, "the link is free, and there is something to load (9)")
+
+
+def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
+    memory, loads = scheduler._memory, scheduler._loads
+    name, holding, residency = state.name, state.holding, state.holding.residency
+    leaving, hoped, asked = state in memory.leaving, name in loads.hoped, holding.asked
+    if state.draining:
+        known = leaving or hoped or name in loads.later
+        _require(not known, "it is removed, and somebody asks for it (10)", state)
+        return
+    # One load is under way at a time.
+    gone = residency is Residency.LOADING and memory.weights.abandoning
+    gone = gone or residency is Residency.ABSENT
+    _require(not hoped or residency is not Residency.RESIDENT, "it is hoped for, and there (10)", state)
+    in_line = hoped or name in loads.wanted or holding.pinned
+    _require(in_line or not gone or not asked, "it was asked for, and nobody knows (10)", state)
+    _require(not leaving or not (holding.pinned or asked), "it is to go, and to stay (10)", state)
+    _require(not leaving or residency is not Residency.ABSENT, "it is to go, and gone (10)", state)
+    stays = not evictable(state) or (state.place is not None and holding.fresh)
+    _require(not leaving or stays, "it is to go, and does not (10)", state)
+    if not (scheduler.settings.on_demand or asked):
+        _require(not hoped, "it is hoped for on demand (10)", state)
+        here = residency is Residency.RESIDENT
+        _require(here or not state.queued, "requests wait for nothing (10)", state)
+        expected = gone or leaving or state.warm_up or state.warming
+        _require(expected, "nobody asked for it (10)", state)
+
+
+def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
+    _require(not scheduler._queues.touched, "an event left work undone")
+    for state in states:
+        before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)
+        state.recount()
+        after = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)
+        _require(before == after, f"its derived values were {before}, are {after} (11)", state)
+    backlog = sum(state.backlog_seconds for state in states)
+    turns = sum(state.turn_seconds for state in states)
+    _require(
+        isclose(scheduler._backlog, backlog, rel_tol=1e-6, abs_tol=1e-9), "the backlog is not the sum (11)"
+    )
+    _require(isclose(scheduler._round, turns, rel_tol=1e-6, abs_tol=1e-9), "the round is not the sum (11)")

@@ -1,0 +1,412 @@
+"""The device's memory: carries out what `Loads` decides, and takes in how loads end.
+
+Nothing else changes what is on the device. Models are the scheduler's; whatever changes of one is marked in
+`Queues.touched`, so that the scheduler settles it.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from rsrv.scheduler.compaction import Compaction
+from rsrv.scheduler.events import (
+    GiveUp,
+    Instruction,
+    LoadAbandoned,
+    LoadFailed,
+    Reason,
+    WarmUp,
+    WeightsLoaded,
+)
+from rsrv.scheduler.loads import Loads, evictable
+from rsrv.scheduler.model import ModelState
+from rsrv.scheduler.queues import Queues
+from rsrv.scheduler.rests import Rests
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.totals import Cause
+from rsrv.scheduler.waiting import COMMITTED_LEVEL
+from rsrv.scheduler.weights import Residency, Weights
+
+
+class Memory:
+    """Whose weights are on the device, come next, and leave."""
+
+    __slots__ = (
+        "_draining",
+        "_interval",
+        "_models",
+        "_queues",
+        "compaction",
+        "leaving",
+        "loads",
+        "rests",
+        "warming",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelState],
+        draining: Mapping[str, ModelState],
+        queues: Queues,
+        settings: SchedulerSettings,
+    ) -> None:
+        self._models = models
+        self._draining = draining
+        self._queues = queues
+        self.weights = Weights(settings.weight_budget_bytes)
+        self.loads = Loads(models, self.weights, settings)
+        self.compaction = Compaction()
+        self._interval = settings.compaction_interval
+        #: models that are being warmed up.
+        self.warming = 0
+        #: models whose weights are to go as soon as they may (a dictionary for its order), and whether an operator said so.
+        self.leaving: dict[ModelState, bool] = {}
+        self.rests = Rests()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing comes to the device, or warms up there."""
+        return self.weights.loading is None and not self.warming
+
+    # --- models ------------------------------------------------------------------------------------------
+
+    def admit(self, model: ModelState, *, resident: bool, now: float, out: list[Instruction]) -> None:
+        """An added model's weights are there already, or are to come if they must."""
+        if resident:
+            self.weights.adopt(model.holding, now)
+            model.holding.asked = model.holding.pinned or not model.warm_up
+            # If it is pinned, what it shares with others takes no room of theirs any more.
+            self.loads.retry()
+            self._warm(model, out)
+        elif model.holding.pinned or model.warm_up:
+            self.loads.want(model)
+
+    def release(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
+        """Let a removed model go, once nothing uses its weights or loads them; whether it is gone."""
+        self.loads.forget(model.name)
+        self.leaving.pop(model, None)
+        self.rests.forget(model)
+        if model.busy or model.holding.residency is Residency.LOADING:
+            return False
+        if model.holding.residency is Residency.RESIDENT:
+            self.rests.relieve()
+            evict = self.weights.evict(model.holding)
+            model.story.add(now, "evict weights", evict)
+            out.append(evict)
+        self.weights.pieces.leave(model.holding)
+        self.loads.retry()
+        return True
+
+    def pin(self, model: ModelState, pinned: bool, now: float, out: list[Instruction]) -> None:
+        """Keep a model's weights on the device from now on, or no longer."""
+        changed = pinned != model.holding.pinned
+        if changed:
+            self.weights.pin(model.holding, pinned)
+            model.story.add(now, "pinned" if pinned else "unpinned", "")
+        if pinned:
+            model.holding.asked = True
+            model.holding.end_rest()
+            self.leaving.pop(model, None)
+            if model.holding.residency is Residency.ABSENT:
+                self.loads.want(model)
+        elif changed:
+            if model.holding.residency is not Residency.ABSENT:
+                # Others have its room now if they need it.
+                self.rests.relieve()
+            model.holding.asked = False
+            if not model.warm_up:
+                self._unwant(model)
+            if not self.loads.on_demand:
+                self.leave([model], now, out)
+        self._queues.touched[model] = None
+        self.loads.retry()
+
+    def prefetch(self, model: ModelState, now: float) -> None:
+        """Bring a model's weights to the device, if they are not there or will not stay."""
+        model.story.add(now, "prefetch", "")
+        model.holding.end_rest()
+        self.leaving.pop(model, None)
+        self._ask(model)
+        self._queues.touched[model] = None
+
+    def _ask(self, model: ModelState) -> None:
+        """Somebody wants it to be there."""
+        model.holding.asked = True
+        gone = model.holding.residency is Residency.LOADING and self.weights.abandoning
+        if model.holding.residency is Residency.ABSENT or gone:
+            self.loads.hope(model)
+
+    def leave(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
+        """Free weights as soon as they may go; pinned ones stay."""
+        for model in models:
+            holding = model.holding
+            if holding.pinned:
+                continue
+            model.story.add(now, "to be evicted", "")
+            holding.asked = False
+            if not model.warm_up:
+                self._unwant(model)
+            self.loads.withdraw(model.name)
+            if holding.residency is not Residency.ABSENT:
+                self.leaving[model] = True
+            # A load that requests wait for goes on, and a model that warms up does so first.
+            needed = model.warm_up or (self.loads.on_demand and model.place is not None)
+            if holding.residency is Residency.LOADING and not (needed or self.weights.abandoning):
+                self._abandon(model, now, out)
+            if holding.residency is not Residency.RESIDENT:
+                self._turn_away(model, now, out)
+            self._queues.touched[model] = None
+
+    def _turn_away(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        """Refuse what waits for weights that do not come by themselves."""
+        if not self.loads.on_demand:
+            self._queues.refuse_all(model, Reason.NOT_RESIDENT, now, out)
+
+    def hold(self, model: ModelState) -> None:
+        """Nobody waits for a model's weights any more, whoever waits: they need not be tried again."""
+        if not (model.holding.pinned or model.holding.asked or model.warm_up):
+            self._unwant(model)
+
+    def _unwant(self, model: ModelState) -> None:
+        """It need not come before others any more; nor because the last time there was no memory."""
+        if model.name in self.loads.wanted:
+            model.holding.starved = False
+            self.loads.unwant(model.name)
+
+    def warmed_up(self, model: ModelState) -> None:
+        """A model's warm-up is over, well or not."""
+        model.warming = False
+        self.warming -= 1
+        if not (self.loads.on_demand or model.holding.asked):
+            self.leaving[model] = False
+        self._queues.touched[model] = None
+
+    def warm_up_again(self, model: ModelState) -> None:
+        """A model's warm-up found no memory; it keeps its weights until the second try."""
+        self.warming -= 1
+        self.compaction.warm_ups.append(model)
+
+    def obey(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
+        """Decide by other settings, or by another discipline."""
+        self.weights.budget = settings.weight_budget_bytes
+        self._interval = settings.compaction_interval
+        handed_over = self.loads.on_demand and not settings.on_demand
+        self.loads.obey(settings)
+        if handed_over:
+            self._hand_over(now, out)
+
+    def _hand_over(self, now: float, out: list[Instruction]) -> None:
+        """Nothing comes or goes by itself any more: what is there stays, and what is on its way comes."""
+        loads = self.loads
+        for model in self._models.values():
+            here = model.holding.residency is not Residency.ABSENT
+            added = model.warm_up or model.warming or model in self.leaving
+            if (here or model.name in loads.wanted or model.name in loads.later) and not added:
+                self._ask(model)
+            if not model.holding.asked:
+                loads.hoped.pop(model.name, None)
+                if model.holding.residency is not Residency.RESIDENT:
+                    self._turn_away(model, now, out)
+
+    # --- loads end ---------------------------------------------------------------------------------------
+
+    def ended(
+        self, event: WeightsLoaded | LoadFailed | LoadAbandoned, now: float, out: list[Instruction]
+    ) -> ModelState | None:
+        """Take in how a load ended; the model that was loaded, or None if that load is over already."""
+        model = self._models.get(event.model) or self._draining.get(event.model)
+        if model is None or model.holding.epoch != event.epoch:
+            return None
+        if model.holding.residency is not Residency.LOADING:
+            return None
+        self._queues.discipline.link(False)
+        self._queues.touched[model] = None
+        match event:
+            case WeightsLoaded():
+                self.loads.forget(model.name)
+                self.weights.loaded(model.holding, event.seconds, now)
+                model.totals.load.observe(event.seconds)
+                model.holding.fresh = model.place is not None
+                self.compaction.count(self.weights.loads, self._interval)
+                model.story.add(now, "weights loaded", event)
+                if not model.draining:
+                    self._warm(model, out)
+            case LoadAbandoned():
+                self.leaving.pop(model, None)
+                if model.holding.pinned and not model.draining:
+                    self.loads.want(model)
+                self.weights.failed(model.holding, abandoned=True)
+                model.story.add(now, "load abandoned", "")
+                self.loads.retry()
+            case LoadFailed():
+                model.story.add(now, "load failed", event)
+                self._failed(model, event, now, out)
+        return model
+
+    def _failed(self, model: ModelState, event: LoadFailed, now: float, out: list[Instruction]) -> None:
+        holding = model.holding
+        self.weights.failed(holding)
+        self.leaving.pop(model, None)
+        self.loads.retry()
+        if model.draining:
+            return
+        if event.out_of_memory and not holding.starved:
+            if model.place is None and not (holding.pinned or holding.asked or model.warm_up):
+                # Those who wait for it while it is held cause its next load when the model goes on.
+                return
+            holding.starved = True
+            self.compaction.ask(reload=False)
+            self.loads.want(model)
+            return
+        if event.out_of_memory or holding.pinned:
+            self.rests.begin(model, now, shut=event.out_of_memory)
+        holding.starved = False
+        self.loads.forget(model.name)
+        if holding.pinned or holding.asked or model.warm_up:
+            holding.asked = False
+            out.append(GiveUp(model.name, event.error))
+            model.warm_up = False
+        self._queues.fail(model, event.error, out)
+
+    def rise(self, now: float) -> None:
+        """Try pinned models again that have rested; others come for requests."""
+        for model in self.rests.over(now):
+            if model.holding.pinned:
+                model.holding.asked = True
+                if model.holding.residency is Residency.ABSENT:
+                    self.loads.want(model)
+
+    def _warm(self, model: ModelState, out: list[Instruction]) -> None:
+        if model.warm_up:
+            model.warm_up, model.warming = False, True
+            self.warming += 1
+            out.append(WarmUp(model.name))
+
+    # --- loads begin, weights go -------------------------------------------------------------------------
+
+    def load(self, now: float, out: list[Instruction]) -> None:
+        """Start the load that comes next, if the link is free and room can be made; end one that is in vain."""
+        loading = self.weights.loading
+        if loading is not None:
+            model = self._models.get(loading.model) or self._draining[loading.model]
+            if not self.weights.abandoning and (model.draining or self.loads.in_vain(model)):
+                self._abandon(model, now, out)
+            return
+        planned = self.loads.plan(self._queues.discipline, now)
+        # What leaves soon makes room.
+        while planned is None and not (self.leaving or self.warming or self._draining):
+            lost = self.loads.without_room()
+            if lost is None:
+                break
+            self._turn_down(lost, now, out)
+            planned = self.loads.plan(self._queues.discipline, now)
+        if planned is None:
+            return
+        model, victims = planned
+        # Before the evictions: what it shares with those that leave stays.
+        load = self.weights.load(model.holding, now)
+        # Where all residency was asked for, who makes room for a warm-up comes back after it.
+        returns = not self.loads.on_demand and model.warm_up
+        for victim in victims:
+            self.evict(victim, Cause.ROOM, now, out, heir=model.name, returns=returns)
+        self.loads.started(model)
+        self._queues.discipline.link(not victims)
+        model.story.add(now, "load weights", load)
+        out.append(load)
+        self._queues.touched[model] = None
+
+    def _turn_down(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        """It was asked for and does not fit, and nobody gives way by himself."""
+        weights = self.weights
+        error = (
+            f"{model.holding.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
+            f"{weights.budget}; evict or unpin other models first"
+        )
+        model.story.add(now, "no room", "")
+        model.holding.asked = False
+        self.loads.forget(model.name)
+        self.loads.cold.discard(model.name)
+        out.append(GiveUp(model.name, error))
+        self._turn_away(model, now, out)
+
+    def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        abandon = self.weights.abandon(model.holding)
+        model.story.add(now, "abandon load", abandon)
+        out.append(abandon)
+
+    def let_go(self, now: float, out: list[Instruction]) -> None:
+        """Evict those that are to go and may: nothing executes on them, or must before."""
+        for model in [model for model in self.leaving if evictable(model) and not self._must_execute(model)]:
+            if self.leaving[model]:
+                self.rests.relieve()
+            self.evict(model, Cause.ASKED, now, out)
+            self.loads.retry()
+
+    def stops(self, model: ModelState) -> bool:
+        """Whether nothing of a model with work may start: else it would always execute, and never go."""
+        return model in self.leaving and not self._must_execute(model)
+
+    def _must_execute(self, model: ModelState) -> bool:
+        """Whether a model with work executes before it goes: for a running meta model, or lest its load was in vain.
+
+        Else it would never execute if it were evicted again and again.
+        """
+        if model.place is None:
+            return False
+        return model.place[0] == COMMITTED_LEVEL or (model.holding.fresh and self.loads.on_demand)
+
+    def trim(self, now: float, out: list[Instruction]) -> None:
+        """Evict what is beyond the budget, as far as it is free: the budget fell, or models were pinned."""
+        if self.weights.missing() <= 0:
+            return
+        overdue = self.loads.overdue(self._queues.discipline, now)
+        for model in overdue:
+            self.evict(model, Cause.BUDGET, now, out)
+        if overdue:
+            self.loads.retry()
+
+    def compact(self, now: float, out: list[Instruction]) -> float:
+        """Evict all that is neither pinned nor in use; nothing loads or executes.
+
+        Returns:
+            How long loads take, in seconds, that bring back those with waiting work.
+        """
+        self.let_go(now, out)
+        evicted = [model for model in self._models.values() if evictable(model)]
+        evicted.sort(key=lambda model: model.holding.used, reverse=True)
+        working = [model for model in evicted if model.place is not None]
+        for model in evicted:
+            self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
+        self.loads.retry()
+        if self.compaction.done(self.weights.loads, len(evicted)):
+            self.loads.come_back(evicted)
+        if self.compaction.warm_ups and not self.compaction.retries:
+            self.compaction.warming = self.compaction.warm_ups.popleft()
+            self.warming += 1
+            out.append(WarmUp(self.compaction.warming.name, again=True))
+        return self.weights.bring_back(model.holding for model in working)
+
+    def evict(
+        self,
+        model: ModelState,
+        cause: Cause,
+        now: float,
+        out: list[Instruction],
+        *,
+        heir: str | None = None,
+        returns: bool = False,
+    ) -> None:
+        """Free a model's resident weights, but for what `heir`, whose load comes next, has too.
+
+        `returns`: they come back as soon as there is room, and what waits for them waits on.
+        """
+        evict = self.weights.evict(model.holding, heir)
+        model.story.add(now, "evict weights", evict)
+        model.totals.evict(cause)
+        self.leaving.pop(model, None)
+        out.append(evict)
+        self._queues.touched[model] = None
+        if returns:
+            self._ask(model)
+        else:
+            model.holding.asked = False
+            self._turn_away(model, now, out)

@@ -1,0 +1,285 @@
+"""The scheduler's record of one model."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from math import inf, isfinite
+
+from rsrv.scheduler.coalesce import Batch, plan_batch
+from rsrv.scheduler.costs import VariantCosts
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import Execute, Pause, PolicyChanged, Program, Request
+from rsrv.scheduler.snapshot import ModelLoad, ModelSnapshot
+from rsrv.scheduler.story import Story
+from rsrv.scheduler.totals import Stage, Totals
+from rsrv.scheduler.waiting import COMMITTED_LEVEL, Lane, Place
+from rsrv.scheduler.weights import Holding, Residency
+
+
+def check_program(program: Program) -> None:
+    """Refuse a program that could not be scheduled, whatever else is loaded.
+
+    Raises:
+        CallerError: a limit or a weight is out of range. (Costs are checked by `variant_costs`.)
+    """
+    name = program.model
+    if program.max_queue_depth < 1:
+        raise CallerError(
+            f"model {name!r}: max_queue_depth must be at least 1, not {program.max_queue_depth}"
+        )
+    if program.max_batch_rows is not None and program.max_batch_rows < 1:
+        raise CallerError(f"model {name!r}: max_batch_rows must be at least 1, not {program.max_batch_rows}")
+    if program.weight_bytes < 0:
+        raise CallerError(f"model {name!r}: weight_bytes must not be negative, not {program.weight_bytes}")
+    if any(size < 0 for size in (program.tensors or {}).values()):
+        raise CallerError(f"model {name!r}: a tensor has a negative number of bytes")
+    if not 0.0 <= program.load_seconds < inf:
+        raise CallerError(f"model {name!r}: load_seconds must not be negative, not {program.load_seconds}")
+    if not (isfinite(program.weight) and program.weight > 0.0):
+        raise CallerError(f"model {name!r}: weight must be above 0, not {program.weight}")
+    if not 0.0 <= program.max_delay < inf:
+        raise CallerError(f"model {name!r}: max_delay must not be negative, not {program.max_delay}")
+
+
+def with_policy(program: Program, changed: PolicyChanged) -> Program:
+    """The same by other values; not checked."""
+    return replace(
+        program,
+        weight=program.weight if changed.weight is None else changed.weight,
+        max_delay=program.max_delay if changed.max_delay is None else changed.max_delay,
+        max_queue_depth=(
+            program.max_queue_depth if changed.max_queue_depth is None else changed.max_queue_depth
+        ),
+    )
+
+
+class ModelState:
+    """One loaded or draining model: its lanes, weights, counters and story.
+
+    The scheduler writes it. It is the `Candidate` that disciplines see.
+    """
+
+    __slots__ = (
+        "backlog_seconds",
+        "barred",
+        "batch_seconds",
+        "draining",
+        "executing",
+        "executions",
+        "finishing",
+        "front",
+        "holding",
+        "lanes",
+        "name",
+        "paused",
+        "place",
+        "program",
+        "queued",
+        "ripe",
+        "sizes",
+        "story",
+        "totals",
+        "turn_seconds",
+        "warm_up",
+        "warming",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Mapping[int, VariantCosts],
+        holding: Holding,
+        *,
+        warm_up: bool,
+        story_length: int,
+    ) -> None:
+        self.name = program.model
+        self.obey(program)
+        #: variant -> its waiting requests; one lane for each compiled variant, for good.
+        self.lanes = {variant: Lane(variant, table) for variant, table in costs.items()}
+        #: requests that wait, over all lanes.
+        self.queued = 0
+        #: requests and executions in flight, or about to be tried again.
+        self.executing = 0
+        self.executions = 0
+        self.holding = holding
+        self.draining = False
+        #: whether it is still to be warmed up, or is being warmed up now.
+        self.warm_up = warm_up
+        self.warming = False
+        self.paused = program.paused
+        #: runs of meta models whose calls are let in while it drains: those that were under way when that began.
+        self.finishing: Collection[int] = ()
+        #: until when it does not execute, because others gave way for it and shall get their turn.
+        self.barred = -inf
+        # The next six are derived from the lanes and costs by `recount`. Who is held has no work to speak of.
+        #: the lane whose front request is first in the order of service, and where that stands.
+        self.front: Lane | None = None
+        self.place: Place | None = None
+        #: expected device time of what waits, and of the next execution.
+        self.backlog_seconds = 0.0
+        self.turn_seconds = 0.0
+        #: expected device time of a full execution of the front lane.
+        self.batch_seconds = 0.0
+        #: until when it is held back: it is barred, or more requests can share its next execution.
+        self.ripe = -inf
+        self.totals = Totals()
+        self.sizes: dict[tuple[int, int], int] = {}
+        self.story = Story(story_length)
+
+    def obey(self, program: Program) -> None:
+        """Be scheduled by these values from now on."""
+        self.program = program
+        self.weight = program.weight
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has work that the device could take now, or as soon as it is ripe."""
+        return self.place is not None and self.holding.residency is Residency.RESIDENT and not self.warming
+
+    @property
+    def busy(self) -> bool:
+        """Whether something executes on its weights."""
+        return self.executions > 0 or self.warming
+
+    @property
+    def family(self) -> str:
+        """What it counts under, with other versions of it."""
+        return self.program.name or self.name
+
+    @property
+    def stage(self) -> Stage:
+        """What its requests wait for."""
+        return Stage.QUEUE if self.holding.residency is Residency.RESIDENT else Stage.LOAD
+
+    @property
+    def held(self) -> bool:
+        """Whether what waits does not count for now."""
+        return self.paused is Pause.HOLD
+
+    def closed_to(self, request: Request) -> bool:
+        """Whether a request is refused because the model is paused."""
+        if self.paused is Pause.DRAIN:
+            return request.run not in self.finishing
+        return self.paused is Pause.REJECT
+
+    def learn(self, costs: Mapping[int, VariantCosts]) -> None:
+        """The warm-up has measured the costs."""
+        for variant, lane in self.lanes.items():
+            lane.costs = costs[variant]
+
+    def recount(self) -> None:
+        """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
+        if not self.queued or self.held:
+            self.front = self.place = None
+            self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
+            self.ripe = -inf
+            return
+        front: Lane | None = None
+        first: Place | None = None
+        backlog = 0.0
+        coalesce = self.program.coalesce
+        for lane in self.lanes.values():
+            place = lane.place()
+            if place is not None:
+                backlog += lane.seconds(coalesce=coalesce)
+                if first is None or place < first:
+                    front, first = lane, place
+        self.front, self.place, self.backlog_seconds = front, first, backlog
+        # The next execution is one of the size that is cheapest when full, unless less than that waits.
+        self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
+        self.turn_seconds = min(backlog, self.batch_seconds)
+        self.ripe = self.barred
+        if self.program.max_delay and front is not None:
+            self.ripe = max(self.ripe, self._ripe(front))
+
+    def _ripe(self, front: Lane) -> float:
+        """When the front request has waited for others long enough: -inf if there is nothing to wait for."""
+        costs, entries = front.costs, front.entries
+        if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
+            return -inf
+        program = self.program
+        ahead = max(self.plan(front).seconds, front.seconds(coalesce=program.coalesce))
+        # All of them count: the order of service is not that of deadlines.
+        deadlines = (entry.request.deadline for entry in entries)
+        soonest = min((deadline for deadline in deadlines if deadline is not None), default=inf)
+        return min(entries[0].arrived + program.max_delay, soonest - ahead)
+
+    def plan(self, lane: Lane, limit: float = inf) -> Batch:
+        """The next execution of one of its lanes; see `plan_batch`."""
+        return plan_batch(
+            lane.waiting_rows(),
+            lane.costs.sizes,
+            lane.costs.seconds,
+            max_rows=self.program.max_batch_rows,
+            coalesce=self.program.coalesce,
+            limit=limit,
+        )
+
+    def started(self, execute: Execute) -> None:
+        """Count an execution that starts."""
+        requests = len(execute.requests)
+        self.holding.fresh = False
+        self.queued -= requests
+        self.executing += requests
+        self.executions += 1
+        totals = self.totals
+        totals.dispatches += 1
+        totals.useful_rows += execute.rows
+        totals.rows.observe(execute.rows)
+        totals.padding.observe(execute.size - execute.rows)
+        key = (execute.variant, execute.size)
+        self.sizes[key] = self.sizes.get(key, 0) + 1
+
+    def ended(self, execute: Execute) -> None:
+        """Count an execution that ended for good."""
+        self.executing -= len(execute.requests)
+        self.executions -= 1
+
+    def load(self) -> ModelLoad:
+        """The part of its statistics that is asked for often. Costs O(variants)."""
+        tables, totals = [lane.costs for lane in self.lanes.values()], self.totals
+        return ModelLoad(
+            self.queued,
+            self.executing,
+            self.holding.pinned,
+            self.holding.bytes,
+            min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
+            max(table.max_rows for table in tables),
+            totals.misses,
+            totals.counts.answered,
+            totals.device_seconds,
+            totals.useful_rows,
+        )
+
+    def snapshot(self) -> ModelSnapshot:
+        """Its statistics now."""
+        totals = self.totals
+        return ModelSnapshot(
+            residency=self.holding.residency,
+            pinned=self.holding.pinned,
+            draining=self.draining,
+            paused=self.paused,
+            queued=self.queued,
+            queued_rows=sum(lane.rows for lane in self.lanes.values()),
+            executing=self.executing,
+            outcomes=totals.counts.outcomes(),
+            refused=dict(totals.counts.refused),
+            dispatches=totals.dispatches,
+            useful_rows=totals.useful_rows,
+            padded_rows=int(totals.padding.sum),
+            device_seconds=totals.device_seconds,
+            sizes=dict(self.sizes),
+            costs={
+                (variant, size): seconds
+                for variant, lane in self.lanes.items()
+                for size, seconds in zip(lane.costs.sizes, lane.costs.seconds, strict=True)
+            },
+            weight_bytes=self.program.weight_bytes,
+            device_bytes=self.holding.bytes,
+            misses=totals.misses,
+            loads=self.holding.loads,
+            evictions=sum(totals.evictions.values()),
+            load_seconds=self.holding.load_seconds,
+            backlog_seconds=self.backlog_seconds,
+        )

@@ -1,0 +1,298 @@
+"""All requests in flight: how they enter the queues, and every way out of them but an answer.
+
+Requests leave a queue by being taken for an execution, by expiring, by being cancelled, or together with
+their model's load or life. Each way is one method here, so each request is counted and ended once.
+"""
+
+from collections import Counter
+from collections.abc import KeysView, Mapping, Sequence
+from math import inf
+
+from rsrv.scheduler.deadlines import Deadlines
+from rsrv.scheduler.disciplines import Discipline
+from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.events import DEFAULT_PRIORITY, Finish, Instruction, Outcome, Reason, Request
+from rsrv.scheduler.model import ModelState
+from rsrv.scheduler.popularity import remember
+from rsrv.scheduler.totals import Counts, Stage
+from rsrv.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane
+from rsrv.scheduler.weights import Residency
+
+
+class Queues:
+    """The lanes of all models, taken together."""
+
+    __slots__ = (
+        "_models",
+        "_number",
+        "arrived",
+        "deadlines",
+        "departed",
+        "discipline",
+        "live",
+        "queued",
+        "runs",
+        "starts",
+        "touched",
+    )
+
+    def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
+        #: says in which order requests wait.
+        self.discipline = discipline
+        #: the scheduler's loaded models: read here, written there.
+        self._models = models
+        #: every request that arrived and has not finished, queued or executing.
+        self.live: dict[int, Entry] = {}
+        #: of those, how many wait.
+        self.queued = 0
+        #: requests that ever arrived.
+        self.arrived = 0
+        #: the latest one's sequence number, or that of the latest request that got a new one.
+        self._number = 0
+        self.deadlines = Deadlines()
+        #: when requests must start at the latest; only if the discipline sheds.
+        self.starts = Deadlines()
+        #: run of a meta model -> its requests that wait, oldest first: that one is committed, the others are not.
+        self.runs: dict[int, list[Entry]] = {}
+        #: models of which something changed since the scheduler settled (a dictionary for its order).
+        self.touched: dict[ModelState, None] = {}
+        #: requests that ended without a model, or with one that is gone.
+        self.departed = Counts()
+
+    def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
+        """Refuse arrivals that nobody could account for; `runs` are the ids of runs at the gate or under way.
+
+        Raises:
+            CallerError: an id is in use already or given twice, or a number of rows is negative.
+        """
+        ids = {request.id for request in requests}
+        if len(ids) != len(requests) or not (self.live.keys().isdisjoint(ids) and runs.isdisjoint(ids)):
+            counts = Counter(request.id for request in requests)
+            twice = [one for one, count in counts.items() if count > 1 or one in self.live or one in runs]
+            raise CallerError(f"ids that are in use already, or twice in one event: {twice}")
+        for request in requests:
+            if request.rows < 0:
+                raise CallerError(f"request {request.id} has {request.rows} rows")
+            if request.priority < 0:
+                raise CallerError(f"request {request.id} has priority {request.priority}; 1 is the highest")
+
+    def arrive(
+        self, requests: Sequence[Request], now: float, out: list[Instruction], *, on_demand: bool
+    ) -> dict[ModelState, list[int]]:
+        """Queue or end each request, by the first of these that is true:
+
+        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline passed,
+        (5) model paused, (6) its weights neither there nor to come, and they do not `on_demand`, (7) nor do they because
+        they found no memory, (8) queue full; else it waits.
+
+        Returns:
+            Those of (8), by model: they have to be ended by `refuse_full`, when it is known when to retry.
+        """
+        # Requests that are due give up their places first.
+        self.expire(now, out)
+        models, live, deadlines, sequence = self._models, self.live, self.deadlines, self._number
+        place, sheds, runs = self.discipline.place, self.discipline.sheds, self.runs
+        self.arrived += len(requests)
+        self._number += len(requests)
+        queued: dict[ModelState, list[int]] = {}
+        full: dict[ModelState, list[int]] = {}
+        for request in requests:
+            sequence += 1
+            model = models.get(request.model)
+            if model is None:  # (1)
+                self.departed.refuse(Reason.UNKNOWN_MODEL)
+                out.append(Finish(request.id, Outcome.REFUSED, Reason.UNKNOWN_MODEL))
+                continue
+            lane = model.lanes.get(request.variant)
+            if lane is None:  # (2)
+                _refuse(model, (request.id,), Reason.UNKNOWN_VARIANT, None, now, out)
+                continue
+            if request.rows > lane.costs.capacities[-1]:  # (3)
+                _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
+                continue
+            deadline = request.deadline
+            if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
+                model.totals.counts.expired += 1
+                model.totals.miss(Stage.ARRIVAL)
+                model.story.add(now, "expired on arrival", (request.id,))
+                out.append(Finish(request.id, Outcome.EXPIRED))
+                continue
+            if model.paused is not None and model.closed_to(request):  # (5)
+                _refuse(model, (request.id,), Reason.PAUSED, None, now, out)
+                continue
+            if not on_demand and not model.holding.asked:  # (6)
+                _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
+                continue
+            if rest := model.holding.resting(now):  # (7)
+                _refuse(model, (request.id,), Reason.NO_MEMORY, rest, now, out)
+                continue
+            if model.queued >= model.program.max_queue_depth:  # (8)
+                full.setdefault(model, []).append(request.id)
+                continue
+            run = request.run
+            level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
+            live[request.id] = entry = Entry(request, place(level, deadline, sequence), lane, now)
+            lane.push(entry)
+            model.queued += 1
+            if deadline is not None and deadline < inf:
+                deadlines.push(entry, deadline)
+                if sheds and not run:
+                    self.starts.push(entry, -inf)
+            if run:
+                runs.setdefault(run, []).append(entry)
+            ids = queued.get(model)
+            if ids is None:
+                queued[model] = ids = []
+            ids.append(request.id)
+        for model, ids in queued.items():
+            self.queued += len(ids)
+            self.touched[model] = None
+            if model.queued == len(ids) and not model.executions:
+                model.holding.needed(now)
+            if model.holding.residency is not Residency.RESIDENT:
+                model.totals.misses += len(ids)
+            model.holding.uses = remember(model.holding.uses, len(ids), now)
+            model.story.add(now, "arrived", ids)
+        deadlines.clean(self.queued)
+        self.starts.clean(self.queued)
+        return full
+
+    def refuse_full(
+        self,
+        full: Mapping[ModelState, Sequence[int]],
+        retry_after: float,
+        now: float,
+        out: list[Instruction],
+    ) -> None:
+        """End the requests that found no place."""
+        for model, ids in full.items():
+            _refuse(model, ids, Reason.QUEUE_FULL, retry_after, now, out)
+
+    def cancel(self, requests: Sequence[int], now: float, out: list[Instruction]) -> None:
+        """End those that wait. An execution is never interrupted: those that execute will be answered."""
+        for request in requests:
+            entry = self.live.get(request)
+            if entry is not None and entry.lane is not None:
+                model = self._withdraw(entry, entry.lane)
+                model.totals.counts.cancelled += 1
+                model.story.add(now, "cancelled", (request,))
+                out.append(Finish(request, Outcome.CANCELLED))
+
+    def expire(self, now: float, out: list[Instruction]) -> None:
+        """End those that wait and whose deadline is `now` or earlier."""
+        for entry, lane in self.deadlines.due(now):
+            model = self._withdraw(entry, lane)
+            model.totals.counts.expired += 1
+            model.totals.miss(model.stage)
+            model.story.add(now, "expired", (entry.request.id,))
+            out.append(Finish(entry.request.id, Outcome.EXPIRED))
+
+    def shed(self, entry: Entry, lane: Lane, now: float, out: list[Instruction]) -> None:
+        """End one that waits and whose deadline cannot be met any more."""
+        model = self._withdraw(entry, lane)
+        if not model.held:
+            lane.costs.doubt()
+        model.totals.counts.shed += 1
+        model.totals.miss(model.stage)
+        model.story.add(now, "shed", (entry.request.id,))
+        out.append(Finish(entry.request.id, Outcome.SHED))
+
+    def obey(self, discipline: Discipline) -> None:
+        """Order all that wait by another discipline."""
+        self.discipline = discipline
+        self.starts.clear()
+        for model in self._models.values():
+            self.touched[model] = None
+            for lane in model.lanes.values():
+                for entry in lane.entries:
+                    request = entry.request
+                    level, _, sequence = entry.place
+                    entry.place = discipline.place(level, request.deadline, sequence)
+                    dated = request.deadline is not None and request.deadline < inf
+                    if discipline.sheds and dated and not request.run:
+                        self.starts.push(entry, -inf)
+                lane.reorder()
+
+    def refuse_all(self, model: ModelState, reason: Reason, now: float, out: list[Instruction]) -> None:
+        """End all of a model that wait."""
+        _refuse(model, self._withdraw_all(model), reason, None, now, out)
+
+    def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
+        """End all of a model that wait, because its weights did not come."""
+        ids = self._withdraw_all(model)
+        model.totals.counts.failed += len(ids)
+        out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
+
+    def take(self, model: ModelState, lane: Lane, count: int, now: float) -> tuple[int, ...]:
+        """Take the first `count` of a lane for an execution: in flight still, but not queued."""
+        self.queued -= count
+        self.touched[model] = None
+        observe = model.totals.queue_wait.observe
+        for entry in lane.entries[:count]:
+            observe(now - entry.arrived)
+        if not self.runs:
+            return lane.take(count)
+        of_runs = [entry for entry in lane.entries[:count] if entry.request.run]
+        ids = lane.take(count)
+        self._promote(of_runs)
+        return ids
+
+    def forget(self, model: ModelState, requests: Sequence[int], now: float) -> None:
+        """They executed, and were ended by the scheduler."""
+        live = self.live
+        for request in requests:
+            deadline = live.pop(request).request.deadline
+            if deadline is not None and deadline < now:
+                model.totals.miss(Stage.EXECUTE)
+
+    def _withdraw(self, entry: Entry, lane: Lane) -> ModelState:
+        lane.remove(entry)
+        del self.live[entry.request.id]
+        self.queued -= 1
+        model = self._models[entry.request.model]
+        model.queued -= 1
+        self.touched[model] = None
+        if entry.request.run:
+            self._promote((entry,))
+        return model
+
+    def _promote(self, left: Sequence[Entry]) -> None:
+        """These, of runs, have left the queue: of each of their runs the oldest that still waits is committed.
+
+        It is as if it arrived only now: committed requests of other runs go before it.
+        """
+        for entry in left:
+            self.runs[entry.request.run].remove(entry)
+        for run in {entry.request.run: None for entry in left}:
+            rest = self.runs[run]
+            if not rest:
+                del self.runs[run]
+                continue
+            first = rest[0]
+            if first.place[0] != COMMITTED_LEVEL and first.lane is not None:
+                request = first.request
+                self._number += 1
+                first.lane.move(first, self.discipline.place(COMMITTED_LEVEL, request.deadline, self._number))
+                self.touched[self._models[request.model]] = None
+
+    def _withdraw_all(self, model: ModelState) -> list[int]:
+        """Their ids, in the order of their numbers."""
+        waiting = [(entry, lane) for lane in model.lanes.values() for entry in lane.entries]
+        waiting.sort(key=lambda item: item[0].place[2])
+        for entry, lane in waiting:
+            self._withdraw(entry, lane)
+        return [entry.request.id for entry, _ in waiting]
+
+
+def _refuse(
+    model: ModelState,
+    ids: Sequence[int],
+    reason: Reason,
+    retry_after: float | None,
+    now: float,
+    out: list[Instruction],
+) -> None:
+    if ids:
+        model.totals.counts.refuse(reason, len(ids))
+        model.story.add(now, f"refused {reason.value}", ids)
+        out.extend([Finish(request, Outcome.REFUSED, reason, retry_after) for request in ids])

@@ -1,0 +1,59 @@
+"""How the scheduler decides: what the configuration may change, also while it runs."""
+
+from dataclasses import dataclass
+from math import inf
+
+from rsrv.scheduler.eviction import POLICIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """How to decide. Names and units are those of the configuration's sections."""
+
+    #: which model goes next; a key of `DISCIPLINES`.
+    discipline: str = "fair"
+    #: executions given to the device at once. The device runs them one after the other.
+    depth: int = 1
+    #: with a depth above 1: the next execution is given to the device this long before the last one that it
+    #: has is expected to end, in ms. Until then requests that arrive may still join it.
+    launch_ahead_ms: float = 2.0
+    #: runs of meta models that are under way at once; the others wait.
+    meta_concurrency: int = 2
+    #: a model with waiting requests keeps its weights on the device for at least this many times the time
+    #: that loading them took; see `residency`.
+    residency_factor: float = 4.0
+    #: whether weights come when requests wait for them, and give way to those of others. If not, they come and go only
+    #: when somebody says so (`Pinned`, `Prefetch`, `Evict`), and requests for others are refused.
+    on_demand: bool = True
+    #: who gives way among models that nobody waits for; a key of `POLICIES`.
+    eviction: str = "lru"
+    #: device bytes that weights may take, pinned ones included; None: no limit.
+    weight_budget_bytes: int | None = None
+    #: loads after which the device's memory is compacted; 0: only on request.
+    compaction_interval: int = 0
+    #: share of a new sample in the learned cost, in (0, 1]; see `costs`.
+    cost_ema_alpha: float = 0.2
+    #: a sample counts at most this many times the estimate, > 1; see `costs`.
+    cost_outlier_factor: float = 2.0
+    #: how fast estimates that nobody measures sink back, in [0, 1]; see `costs`.
+    cost_relax: float = 0.01
+    #: records kept in each model's story.
+    story_length: int = 50
+
+    def __post_init__(self) -> None:
+        self._require("depth", self.depth >= 1, "at least 1")
+        self._require("meta_concurrency", self.meta_concurrency >= 1, "at least 1")
+        self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
+        self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
+        self._require("eviction", self.eviction in POLICIES, f"one of {sorted(POLICIES)}")
+        budget = self.weight_budget_bytes
+        self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
+        self._require("compaction_interval", self.compaction_interval >= 0, "at least 0")
+        self._require("cost_ema_alpha", 0.0 < self.cost_ema_alpha <= 1.0, "in (0, 1]")
+        self._require("cost_outlier_factor", self.cost_outlier_factor > 1.0, "above 1")
+        self._require("cost_relax", 0.0 <= self.cost_relax <= 1.0, "in [0, 1]")
+        self._require("story_length", self.story_length >= 1, "at least 1")
+
+    def _require(self, name: str, true: bool, rule: str) -> None:
+        if not true:
+            raise ValueError(f"{name} must be {rule}, not {getattr(self, name)!r}")

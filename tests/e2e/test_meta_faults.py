@@ -19,6 +19,7 @@ from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
 from tests.e2e.metas import COLUMNS, plain_model, rows, write_meta, write_scale
+from tests.unit.bundle.forge import seal
 
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: Triton's own threads for an instance's answers and calls
@@ -276,6 +277,7 @@ def break_module(gen: Path) -> None:
     module = gen / "chain" / "1" / "calls" / "triple" / "model.b1.mlir"
     module.unlink()
     module.write_bytes(b"ML\xefR no module at all")
+    seal(module.parent)
 
 
 def test_loads_that_fail_say_why(start_triton: StartTriton, tmp_path: Path) -> None:

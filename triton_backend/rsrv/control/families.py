@@ -89,8 +89,8 @@ FAMILIES: tuple[Family, ...] = (
         "rsrv_loop_bans_total",
         "counter",
         (),
-        "Times that a model's short executions were moved from the runtime's loop to a thread for a minute, because three "
-        "within ten seconds took more than 20 ms each; the log names the model.",
+        "Times that a model's short executions were moved from the runtime's loop to a thread for a minute, because slow "
+        "ones took a tenth of a second within ten seconds; the log names the model.",
     ),
     Family("rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."),
     Family("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),

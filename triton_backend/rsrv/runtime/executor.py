@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rsrv.runtime.abstract_device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
-from rsrv.runtime.loop_bans import BAN_S, SLOW_S, STRIKES, WINDOW_S, LoopBans
+from rsrv.runtime.loop_bans import BAN_S, BLOCKED_S, WINDOW_S, LoopBans
 from rsrv.runtime.models import about
 from rsrv.runtime.underway import Phase, Place, Underway
 from rsrv.runtime.workers import Inbox, Worker
@@ -87,12 +87,11 @@ class Executor:
         now = self._clock()
         if self.bans.executed(job.model.key, now - started, now):
             log.warning(
-                "%s: %d executions within %.0f s took more than %.0f ms each, though less than 1 ms was expected. A thread "
+                "%s: slow executions took more than %.0f ms within %.0f s, though less than 1 ms was expected of each. A thread "
                 "executes the model for the next %.0f s. Either its cost depends on its inputs, or the CPUs are overloaded",
                 job.model.key,
-                STRIKES,
+                1e3 * BLOCKED_S,
                 WINDOW_S,
-                1e3 * SLOW_S,
                 BAN_S,
                 extra=about(job.model),
             )

@@ -1,15 +1,16 @@
 """Bans of models from the loop: their executions there took far longer than predicted.
 
 Some models' costs depend on their inputs, and while the loop executes, it notices no deadline, cancellation or arrival.
-But a descheduled CPU makes any single execution slow. So a ban takes repeated evidence, and it expires.
+But a descheduled CPU makes any single execution slow. So what counts is for how long a model's slow executions blocked
+the loop of late: one that takes a tenth of a second is evidence enough, one of 30 ms is not. And a ban expires.
 """
 
 from collections import deque
 
 #: seconds of wall time above which an execution on the loop is slow: forty times what the loop expects at most
 SLOW_S = 0.02
-#: slow executions of a model within WINDOW_S seconds that ban it for BAN_S seconds
-STRIKES = 3
+#: seconds that a model's slow executions may take together within WINDOW_S seconds; more ban it for BAN_S seconds
+BLOCKED_S = 0.1
 WINDOW_S = 10.0
 BAN_S = 60.0
 
@@ -20,8 +21,8 @@ class LoopBans:
     def __init__(self) -> None:
         #: bans since the start, of all models
         self.count = 0
-        #: by the model's key: when its last slow executions ended, and when its ban ends
-        self._slow: dict[str, deque[float]] = {}
+        #: by the model's key: when its latest slow executions ended, and how long they took; and when its ban ends
+        self._slow: dict[str, deque[tuple[float, float]]] = {}
         self._until: dict[str, float] = {}
 
     def banned(self, model: str, now: float) -> bool:
@@ -31,9 +32,11 @@ class LoopBans:
         """Note an execution on the loop; return whether it bans the model."""
         if seconds <= SLOW_S:
             return False
-        slow = self._slow.setdefault(model, deque(maxlen=STRIKES))
-        slow.append(now)
-        if len(slow) < STRIKES or now - slow[0] > WINDOW_S:
+        slow = self._slow.setdefault(model, deque())
+        slow.append((now, seconds))
+        while now - slow[0][0] > WINDOW_S:
+            slow.popleft()
+        if sum(took for _, took in slow) < BLOCKED_S:
             return False
         del self._slow[model]
         self._until[model] = now + BAN_S

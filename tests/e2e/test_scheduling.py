@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.status import configure, read_status
+from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS
 from tests.e2e.calls import assert_same, caller, random_u32, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.runtime_commands import configure
 
 #: steps of `elastic` beyond the least, so that an execution lasts some hundredths of a second
 _STEPS = 100

@@ -15,12 +15,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from rsrv.wire.status import Refused, compact, read_status, set_residency
+from rsrv.wire.status import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.calls import assert_same, caller
 from tests.e2e.harness import RunningTriton, StartTriton, wait_until
+from tests.runtime_commands import Refused, compact, set_residency
 from tests.unit.bundle.forge import seal
 
 #: of `exact`: its kernel of 64 x 6 f32

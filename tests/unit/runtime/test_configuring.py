@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rsrv.settings import SchedulerSection
-from rsrv.wire.status import Refused, configure
 from tests.fakes import FakeRequest
+from tests.runtime_commands import Refused, configure
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows
 

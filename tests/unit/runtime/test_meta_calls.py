@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.abstract_device import Array
-from rsrv.wire.status import configure
+from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double, until
 from tests.unit.runtime.metas import (
     Pause,

@@ -11,8 +11,8 @@ import pytest
 
 from rsrv.settings import load_settings
 from rsrv.stub.meta import MetaEngine
-from rsrv.wire.status import configure
 from tests.fakes import FakeError
+from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
 from tests.unit.runtime.metas import (
     Pause,

@@ -14,8 +14,9 @@ from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.session import Session
 from rsrv.wire.socket import Closed
-from rsrv.wire.status import configure, read_status
+from rsrv.wire.status import read_status
 from tests.fakes import FakeError, FakeRequest
+from tests.runtime_commands import configure
 from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until
 from tests.unit.runtime.metas import (

@@ -25,9 +25,10 @@ from rsrv.runtime.underway import Underway
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
-from rsrv.wire.status import configure, read_status
+from rsrv.wire.status import read_status
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest, FakeResponse
+from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartRuntime, build_here, until
 from tests.unit.runtime.test_stub_and_runtime import make_engine, refused, rows
 

@@ -13,8 +13,8 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.lane import Lane, Rejected
 from rsrv.wire.socket import Closed
-from rsrv.wire.status import compact
 from tests.fakes import FakeRequest
+from tests.runtime_commands import compact
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.test_pipelining import answer
 from tests.unit.runtime.test_stub_and_runtime import make_engine, rows

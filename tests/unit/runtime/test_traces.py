@@ -22,9 +22,9 @@ from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.reporting import Reporting
 from rsrv.wire.calls import Call
-from rsrv.wire.status import command
 from rsrv.wire.traces import Attributes, Mark, Span
 from tests.fakes import FakeRequest
+from tests.runtime_commands import command
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
 from tests.unit.runtime.metas import FakeTriton, meta_engine, model_engine, write_meta
 from tests.unit.runtime.metas import ask as ask_meta

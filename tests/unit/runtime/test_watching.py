@@ -16,8 +16,8 @@ from rsrv.settings import load_settings
 from rsrv.stub.lane import Lane, Rejected
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, send
-from rsrv.wire.status import command, set_residency
 from rsrv_bundle import read_bundle
+from tests.runtime_commands import command, set_residency
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import write_meta
 from tests.unit.runtime.test_residency import answered, ask

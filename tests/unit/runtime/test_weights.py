@@ -21,9 +21,10 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.lane import Rejected
 from rsrv.wire.frames import Kind, read_header
-from rsrv.wire.status import Refused, compact, configure, read_status, set_residency
+from rsrv.wire.status import read_status
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
+from tests.runtime_commands import Refused, compact, configure, set_residency
 from tests.unit.runtime.conftest import Runtime, StartRuntime, export_doubling, until
 from tests.unit.runtime.metas import meta_engine, write_meta
 from tests.unit.runtime.test_residency import answered, ask, register

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
-from rsrv.runtime.abstract_device import (
+from rsrv.runtime.device import (
     Abandoned,
     Array,
     Buffer,

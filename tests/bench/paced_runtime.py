@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 
-from rsrv.runtime import device
+from rsrv.runtime import jax_device as device
 from rsrv.runtime.__main__ import main
-from rsrv.runtime.abstract_device import Array, Buffer, Executable, Launched
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Array, Buffer, Executable, Launched
+from rsrv.runtime.jax_device import JaxDevice
 
 SECONDS = float(os.environ["RSRV_BENCH_EXECUTION_MS"]) / 1e3
 

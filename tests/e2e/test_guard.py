@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.blackbox import read_slots
-from rsrv.runtime.underway import Phase
+from rsrv.runtime.activity import Phase
+from rsrv.runtime.crash_history import read_slots
 from rsrv.wire import paths
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import read_status

@@ -9,10 +9,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rsrv.control.watching import scan
-from rsrv.runtime.abstract_device import Device
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Device
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import Model, build, identify, warm_up
 from rsrv.settings import load_settings
 from rsrv_bundle import BundleError, read_bundle

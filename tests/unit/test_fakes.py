@@ -1,11 +1,11 @@
-"""The fake device keeps the contract that the real one is held to (tests/unit/runtime/test_device.py)."""
+"""The fake device keeps the contract that the real one is held to (tests/unit/runtime/test_jax_device.py)."""
 
 import threading
 
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Abandoned, Executable, OutOfMemory
+from rsrv.runtime.device import Abandoned, Executable, OutOfMemory
 from tests.fakes import FakeDevice
 
 TENSORS = [np.full(4, i, np.float32) for i in range(3)]

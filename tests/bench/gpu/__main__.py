@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.figures import Target
 from tests.bench.gpu import numerics, transfer
 from tests.bench.gpu.models import Shape

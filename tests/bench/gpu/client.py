@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.runtime.abstract_device import Device
+from rsrv.runtime.device import Device
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.scheduler.scheduler import Scheduler

@@ -13,7 +13,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from rsrv.runtime.abstract_device import Device, DeviceError
+from rsrv.runtime.device import Device, DeviceError
 from rsrv.runtime.numerics import Computes, multiply, probe, treatment
 from rsrv.settings import Numerics
 from rsrv_bundle.modules import signature_of

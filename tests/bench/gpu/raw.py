@@ -16,10 +16,10 @@ import jax
 import jax.dlpack
 import numpy as np
 
-from rsrv.runtime.abstract_device import Array
 from rsrv.runtime.aligned import aligned_copy
 from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, CUDA, Around
+from rsrv.runtime.device import Array
 
 #: bytes; where tensors may start in memory that XLA is given
 _ALIGNMENT = 256

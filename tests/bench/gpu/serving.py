@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.settings import Settings, load_settings
 from tests.bench.gpu.client import Client, Wrong, counts, serving
 from tests.bench.gpu.models import WIDTH, Model, Shape, make_models, spend

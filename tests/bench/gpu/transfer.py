@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsrv.runtime.abstract_device import Array, Device, Executable
 from rsrv.runtime.aligned import aligned_copy
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Array, Device, Executable
+from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.gpu.raw import computes_with, raw
 
 #: the ways, in the order of the table

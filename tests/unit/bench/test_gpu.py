@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array, Buffer, never
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Array, Buffer, never
+from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.gpu.client import Wrong, serving
 from tests.bench.gpu.models import WIDTH, Shape, make_models
 from tests.bench.gpu.serving import settings_for

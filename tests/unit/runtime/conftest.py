@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array, Device
-from rsrv.runtime.blackbox import BlackBox
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.runtime.device import Array, Device
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop

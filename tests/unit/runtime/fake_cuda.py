@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.runtime.abstract_device import Array
 from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.device import Array
 
 _CONTEXT, _STREAM, _POOL = 7, 8, 9
 _NAMES = {2: b"CUDA_ERROR_OUT_OF_MEMORY", 712: b"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"}

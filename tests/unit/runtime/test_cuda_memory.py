@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime import device as module
-from rsrv.runtime.abstract_device import Abandoned, Array, DeviceError, Executable, OutOfMemory, run
+from rsrv.runtime import jax_device as module
 from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, WeightMemory
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, OutOfMemory, run
+from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.gpu.client import serving
 from tests.bench.gpu.models import WIDTH, Shape, make_models
 from tests.bench.gpu.serving import settings_for

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import Job, Part, Staging, find_stretches, gather, scatter
+from rsrv.runtime.execution import Job, RequestSlice, Staging, find_contiguous_runs, gather, scatter
 from rsrv.runtime.models import Model
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
 from tests.fakes import FakeDevice
@@ -29,7 +29,7 @@ class FakeModel:
     key = "model"
 
 
-def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[Part]:
+def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[RequestSlice]:
     """One segment; inputs and outputs of each request behind each other, with gaps between some."""
     parts, at = [], 0
     for count, gap in zip(rows, gaps, strict=True):
@@ -37,17 +37,17 @@ def lay_out(block: Block, rows: list[int], gaps: list[int]) -> list[Part]:
         parts.append((count, at, at + nbytes))
         at += 2 * nbytes + aligned(gap)
     segment = np.zeros(max(at, 64), np.uint8)
-    return [Part(NOBODY, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
+    return [RequestSlice(NOBODY, i, n, segment, a, b) for i, (n, a, b) in enumerate(parts)]
 
 
-def job(parts: list[Part], size: int, block: Block) -> Job:
+def job(parts: list[RequestSlice], size: int, block: Block) -> Job:
     """As if the model gave its inputs back."""
     model: Any = FakeModel(Interface((Variant(block, block, (size,)),), exact=False))
     total = sum(part.rows for part in parts)
     return Job(1, cast(Model, model), 0, size, total, tuple(range(len(parts))), tuple(parts))
 
 
-def tensor_of(part: Part, block: Block, index: int, *, outputs: bool) -> np.ndarray[Any, Any]:
+def tensor_of(part: RequestSlice, block: Block, index: int, *, outputs: bool) -> np.ndarray[Any, Any]:
     return part.target(index, block) if outputs else part.source(index, block)
 
 
@@ -91,9 +91,9 @@ def test_requests_of_one_batch_are_one_run() -> None:
     """Equal requests behind each other are copied at once; others split the run."""
     block = BLOCKS["rows first"]
 
-    assert [run.count for run in find_stretches(lay_out(block, [1] * 5, [0] * 5))] == [5]
-    assert [run.count for run in find_stretches(lay_out(block, [1, 1, 2, 2, 1], [0] * 5))] == [2, 2, 1]
-    assert [run.count for run in find_stretches(lay_out(block, [1] * 4, [0, 64, 0, 0]))] == [2, 2]
+    assert [run.count for run in find_contiguous_runs(lay_out(block, [1] * 5, [0] * 5))] == [5]
+    assert [run.count for run in find_contiguous_runs(lay_out(block, [1, 1, 2, 2, 1], [0] * 5))] == [2, 2, 1]
+    assert [run.count for run in find_contiguous_runs(lay_out(block, [1] * 4, [0, 64, 0, 0]))] == [2, 2]
 
 
 def test_batches_of_all_models_are_assembled_in_the_same_memory() -> None:

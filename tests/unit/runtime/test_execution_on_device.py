@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.abstract_device import Array
-from rsrv.runtime.execution import AnyPart, CallPart, Job, Part, gather, scatter
+from rsrv.runtime.device import Array
+from rsrv.runtime.execution import AnySlice, CallSlice, Job, RequestSlice, gather, scatter
 from rsrv.runtime.models import Model
 from rsrv.runtime.runs import Kept, Run
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant
@@ -37,15 +37,15 @@ class World:
     def make(self, tensor: Tensor, rows: int) -> Array:
         return self.rng.integers(1, 100, tensor.shape(rows)).astype(NUMPY[tensor.dtype])
 
-    def plain(self, rows: int) -> Part:
-        part = Part(NOBODY, 0, rows, np.zeros(8192, np.uint8), 64, 4096)
+    def plain(self, rows: int) -> RequestSlice:
+        part = RequestSlice(NOBODY, 0, rows, np.zeros(8192, np.uint8), 64, 4096)
         values = [self.make(tensor, rows) for tensor in self.block.tensors]
         for index, value in enumerate(values):
             part.source(index, self.block)[...] = value
         self.sent.append(values)
         return part
 
-    def call(self, rows: int) -> CallPart:
+    def call(self, rows: int) -> CallSlice:
         values: list[Array] = []
         sources: list[Array | Kept] = []
         targets: list[Array | None] = []
@@ -60,7 +60,7 @@ class World:
             wanted = self.data.draw(st.booleans())
             targets.append(np.zeros(tensor.shape(rows), NUMPY[tensor.dtype]) if wanted else None)
         self.sent.append(values)
-        return CallPart(NOBODY, 0, rows, cast(Run, None), sources, targets, {})
+        return CallSlice(NOBODY, 0, rows, cast(Run, None), sources, targets, {})
 
     def keep(self, index: int, tensor: Tensor, rows: int) -> tuple[Kept, Array]:
         size = self.data.draw(st.sampled_from([4, 8, 16]))
@@ -84,7 +84,7 @@ def test_rows_from_anywhere_are_put_together_and_given_back(block: Block, data: 
     device = FakeDevice(lambda inputs, weights: list(inputs))
     world = World(block, data, device)
     counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    parts: list[AnyPart] = [
+    parts: list[AnySlice] = [
         world.call(rows) if data.draw(st.booleans()) else world.plain(rows) for rows in counts
     ]
     total = sum(counts)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import DeviceError
-from rsrv.runtime.connection import Group, MetaCounts
+from rsrv.runtime.connection import MetaCounts, Registration
+from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
 from rsrv.scheduler import events as ev
 from rsrv.stub.lane import Lane
@@ -224,7 +224,7 @@ def test_a_call_that_fails_keeps_nothing(join: Callable[[], Peer], runtime: Runt
 
 def test_a_connection_that_ends_with_runs_that_end_by_themselves_meanwhile() -> None:
     """The end of one run makes the scheduler look at the time, and expire the next before its turn to be ended."""
-    group = Group("meta", "meta", "d1", (), {}, counts=MetaCounts())
+    group = Registration("meta", "meta", "d1", (), {}, counts=MetaCounts())
     ended: list[int] = []
     answers: list[tuple[int, Status]] = []
 
@@ -248,7 +248,7 @@ def test_a_connection_that_ends_with_runs_that_end_by_themselves_meanwhile() -> 
 
 def test_a_token_is_good_for_the_models_that_its_meta_model_calls() -> None:
     """Once its run is let in, and whatever version of them is there by now: they are loaded anew one after the other."""
-    group = Group("meta@1", "meta", "d1", ("a@1",), {}, ("a",), MetaCounts())
+    group = Registration("meta@1", "meta", "d1", ("a@1",), {}, ("a",), MetaCounts())
     runs = Runs(lambda event: None, lambda request: None, lambda id, status, text: None)
     connection: Any = object()
     run = runs.enter(connection, group, Entrance(1, 7, 0, 0), 100)

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array
+from rsrv.runtime.activity import Activity
+from rsrv.runtime.device import Array
 from rsrv.runtime.executor import Executor
 from rsrv.runtime.loop_bans import BAN_S, SLOW_S, WINDOW_S, LoopBans
-from rsrv.runtime.underway import Underway
 from rsrv.runtime.workers import Inbox
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import build_here, double
@@ -86,7 +86,7 @@ def test_the_loop_executes_a_banned_model_again_when_the_ban_ends(
     model = build_here(doubling, device)
     inbox, ended = Inbox(), list[int]()
     executor = Executor(
-        inbox, lambda job, seconds, failure: ended.append(job.dispatch), Underway(), lambda: now
+        inbox, lambda job, seconds, failure: ended.append(job.dispatch), Activity(), lambda: now
     )
 
     def on_loop(dispatch: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array
+from rsrv.runtime.device import Array
 from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, double, until
 from tests.unit.runtime.metas import (

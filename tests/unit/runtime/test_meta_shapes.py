@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array
+from rsrv.runtime.device import Array
 from rsrv.stub.endpoint import WireTensor
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array, DeviceError, Executable, Hardware, run
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Array, DeviceError, Executable, Hardware, run
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import OVERRIDE, Computes, hardware_of, judge, probe, treatment
 from rsrv.settings import Numerics, SettingsError, load_settings
 from rsrv.stub.lane import Lane, Rejected
@@ -200,7 +200,7 @@ def test_what_else_is_odd_is_said(
 _START = """
 import os
 import jax
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.jax_device import JaxDevice
 for numerics in ("auto", "f32"):
     JaxDevice("cpu", numerics=numerics)
     print(numerics, os.environ["NVIDIA_TF32_OVERRIDE"], jax.config.jax_default_matmul_precision)
@@ -324,7 +324,7 @@ def test_a_runtime_on_a_gpu_probes_before_it_compiles_models(
     start_runtime: StartRuntime, doubling: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it found is in the status."""
-    monkeypatch.setattr("rsrv.runtime.equipment.probe", lambda device, numerics: "tf32")
+    monkeypatch.setattr("rsrv.runtime.device_startup.probe", lambda device, numerics: "tf32")
     runtime = start_runtime()
     client = Client(runtime, doubling)
     assert client.works()

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array, Device
+from rsrv.runtime.activity import Activity
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.device import JaxDevice
-from rsrv.runtime.execution import Job, Part
+from rsrv.runtime.device import Array, Device
+from rsrv.runtime.execution import Job, RequestSlice
 from rsrv.runtime.executor import Executor, Failure
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import Model
-from rsrv.runtime.underway import Underway
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
@@ -286,7 +286,7 @@ def seconds_add_up(model: Model, device: Device, order: Iterable[int]) -> bool:
 def right_answers(model: Model, device: Device, product: Array, depth: int) -> int:
     rng = np.random.default_rng(2)
     inbox, ended = Inbox(), list[tuple[int, Failure | None]]()
-    executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)), Underway())
+    executor = Executor(inbox, lambda job, seconds, error: ended.append((job.dispatch, error)), Activity())
     jobs = []
     for dispatch in range(200):
         size = int(rng.choice([1, 4, 16]))
@@ -306,7 +306,7 @@ def right_answers(model: Model, device: Device, product: Array, depth: int) -> i
                 part.source(0, variant.inputs) @ product,
             )
             for part in job.parts
-            if isinstance(part, Part)
+            if isinstance(part, RequestSlice)
         )
         for job in jobs
     )
@@ -319,7 +319,9 @@ def lay_out(model: Model, dispatch: int, size: int, rng: np.random.Generator) ->
     stride = 2 * variant.inputs.places(1)[1]
     segment = np.zeros(count * stride, np.uint8)
     nobody = cast(Connection, None)
-    parts = tuple(Part(nobody, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count))
+    parts = tuple(
+        RequestSlice(nobody, i, 1, segment, i * stride, i * stride + stride // 2) for i in range(count)
+    )
     for part in parts:
         view = part.source(0, variant.inputs)
         view[...] = rng.integers(-4, 5, view.shape)

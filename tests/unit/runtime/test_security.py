@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Array
-from rsrv.runtime.compiled import CompiledCacheError, check_private
+from rsrv.runtime.compile_cache import CompileCacheError, check_private
+from rsrv.runtime.device import Array
 from rsrv.stub.hooks import Hooks
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import connect, listen
@@ -153,7 +153,7 @@ def test_the_cache_of_compiled_code_is_private(tmp_path: Path) -> None:
         directory = tmp_path / f"{mode:o}"
         directory.mkdir()
         directory.chmod(mode)
-        with pytest.raises(CompiledCacheError, match="writable by nobody else"):
+        with pytest.raises(CompileCacheError, match="writable by nobody else"):
             check_private(directory)
 
 

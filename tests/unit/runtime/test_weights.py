@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime.abstract_device import DeviceError
 from rsrv.runtime.aligned import Bytes
+from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.models import identify
 from rsrv.settings import load_settings

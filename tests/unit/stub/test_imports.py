@@ -58,4 +58,4 @@ def test_one_file_imports_jax() -> None:
         if {"jax", "jaxlib"} & set(imported(path.read_text()))
     }
 
-    assert importing == {"runtime/device.py"}
+    assert importing == {"runtime/jax_device.py"}

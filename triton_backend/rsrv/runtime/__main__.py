@@ -51,13 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         server = os.pidfd_open(options.server_pid)
         # Only now are the heavy modules loaded: a broken installation is reported to who waits.
-        from rsrv.runtime.blackbox import BlackBox
-        from rsrv.runtime.device import JaxDevice
+        from rsrv.runtime.activity import ActivitySlot, Task
+        from rsrv.runtime.control_supervisor import control_command, keep_steering
+        from rsrv.runtime.crash_history import BlackBox
+        from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
         from rsrv.runtime.orphans import end_orphans
         from rsrv.runtime.policy import scheduler_settings
-        from rsrv.runtime.steering import control_command, keep_steering
-        from rsrv.runtime.underway import Place, Task
         from rsrv.runtime.watchdog import Watchdog, describe
         from rsrv.scheduler.scheduler import Scheduler
         from rsrv.settings import load_settings
@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         logging.shutdown()  # what was logged is to be written
         os._exit(0)
 
-    def end_what_hangs(place: Place, task: Task, seconds: float) -> None:
-        place.hangs()
+    def end_what_hangs(slot: ActivitySlot, task: Task, seconds: float) -> None:
+        slot.hangs()
         # Should whoever hangs hold the log, too.
         late = threading.Timer(_LAST_WORDS, os._exit, (_HUNG,))
         late.daemon = True
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
         os._exit(_HUNG)
 
     if settings.runtime.watchdog_s is not None:
-        Watchdog(loop.underway, settings.runtime.watchdog_s, lambda: loop.launcher, end_what_hangs).start()
+        Watchdog(loop.activity, settings.runtime.watchdog_s, lambda: loop.launcher, end_what_hangs).start()
     # On a thread of its own: an execution on the loop may take for ever, if a client could make it so.
     threading.Thread(target=follow_the_server, name="server", daemon=True).start()
     if settings.control.enabled:

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rsrv.runtime.connection import Connection, Group
+from rsrv.runtime.connection import Connection, Registration
 from rsrv.runtime.models import Model
 from rsrv.runtime.policy import Policy
-from rsrv.runtime.watching import Entry, State, Watching, Weights
+from rsrv.runtime.state_feed import Entry, State, StateFeed, Weights
 
 
 @dataclass(slots=True)
-class Listed:
+class ModelEntry:
     """A model: being built (no `model` yet), warmed up, or ready; with the connections that want it."""
 
     name: str
@@ -39,10 +39,10 @@ class Listed:
 class Catalog:
     """All models by key. Whoever changes one says so (`tell`); then watchers are told, if that changes what they see."""
 
-    def __init__(self, policy: Policy, watching: Watching) -> None:
+    def __init__(self, policy: Policy, state_feed: StateFeed) -> None:
         self.policy = policy
-        self.watching = watching
-        self.listed: dict[str, Listed] = {}
+        self.state_feed = state_feed
+        self.listed: dict[str, ModelEntry] = {}
 
     def get(self, key: str) -> Model:
         """The model that the scheduler speaks of: it knows built ones only."""
@@ -67,27 +67,27 @@ class Catalog:
             if listed.model is not None and not listed.leaving and (wanted is None or listed.name in wanted)
         )
 
-    def ready(self, group: Group) -> bool:
+    def ready(self, group: Registration) -> bool:
         """Whether all its models are."""
         found = [self.listed.get(key) for key in group.models]
         return all(listed is not None and listed.ready and not listed.leaving for listed in found)
 
     def add(self, key: str, name: str, digest: str) -> None:
         """It is to be built."""
-        self.listed[key] = Listed(name, digest)
+        self.listed[key] = ModelEntry(name, digest)
         self.tell(key)
 
     def refuse(self, key: str, name: str, digest: str, why: str) -> None:
         """It is not even tried, unless it is there already."""
         if key not in self.listed:
-            self.listed[key] = Listed(name, digest, error=why)
+            self.listed[key] = ModelEntry(name, digest, error=why)
             self.tell(key)
             self.drop(key)
 
     def drop(self, key: str) -> None:
         """It is there no longer."""
         del self.listed[key]
-        self.watching.gone(key)
+        self.state_feed.gone(key)
 
     def moved(self, key: str, weights: Weights) -> None:
         """Its weights are somewhere else now."""
@@ -96,7 +96,7 @@ class Catalog:
 
     def tell(self, key: str) -> None:
         """It has changed."""
-        self.watching.put(key, self.describe(key))
+        self.state_feed.put(key, self.describe(key))
 
     def describe(self, key: str) -> Entry:
         """What watchers see of a model."""
@@ -114,15 +114,17 @@ class Catalog:
             paused=_paused(self.policy, listed.name),
         )
 
-    def tell_meta(self, group: Group, connections: Iterable[Connection], error: str | None = None) -> None:
+    def tell_meta(
+        self, group: Registration, connections: Iterable[Connection], error: str | None = None
+    ) -> None:
         """A meta model has changed, or one that it calls; `connections`: those that serve it. `error`: why none will."""
         stubs = _pids(connections)
         if error is None and not stubs:
-            self.watching.gone(group.key)
+            self.state_feed.gone(group.key)
             return
         paused = (mode for name in group.calls if (mode := _paused(self.policy, name)))
         state: State = "ready" if self.ready(group) else "loading"
-        self.watching.put(
+        self.state_feed.put(
             group.key,
             Entry(
                 group.name,

@@ -21,11 +21,11 @@ from rsrv.runtime.refused import Refused
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
+from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.status import load
 from rsrv.runtime.timeline import Timeline, answer
 from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
-from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
@@ -149,7 +149,7 @@ class Commands:
         scheduler: Scheduler,
         requests: Requests,
         reports: Reports,
-        watching: Watching,
+        state_feed: StateFeed,
         transport: Transport,
         inbox: Inbox,
         timeline: Timeline,
@@ -165,7 +165,7 @@ class Commands:
         self._scheduler = scheduler
         self._requests = requests
         self._reports = reports
-        self._watching = watching
+        self._state_feed = state_feed
         self._transport = transport
         self._timeline = timeline
         self._traces = traces
@@ -236,7 +236,7 @@ class Commands:
     def _do(self, command: _Command) -> Answer:
         match command:
             case _Ping():
-                return {"instance": self._watching.instance, "revision": self._watching.revision}
+                return {"instance": self._state_feed.instance, "revision": self._state_feed.revision}
             case _SetResidency(model=model, residency=residency):
                 names = self._names(model)
                 _checked(lambda: self._placement.set_residency(names, residency))
@@ -262,11 +262,11 @@ class Commands:
                 return {"stories": {key: self._scheduler.story(key) for key in keys}}
             case _Load():
                 backlog = self._scheduler.backlog_seconds(self._clock())
-                return load(self._registry, self._watching.instance, self._scheduler.load(), backlog)
+                return load(self._registry, self._state_feed.instance, self._scheduler.load(), backlog)
             case _Timeline(since=since):
-                return answer(self._timeline, self._watching.instance, since, self._clock())
+                return answer(self._timeline, self._state_feed.instance, since, self._clock())
             case _Traces(since=since):
-                return self._traces.answer(self._watching.instance, since)
+                return self._traces.answer(self._state_feed.instance, since)
             case _Metrics():
                 kept = self._requests.runs.kept_bytes
                 return metrics(self._registry, self._scheduler, self._reports, kept, self._bans.count)

@@ -35,7 +35,7 @@ class MetaCounts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Registration:
     """What a connection is for: one model, or a meta model and all that it calls."""
 
     key: str
@@ -63,7 +63,7 @@ class Connection:
         self.watched_for_write = False
         self.closed = False
         self.registering = False
-        self.group: Group | None = None  # once it is registered
+        self.group: Registration | None = None  # once it is registered
         self.segments: dict[int, Bytes] = {}
         self.completions: list[Completion] = []
         #: traced requests that come next, by the connection's own numbers

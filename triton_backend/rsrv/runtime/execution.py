@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rsrv.runtime.abstract_device import Array, Buffer, Device, Launched, Piece
 from rsrv.runtime.aligned import aligned
 from rsrv.runtime.connection import Connection
+from rsrv.runtime.device import Array, Buffer, Device, Launched, Piece
 from rsrv.runtime.models import Model
 from rsrv.runtime.runs import Kept, Run, view
 from rsrv.wire.layout import Block, Tensor
@@ -16,7 +16,7 @@ from rsrv_bundle.dtypes import numpy_dtype
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class RequestSlice:
     """One request's share: whose it is, where its inputs lie and where its outputs go."""
 
     connection: Connection
@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class CallPart:
+class CallSlice:
     """The share of a meta model's sub-call: each tensor is wherever it is."""
 
     connection: Connection
@@ -78,7 +78,7 @@ class CallPart:
             self.run.promised.pop(number, None)
 
 
-AnyPart = Part | CallPart
+AnySlice = RequestSlice | CallSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Job:
     size: int
     rows: int
     requests: tuple[int, ...]
-    parts: tuple[AnyPart, ...]
+    parts: tuple[AnySlice, ...]
     #: whether some of it are sub-calls of meta models
     calls: bool = False
 
@@ -107,7 +107,7 @@ class Job:
         """What of an input is on the device already, by part; None: nothing."""
         if not self.calls:
             return None
-        sources = [part.sources[index] if isinstance(part, CallPart) else None for part in self.parts]
+        sources = [part.sources[index] if isinstance(part, CallSlice) else None for part in self.parts]
         kept = [source if isinstance(source, Kept) else None for source in sources]
         return kept if any(kept) else None
 
@@ -166,23 +166,23 @@ class Staging:
         self._idle.clear()
 
 
-class Stretch:
+class ContiguousRun:
     """`count` parts of `rows` rows each, `stride` bytes apart."""
 
     __slots__ = ("_inputs_at", "_outputs_at", "count", "first", "rows", "stride")
 
-    def __init__(self, first: AnyPart) -> None:
+    def __init__(self, first: AnySlice) -> None:
         self.first = first
         self.rows = first.rows
         self.count = 1
         self.stride = 0
-        if isinstance(first, Part):
+        if isinstance(first, RequestSlice):
             self._inputs_at = first.inputs_at
             self._outputs_at = first.outputs_at
 
-    def take(self, part: AnyPart) -> bool:
+    def take(self, part: AnySlice) -> bool:
         """Whether the part continues the stretch; then it belongs to it."""
-        if not isinstance(part, Part) or not isinstance(self.first, Part):
+        if not isinstance(part, RequestSlice) or not isinstance(self.first, RequestSlice):
             return False
         stride = part.inputs_at - self._inputs_at
         if (
@@ -209,7 +209,7 @@ class Stretch:
         if self.count == 1:
             parts = _rows_first(first, tensor)
         else:
-            assert isinstance(part, Part)
+            assert isinstance(part, RequestSlice)
             shape, strides = (self.count, *first.shape), (self.stride, *first.strides)
             start = part.start(outputs) + block.places(self.rows)[0][index]
             parts = np.ndarray(shape, first.dtype, part.segment, start, strides)
@@ -223,16 +223,16 @@ class Stretch:
         return end
 
 
-def find_stretches(parts: Sequence[AnyPart]) -> list[Stretch]:
+def find_contiguous_runs(parts: Sequence[AnySlice]) -> list[ContiguousRun]:
     """Parts that lie in one segment at equal distances with equally many rows, as those of one execute() do.
 
     A stretch is copied at once, which for small tensors is what makes a large batch cheap.
     """
-    stretches: list[Stretch] = []
-    stretch: Stretch | None = None
+    stretches: list[ContiguousRun] = []
+    stretch: ContiguousRun | None = None
     for part in parts:
         if stretch is None or not stretch.take(part):
-            stretch = Stretch(part)
+            stretch = ContiguousRun(part)
             stretches.append(stretch)
     return stretches
 
@@ -265,7 +265,7 @@ def _keep(job: Job, launched: Launched, device: Device) -> None:
     """Have those outputs stay on the device that runs asked for."""
     first = 0
     for part in job.parts:
-        if isinstance(part, CallPart):
+        if isinstance(part, CallSlice):
             for index, number in part.keep.items():
                 tensor = job.results.tensors[index]
                 batched = tensor.batch_axis is not None
@@ -286,12 +286,12 @@ def finish(flight: Flight, device: Device, staging: Staging) -> float:
 
 def gather(job: Job, staged: Array | None, device: Device) -> list[Array | Buffer]:
     """The inputs at the compiled size: read in place if one request fills it, else stacked and padded with zeros."""
-    stretches = [] if staged is None else find_stretches(job.parts)
+    stretches = [] if staged is None else find_contiguous_runs(job.parts)
     return [_input(job, index, staged, stretches, device) for index in range(len(job.block.tensors))]
 
 
 def _input(
-    job: Job, index: int, staged: Array | None, stretches: list[Stretch], device: Device
+    job: Job, index: int, staged: Array | None, stretches: list[ContiguousRun], device: Device
 ) -> Array | Buffer:
     block = job.block
     kept = job.kept(index)
@@ -317,7 +317,7 @@ def _input(
     return device.merge(stacked, block.tensors[index].batch_axis or 0, pieces)
 
 
-def _stack(job: Job, index: int, stretches: list[Stretch], staged: Array) -> Array:
+def _stack(job: Job, index: int, stretches: list[ContiguousRun], staged: Array) -> Array:
     tensor = job.block.tensors[index]
     target = job.block.places(job.size)[0][index]
     stacked: Array = np.ndarray(tensor.shape(job.size), numpy_dtype(tensor.dtype), staged, target)
@@ -332,7 +332,7 @@ def _stack(job: Job, index: int, stretches: list[Stretch], staged: Array) -> Arr
 
 def scatter(job: Job, outputs: Sequence[Array]) -> None:
     """Each request's rows into its place; an output without rows goes to everyone."""
-    stretches = find_stretches(job.parts)
+    stretches = find_contiguous_runs(job.parts)
     unread = job.unread
     for index, tensor in enumerate(job.results.tensors):
         if index in unread:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rsrv.runtime.abstract_device import Device, OutOfMemory
+from rsrv.runtime.activity import Activity, ActivitySlot, Phase
+from rsrv.runtime.device import Device, OutOfMemory
 from rsrv.runtime.execution import Flight, Job, Staging, finish, launch
 from rsrv.runtime.loop_bans import BAN_S, BLOCKED_S, WINDOW_S, LoopBans
 from rsrv.runtime.models import about
-from rsrv.runtime.underway import Phase, Place, Underway
 from rsrv.runtime.workers import Inbox, Worker
 
 log = logging.getLogger("rsrv.executor")
@@ -40,12 +40,12 @@ class Executor:
         self,
         inbox: Inbox,
         executed: Callable[[Job, float, Failure | None], None],
-        underway: Underway,
+        activity: Activity,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inbox = inbox
         self._executed = executed
-        self._underway = underway
+        self._activity = activity
         self._clock = clock
         self._launcher = Worker("launch")
         self._reader = Worker("read")
@@ -62,8 +62,8 @@ class Executor:
         elif seconds <= _SHORT and not contended and not self.bans.banned(job.model.key, self._clock()):
             self._short = job, device, seconds
         else:
-            place = self._underway.launch
-            self._launcher.put(lambda: self._inbox.post(self._execute(job, device, seconds, place)))
+            slot = self._activity.launch
+            self._launcher.put(lambda: self._inbox.post(self._execute(job, device, seconds, slot)))
 
     def forget(self, model: str) -> None:
         """A model is gone, and nothing of it executes."""
@@ -83,7 +83,7 @@ class Executor:
             return None
         (job, device, seconds), self._short = self._short, None
         started = self._clock()
-        self._ended = self._execute(job, device, seconds, self._underway.short)
+        self._ended = self._execute(job, device, seconds, self._activity.short)
         now = self._clock()
         if self.bans.executed(job.model.key, now - started, now):
             log.warning(
@@ -107,26 +107,26 @@ class Executor:
 
     # --- on whichever thread ------------------------------------------------------------------------------
 
-    def _execute(self, job: Job, device: Device, seconds: float, place: Place) -> Callable[[], None]:
+    def _execute(self, job: Job, device: Device, seconds: float, slot: ActivitySlot) -> Callable[[], None]:
         """From the inputs to the outputs; returns what the loop is to do about it."""
-        place.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
+        slot.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
         ended = self._end(job, device, self._begin(job, device))
-        place.end()
+        slot.end()
         return ended
 
     def _launch(self, job: Job, device: Device, seconds: float) -> None:
         """On the launching thread: the reading one does the rest, even of failures, so that jobs end in order."""
-        place = self._underway.launch
-        number = place.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
+        slot = self._activity.launch
+        number = slot.begin(Phase.EXECUTING, job.model.key, job.size, seconds)
         flight = self._begin(job, device)
-        place.end()
+        slot.end()
         self._reader.put(lambda: self._read(job, device, flight, seconds, number))
 
     def _read(self, job: Job, device: Device, flight: Flight | Failure, seconds: float, number: int) -> None:
-        place = self._underway.read
-        place.begin(Phase.EXECUTING, job.model.key, job.size, seconds, number)
+        slot = self._activity.read
+        slot.begin(Phase.EXECUTING, job.model.key, job.size, seconds, number)
         ended = self._end(job, device, flight)
-        place.end()
+        slot.end()
         self._inbox.post(ended)
 
     def _begin(self, job: Job, device: Device) -> Flight | Failure:

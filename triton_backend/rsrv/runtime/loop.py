@@ -12,23 +12,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, assert_never
 
-from rsrv.runtime.abstract_device import Device
-from rsrv.runtime.blackbox import BlackBox
+from rsrv.runtime.activity import Activity, Phase
 from rsrv.runtime.commands import Commands
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import CallPart, Job
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.runtime.device import Device
+from rsrv.runtime.execution import CallSlice, Job
 from rsrv.runtime.executor import Executor, Failure
 from rsrv.runtime.metrics import figures
 from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
+from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.status import status
 from rsrv.runtime.timeline import Timeline
 from rsrv.runtime.traces import Traces
 from rsrv.runtime.transport import Transport
-from rsrv.runtime.underway import Phase, Underway
-from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
@@ -75,22 +75,22 @@ class Loop:
         self._serving = True
         self._board = Board()
         blackbox = blackbox or BlackBox()
-        self.underway = Underway(blackbox.memory)
+        self.activity = Activity(blackbox.memory)
         self._inbox = Inbox()
         self._transport = Transport(listener, self._greet, self._on_frame, self._on_close)
         self._transport.watch(self._inbox.fd, self._drain)
-        self._executor = Executor(self._inbox, self._executed, self.underway, clock)
-        self._watching = Watching(self._transport)
+        self._executor = Executor(self._inbox, self._executed, self.activity, clock)
+        self._state_feed = StateFeed(self._transport)
         self._registry = Registry(
             settings,
             scheduler,
             self._inbox,
             self._transport,
-            self._watching,
+            self._state_feed,
             self._feed,
             self._executor.forget,
             make_device,
-            self.underway,
+            self.activity,
             blackbox.deaths,
             inspector,
         )
@@ -105,7 +105,7 @@ class Loop:
             scheduler,
             self._requests,
             self._reports,
-            self._watching,
+            self._state_feed,
             self._transport,
             self._inbox,
             self._timeline,
@@ -133,9 +133,9 @@ class Loop:
         timeout = None if wakeup is None else min(max(0.0, wakeup - self._clock()), _LONGEST_WAIT)
         # Connections that ended late in the last round may have left something to do.
         due = self._executor.is_due or self._requests.has_answers
-        self.underway.round.end()
+        self.activity.round.end()
         ready = self._transport.wait(0.0 if due else timeout)
-        self.underway.round.begin(Phase.LOOPING, "")
+        self.activity.round.begin(Phase.LOOPING, "")
         self._transport.handle(ready)
         self._flush_arrivals()
         # After the arrivals: what came while this one executed may share the next execution.
@@ -149,7 +149,7 @@ class Loop:
             self._executor.tell()
             self._requests.answer()
         self._publish()
-        self._watching.flush()
+        self._state_feed.flush()
 
     def stop(self) -> None:
         """From any thread: leave `run`, and end all connections as the process's end would."""
@@ -224,12 +224,12 @@ class Loop:
                     raise ProtocolError("SPANS before REGISTERED")
                 self._traces.told(*read_spans(unpack_json(frame)))
             case Kind.WATCH:
-                self._watching.watch(connection)
+                self._state_feed.watch(connection)
             case _:
                 raise ProtocolError(f"{kind.name} is not for the runtime")
 
     def _on_close(self, connection: Connection) -> None:
-        self._watching.leave(connection)
+        self._state_feed.leave(connection)
         self._commands.leave(connection)
         self._requests.closed(connection)
         self._registry.leave(connection)
@@ -315,7 +315,7 @@ class Loop:
             instruction.rows,
             instruction.requests,
             parts,
-            calls=any(isinstance(part, CallPart) for part in parts),
+            calls=any(isinstance(part, CallSlice) for part in parts),
         )
         start = partial(
             self._executor.start,

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rsrv.runtime.connection import Group, MetaCounts
+from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.reports import Reported, Reports
 from rsrv.runtime.status import memory
@@ -92,7 +92,7 @@ def overview(registry: Registry, scheduler: Scheduler, reports: Reports) -> dict
     return {"models": {**models, **runs}, "memory": memory(load, placement.tiers, placement.device)}
 
 
-def figures(group: Group, scheduler: Scheduler) -> dict[str, Any]:
+def figures(group: Registration, scheduler: Scheduler) -> dict[str, Any]:
     """The few numbers of one model that its stub shows in Triton's own metrics; of this version alone."""
     if group.counts is not None:
         meta = scheduler.meta(group.name)
@@ -131,7 +131,7 @@ def _model(totals: Totals, reported: Reported | None) -> dict[str, Any]:
 
 
 def _metas(
-    metas: list[Group], scheduler: Scheduler, reported: Mapping[str, Reported]
+    metas: list[Registration], scheduler: Scheduler, reported: Mapping[str, Reported]
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     gates = scheduler.metas()

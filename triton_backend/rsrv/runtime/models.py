@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from rsrv.logs import fields
-from rsrv.runtime.abstract_device import Array, Buffer, Device, Executable, run
+from rsrv.runtime.activity import ActivitySlot, Phase
+from rsrv.runtime.device import Array, Buffer, Device, Executable, run
 from rsrv.runtime.host import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
-from rsrv.runtime.underway import Phase, Place
 from rsrv.scheduler.events import Program
 from rsrv.settings import Residency, Settings
 from rsrv.wire.layout import Block, Interface, Tensor, Variant
@@ -219,22 +219,22 @@ def usable(sizes: Iterable[tuple[int, int]], max_rows: int | None) -> list[tuple
     return [(variant, size) for variant, size in every if size <= largest.get(variant, size)]
 
 
-def warm_up(model: Model, device: Device, place: Place | None = None) -> dict[tuple[int, int], float]:
+def warm_up(model: Model, device: Device, slot: ActivitySlot | None = None) -> dict[tuple[int, int], float]:
     """Run every executable some times on zeros, on weights that are there; seconds of one execution of each.
 
     The first run allocates; the fastest of the others is the cost that the scheduler starts from. Each is noted at
-    `place`.
+    `slot`.
     """
     weights = model.weights
     assert weights is not None, "the scheduler warms up on resident weights only"
-    place = place or Place()
+    slot = slot or ActivitySlot()
     started = time.perf_counter()
     costs = {}
     for (variant, size), executable in model.executables.items():
         inputs = zeros(model.interface.variants[variant].inputs, size)
         seconds = []
         for _ in range(1 + _WARM_RUNS):
-            with place.doing(Phase.WARMING, model.key, size):
+            with slot.doing(Phase.WARMING, model.key, size):
                 seconds.append(run(device, executable, weights, inputs)[1])
         costs[variant, size] = max(min(seconds[1:]), _LEAST_COST)
     _smooth(costs)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from rsrv.runtime.abstract_device import Array, Device, DeviceError, Hardware, run
+from rsrv.runtime.device import Array, Device, DeviceError, Hardware, run
 from rsrv.settings import Numerics
 from rsrv_bundle.modules import Signature
 from rsrv_bundle.precision import Treatment, product, treat

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from rsrv.logs import fields
-from rsrv.runtime.abstract_device import CacheCounts, Device
 from rsrv.runtime.budget import Budget, solve_budget
 from rsrv.runtime.catalog import Catalog
+from rsrv.runtime.device import CacheCounts, Device
 from rsrv.runtime.models import Model, about
 from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from rsrv.runtime.abstract_device import Device
+from rsrv.runtime.device import Device
 from rsrv.runtime.refused import Refused
 from rsrv.runtime.workers import Inbox
 

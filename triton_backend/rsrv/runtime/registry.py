@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 from rsrv.logs import fields
-from rsrv.runtime.abstract_device import Device, DeviceError, OutOfMemory
-from rsrv.runtime.blackbox import Deaths
-from rsrv.runtime.catalog import Catalog, Listed
-from rsrv.runtime.connection import Connection, Group, MetaCounts
-from rsrv.runtime.equipment import Equipment
+from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.catalog import Catalog, ModelEntry
+from rsrv.runtime.connection import Connection, MetaCounts, Registration
+from rsrv.runtime.crash_history import CrashHistory
+from rsrv.runtime.device import Device, DeviceError, OutOfMemory
+from rsrv.runtime.device_startup import DeviceStartup
 from rsrv.runtime.heap import give_back
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.models import Model, Wanted, about, build, identify, to_json, warm_up, wire_tensors
 from rsrv.runtime.placement import Placement
 from rsrv.runtime.policy import Policy
+from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.transport import Transport
-from rsrv.runtime.underway import Phase, Underway
-from rsrv.runtime.watching import Watching
 from rsrv.runtime.workers import Inbox, Worker
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
@@ -51,12 +51,12 @@ class Registry:
         scheduler: Scheduler,
         inbox: Inbox,
         transport: Transport,
-        watching: Watching,
+        state_feed: StateFeed,
         feed: Callable[[ev.Event], None],
         forget: Callable[[str], None],
         make_device: Callable[[], Device],
-        underway: Underway,
-        deaths: Deaths,
+        activity: Activity,
+        deaths: CrashHistory,
         inspector: Inspector | None = None,
     ) -> None:
         self._scheduler = scheduler
@@ -64,18 +64,20 @@ class Registry:
         self._transport = transport
         self._feed = feed
         self._forget = forget
-        self._underway = underway
+        self._activity = activity
         self._deaths = deaths
         self._inspector = inspector
         self._builder = Worker("build")
         # A thread of its own: weights stay on the device until it is done, and a compilation takes seconds to minutes.
         self._warmer = Worker("warm up")
-        self.catalog = Catalog(Policy(settings), watching)
+        self.catalog = Catalog(Policy(settings), state_feed)
         self.placement = Placement(self.catalog, scheduler, self._builder, feed, self.let_go)
-        self._equipment = Equipment(make_device, settings, inbox, self.placement.equip, underway.weights)
+        self._device_startup = DeviceStartup(
+            make_device, settings, inbox, self.placement.equip, activity.weights
+        )
         if inspector is not None:
             self._builder.put(inspector.start)
-        self._builder.put(self._equipment.begin)
+        self._builder.put(self._device_startup.begin)
 
     def find(self, connection: Connection) -> Model | None:
         """The model that a connection is for, if it is ready."""
@@ -94,11 +96,11 @@ class Registry:
             raise LookupError(f"there is no model {name!r:.200}")
         return [one for calls in called for one in calls]
 
-    def metas(self) -> list[Group]:
+    def metas(self) -> list[Registration]:
         """All meta models that somebody serves."""
         return [group for group in self._groups().values() if group.counts is not None]
 
-    def _groups(self) -> dict[str, Group]:
+    def _groups(self) -> dict[str, Registration]:
         """What connections are for, by key."""
         groups = (connection.group for connection in self._transport.connections)
         return {group.key: group for group in groups if group is not None}
@@ -152,7 +154,7 @@ class Registry:
             self._leave(connection, group)
             self._tell(group)
 
-    def _leave(self, connection: Connection, group: Group) -> None:
+    def _leave(self, connection: Connection, group: Registration) -> None:
         connection.group = None
         for key in group.models:
             entry = self.catalog.listed[key]
@@ -161,7 +163,7 @@ class Registry:
                 log.info("%s: unloaded", entry.name, extra=about(entry.model, event="unloaded"))
                 self._remove(key, entry)
 
-    def _remove(self, key: str, entry: Listed) -> None:
+    def _remove(self, key: str, entry: ModelEntry) -> None:
         if not entry.ready:
             self._one_build_less()
         entry.leaving = True
@@ -222,10 +224,10 @@ class Registry:
                 self._builder.put(partial(self._build, key, name, bundle))
         self._transport.guard(connection, self._join, connection, group)
 
-    def _group(self, wanted: Wanted) -> Group:
+    def _group(self, wanted: Wanted) -> Registration:
         """The one that there is, or a new one."""
         manifest = wanted.bundle.manifest
-        return self._groups().get(wanted.key) or Group(
+        return self._groups().get(wanted.key) or Registration(
             wanted.key,
             wanted.name,
             wanted.bundle.digest,
@@ -235,7 +237,7 @@ class Registry:
             MetaCounts() if manifest.kind == "meta" else None,
         )
 
-    def _join(self, connection: Connection, group: Group) -> None:
+    def _join(self, connection: Connection, group: Registration) -> None:
         connection.group = group
         for key in group.models:
             self.catalog.listed[key].connections[connection.id] = connection
@@ -250,7 +252,7 @@ class Registry:
         for group in self.metas():
             self._tell(group)
 
-    def _tell(self, group: Group, error: str | None = None) -> None:
+    def _tell(self, group: Registration, error: str | None = None) -> None:
         """Who serves this has changed, or whether it can be. `error`: why a meta model never will."""
         if group.counts is not None:
             mine = [one for one in self._transport.connections if one.group and one.group.key == group.key]
@@ -264,9 +266,9 @@ class Registry:
         """On the build thread."""
         result: Model | str
         try:
-            device, tiers = self._equipment.get()
+            device, tiers = self._device_startup.get()
             inspect = self._inspector or signature_of
-            with self._underway.build.doing(Phase.BUILDING, key):
+            with self._activity.build.doing(Phase.BUILDING, key):
                 result = build(bundle, device, tiers.host, self.catalog.policy.settings, name, inspect)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
@@ -310,7 +312,7 @@ class Registry:
         def run() -> None:
             costs, error = None, ""
             try:
-                costs = warm_up(model, device, self._underway.warm_up)
+                costs = warm_up(model, device, self._activity.warm_up)
                 self._deaths.survived(key)
             except Exception as caught:
                 if isinstance(caught, OutOfMemory) and not again:
@@ -368,7 +370,7 @@ class Registry:
 
         self._inbox.post(give_up)
 
-    def _fail(self, key: str, entry: Listed, reason: str) -> None:
+    def _fail(self, key: str, entry: ModelEntry, reason: str) -> None:
         """A model does not get ready: say why to all that want it, and forget it."""
         _say_not_loaded(entry.name, key, reason)
         reason = reason[:_MAX_REASON]
@@ -392,7 +394,7 @@ class Registry:
                 self._tell(group, text)
             self._transport.guard(connection, connection.send, _rejected(text))
 
-    def _welcome(self, connection: Connection, group: Group) -> None:
+    def _welcome(self, connection: Connection, group: Registration) -> None:
         """Tell a stub that what it wants is ready."""
         models = [to_json(self.catalog.get(key)) for key in group.models]
         concurrency = self._scheduler.settings.meta_concurrency

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import AnyPart, CallPart, Job, Part
+from rsrv.runtime.execution import AnySlice, CallSlice, Job, RequestSlice
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run, Runs, find_sources, find_targets
 from rsrv.runtime.traces import Traces
@@ -39,7 +39,7 @@ class Requests:
         self._feed = feed
         self._traces = traces
         #: by global id; runs by that of their ENTER
-        self._pending: dict[int, AnyPart | Run] = {}
+        self._pending: dict[int, AnySlice | Run] = {}
         self._arrived: list[ev.Request] = []
         self._answering: set[Connection] = set()
         self.runs = Runs(feed, self._arrived_later, self._done)
@@ -75,7 +75,7 @@ class Requests:
             run = None
             # Now: if it is refused below, the mark would stay.
             mark = connection.marks.pop(request, None) if connection.marks else None
-            self._pending[id] = part = Part(
+            self._pending[id] = part = RequestSlice(
                 connection, request, rows, segment, inputs_at, outputs_at, tag=tag
             )
             if token:
@@ -132,7 +132,7 @@ class Requests:
         sources = find_sources(run, connection, call, variant.inputs)
         targets, keep = find_targets(run, connection, call, variant.outputs)
         id = self._new_id(connection, call.request)
-        self._pending[id] = CallPart(connection, call.request, call.rows, run, sources, targets, keep)
+        self._pending[id] = CallSlice(connection, call.request, call.rows, run, sources, targets, keep)
         limit = self._registry.placement.kept_limit
         if keep:
             promised = {
@@ -213,9 +213,9 @@ class Requests:
         arrived, self._arrived = tuple(self._arrived), []
         return arrived
 
-    def parts(self, ids: Iterable[int]) -> tuple[AnyPart, ...]:
+    def parts(self, ids: Iterable[int]) -> tuple[AnySlice, ...]:
         """What the scheduler wants executed: no runs."""
-        pending: dict[int, AnyPart] = self._pending  # type: ignore[assignment]
+        pending: dict[int, AnySlice] = self._pending  # type: ignore[assignment]
         return tuple([pending[id] for id in ids])
 
     def executed(self, job: Job, seconds: float, *, well: bool) -> None:
@@ -223,7 +223,7 @@ class Requests:
         for part in job.parts if self.runs else ():
             if part.run is not None:
                 part.run.account(seconds * part.rows / max(1, job.rows))
-            if isinstance(part, CallPart):
+            if isinstance(part, CallSlice):
                 part.settle(well=well)
 
     def finish(self, finish: ev.Finish, job: Job | None, seconds: float) -> None:
@@ -260,7 +260,7 @@ class Requests:
         """Answer a request that was not executed, or tell a run how its asking ended."""
         part = self._pending.pop(id)
         self._traces.live.pop(id, None)  # the scheduler may never have known it
-        if isinstance(part, CallPart):
+        if isinstance(part, CallSlice):
             part.give_up()
         self._answer_with(part.connection, Completion(part.request, status, text=text))
 
@@ -282,8 +282,8 @@ def _global_id(connection: Connection, id: int) -> int:
     return connection.id << _ID_BITS | id
 
 
-def _tag(part: AnyPart) -> int:
-    return part.tag if isinstance(part, Part) else 0
+def _tag(part: AnySlice) -> int:
+    return part.tag if isinstance(part, RequestSlice) else 0
 
 
 def _failure(finish: ev.Finish) -> tuple[Status, str]:

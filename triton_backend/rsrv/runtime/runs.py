@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rsrv.runtime.abstract_device import Array, Buffer
-from rsrv.runtime.connection import Connection, Group
+from rsrv.runtime.connection import Connection, Registration
+from rsrv.runtime.device import Array, Buffer
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import ProtocolError, Status
@@ -56,7 +56,7 @@ class Run:
     #: the scheduler's number for it, which is no request's
     id: int
     token: int
-    group: Group
+    group: Registration
     #: of its ENTER: whose, the connection's own number, and the loop's, both free again once it is answered
     connection: Connection
     request: int
@@ -137,7 +137,7 @@ class Runs:
 
     # --- what stubs want ----------------------------------------------------------------------------------
 
-    def enter(self, connection: Connection, group: Group, entrance: Entrance, asking: int) -> Run:
+    def enter(self, connection: Connection, group: Registration, entrance: Entrance, asking: int) -> Run:
         """A run wants to be let in, which the caller asks the scheduler. Raises ProtocolError."""
         if group.counts is None:
             raise ProtocolError("ENTER on a connection that is not a meta model's")

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from rsrv.runtime.abstract_device import Device
-from rsrv.runtime.catalog import Catalog, Listed
-from rsrv.runtime.connection import Group, MetaCounts
+from rsrv.runtime.catalog import Catalog, ModelEntry
+from rsrv.runtime.connection import MetaCounts, Registration
+from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
 from rsrv.runtime.tiers import Tiers
@@ -66,12 +66,12 @@ def load(registry: Registry, instance: str, load: Load, backlog: float) -> dict[
     }
 
 
-def _by_rank(catalog: Catalog) -> list[tuple[str, Listed]]:
+def _by_rank(catalog: Catalog) -> list[tuple[str, ModelEntry]]:
     """Models by key, the ready ones last: among several versions under one name these are the ones to be seen."""
     return sorted(catalog.listed.items(), key=lambda item: item[1].state == "ready")
 
 
-def _model(key: str, listed: Listed, model: ModelSnapshot, residency: str) -> dict[str, Any]:
+def _model(key: str, listed: ModelEntry, model: ModelSnapshot, residency: str) -> dict[str, Any]:
     """Sizes and costs by `variant/size`."""
     return {
         "key": key,
@@ -98,7 +98,7 @@ def _model(key: str, listed: Listed, model: ModelSnapshot, residency: str) -> di
     }
 
 
-def _meta(group: Group, snapshot: Snapshot, runs: Iterable[Run], catalog: Catalog) -> dict[str, Any]:
+def _meta(group: Registration, snapshot: Snapshot, runs: Iterable[Run], catalog: Catalog) -> dict[str, Any]:
     """`device_seconds` is time of the device only: waiting and Python are not in it."""
     counts = group.counts or MetaCounts()
     gate = snapshot.metas.get(group.name)  # None: nobody has ever asked

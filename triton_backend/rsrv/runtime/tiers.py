@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from rsrv.runtime.abstract_device import Abandoned, Array, Buffer, Device, OutOfMemory
+from rsrv.runtime.activity import ActivitySlot, Phase
+from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
 from rsrv.runtime.models import Model, about
-from rsrv.runtime.underway import Phase, Place
 from rsrv.runtime.workers import Inbox, Worker
 from rsrv.runtime.working_set import WorkingSet
 from rsrv.scheduler import events as ev
@@ -30,8 +30,8 @@ Ended = ev.WeightsLoaded | ev.LoadFailed | ev.LoadAbandoned
 class Tiers:
     """The weights of all models. Methods are called on the loop; `follow` excepted, which takes long."""
 
-    def __init__(self, device: Device, settings: Settings, inbox: Inbox, place: Place) -> None:
-        """What loads do with the device is noted at `place`.
+    def __init__(self, device: Device, settings: Settings, inbox: Inbox, slot: ActivitySlot) -> None:
+        """What loads do with the device is noted at `slot`.
 
         Raises HostMemoryError if the memory to share with other runtimes is not safely ours.
         """
@@ -43,7 +43,7 @@ class Tiers:
         self._inbox = inbox
         # A thread of its own: a compilation would hold back a load for seconds.
         self._mover = Worker("weights")
-        self._place = place
+        self._slot = slot
         #: the load under way; and whether nobody waits for it any more
         self._epoch = 0
         self._abandoned = False
@@ -58,7 +58,7 @@ class Tiers:
         largest = max((tensor.nbytes for tensor in model.host.tensors), default=0)
 
         def begin() -> None:
-            self._place.begin(Phase.LOADING, model.key, largest, largest / _SLOW)
+            self._slot.begin(Phase.LOADING, model.key, largest, largest / _SLOW)
 
         def abandoned() -> bool:
             # Asked between tensors: for the watchdog what follows is a load of its own.
@@ -67,7 +67,7 @@ class Tiers:
 
         def read(index: int) -> Array:
             # Where the host has no copy, storage may take as long as it likes: that is not the device's work.
-            self._place.rest()
+            self._slot.rest()
             try:
                 return model.host.read(index)
             finally:
@@ -95,7 +95,7 @@ class Tiers:
                 log.exception("%s: loading weights failed", model.key, extra=about(model))
                 event = ev.LoadFailed(model.key, epoch, f"{type(error).__name__}: {error}")
 
-            self._place.end()
+            self._slot.end()
             moved = max(0, self.device.nbytes - before)
 
             def end() -> None:

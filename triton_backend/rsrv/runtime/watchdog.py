@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from rsrv.runtime.underway import Phase, Place, Task, Underway
+from rsrv.runtime.activity import Activity, ActivitySlot, Phase, Task
 
 #: times as long as expected that something may take
 _FACTOR = 100.0
@@ -38,7 +38,7 @@ def hangs(task: Task | None, ages: Mapping[int, float], patience: float) -> bool
 
 
 class Watchdog:
-    """Looks at what is under way; `found(place, task, seconds)` is called, on its thread, for what hangs.
+    """Looks at what is under way; `found(slot, task, seconds)` is called, on its thread, for what hangs.
 
     `launcher` is the device's. Time counts only while this thread runs, too: a process that was stopped, or a
     machine that slept, does not hang.
@@ -46,13 +46,13 @@ class Watchdog:
 
     def __init__(
         self,
-        underway: Underway,
+        activity: Activity,
         patience: float,
         launcher: Callable[[], int | None],
-        found: Callable[[Place, Task, float], None],
+        found: Callable[[ActivitySlot, Task, float], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._underway = underway
+        self._activity = activity
         self._patience = patience
         self._launcher = launcher
         self._found = found
@@ -73,15 +73,15 @@ class Watchdog:
     def look(self) -> None:
         now = self._clock()
         elapsed, self._looked = min(now - self._looked, _COUNTED * self.pause), now
-        device = self._underway.front(self._launcher())
-        others = (self._underway.weights, self._underway.round)
+        device = self._activity.front(self._launcher())
+        others = (self._activity.weights, self._activity.round)
         front = None if device is None else device.task
-        seen = tuple(place.task for place in others)
+        seen = tuple(slot.task for slot in others)
         self._ages = grow(self._ages, front, seen, elapsed)
         # The device first: the loop may be the one that executes.
-        for place, task in ((device, front), *zip(others, seen, strict=True)):
-            if place is not None and task is not None and hangs(task, self._ages, self._patience):
-                self._found(place, task, self._ages[task.number])
+        for slot, task in ((device, front), *zip(others, seen, strict=True)):
+            if slot is not None and task is not None and hangs(task, self._ages, self._patience):
+                self._found(slot, task, self._ages[task.number])
                 return
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rsrv.runtime.abstract_device import Array, Buffer, Device
+from rsrv.runtime.device import Array, Buffer, Device
 from rsrv.runtime.host import HostWeights
 from rsrv_bundle.weights import TensorKey
 

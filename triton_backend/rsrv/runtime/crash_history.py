@@ -18,12 +18,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal, NamedTuple
 
-from rsrv.runtime.underway import ENDED, ENDED_AT, KEY_AT, PLACES, SLOT, Memory, Phase
+from rsrv.runtime.activity import ENDED, ENDED_AT, KEY_AT, SLOT_BYTES, SLOTS, Memory, Phase
 from rsrv.wire import paths
 
 log = logging.getLogger("rsrv.blackbox")
 
-_BYTES = SLOT * PLACES
+_BYTES = SLOT_BYTES * SLOTS
 #: shares of deaths that add up to a model's not being tried any more: three deaths that are its own, or nearly so
 _TOO_MANY = 2.5
 #: seconds after which one does not count any more
@@ -59,10 +59,10 @@ class Open(NamedTuple):
 def read_slots(content: bytes) -> list[Open]:
     """What a black box says; whatever it cannot have said is left out. Nothing, if it was the loop that hung."""
     found: list[Open] = []
-    if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, _BYTES, SLOT)):
+    if any(content[at : at + 2] == bytes((Phase.LOOPING, 1)) for at in range(0, _BYTES, SLOT_BYTES)):
         return found
-    for at in range(0, _BYTES, SLOT):
-        slot = content[at : at + SLOT]
+    for at in range(0, _BYTES, SLOT_BYTES):
+        slot = content[at : at + SLOT_BYTES]
         key = slot[KEY_AT:].partition(b"\0")[0].decode(errors="replace")
         if key and slot[0] in (Phase.BUILDING, Phase.WARMING, Phase.LOADING, Phase.EXECUTING):
             (ended,) = ENDED.unpack_from(slot, ENDED_AT)
@@ -84,7 +84,7 @@ def blame(found: Iterable[Open], *, crashed: bool, now: float) -> dict[str, Deat
     if hung or untried or not crashed:
         how: How = "hung" if hung else "crashed" if crashed else "killed"
         return {one.key: Death(one.phase.name, how, now) for one in hung or untried}
-    # A model may be in two places: the one in which it has done more says more of it.
+    # A model may be in two slots: the one in which it has done more says more of it.
     suspects = {one.key: one for one in sorted(found, key=lambda one: one.ended)}
     doubts = {key: 1.0 / (one.ended + 1) for key, one in suspects.items()}
     whole = sum(doubts.values())
@@ -113,7 +113,7 @@ def _read_death(phase: str, how: How, at: float, share: float) -> Death:
     return Death(Phase[phase].name, how, float(at), float(share))
 
 
-class Deaths:
+class CrashHistory:
     """Who has ended runtimes of this server. In a file, which is read anew each time: removing it is a pardon."""
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -165,7 +165,7 @@ class BlackBox:
 
     def __init__(self, directory: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         """Reads what the runtime before left, and starts anew."""
-        self.deaths = Deaths(None if directory is None else directory / paths.DEATHS, clock)
+        self.deaths = CrashHistory(None if directory is None else directory / paths.DEATHS, clock)
         self.memory: Memory = bytearray(_BYTES)
         self._fd = -1
         if directory is None:

@@ -23,11 +23,11 @@ _ABANDONED = 3600.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-class CompiledCacheError(Exception):
+class CompileCacheError(Exception):
     """The directory for compiled executables is not safely ours."""
 
 
-class CompiledCache:
+class CompileCache:
     """What jax calls a `CacheInterface`. Raises nothing: a cache that fails is none."""
 
     def __init__(self, directory: Path) -> None:
@@ -72,11 +72,11 @@ class CompiledCache:
 def check_private(directory: Path) -> None:
     """Have only this user enter a directory, for what lies in it is run.
 
-    Raises CompiledCacheError if others could write to it so far, OSError if it is not there.
+    Raises CompileCacheError if others could write to it so far, OSError if it is not there.
     """
     found = directory.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise CompiledCacheError(
+        raise CompileCacheError(
             f"runtime.compilation_cache_dir {directory} must belong to uid {os.getuid()} and be writable "
             "by nobody else: whoever can write it can run code here"
         )
@@ -87,7 +87,7 @@ def check_private(directory: Path) -> None:
 def make_private(directory: Path) -> Path | None:
     """The directory, there and closed to others; None if it cannot be had.
 
-    Raises CompiledCacheError if somebody else can write there.
+    Raises CompileCacheError if somebody else can write there.
     """
     try:
         directory = directory.expanduser()

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.blackbox import BlackBox, Death, Deaths, Open, blame, read_slots, verdict
-from rsrv.runtime.underway import PLACES, SLOT, Phase, Underway
+from rsrv.runtime.activity import SLOT_BYTES, SLOTS, Activity, Phase
+from rsrv.runtime.crash_history import BlackBox, CrashHistory, Death, Open, blame, read_slots, verdict
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire import paths
@@ -104,17 +104,17 @@ def test_deaths_long_ago_do_not_count() -> None:
     assert verdict(deaths("hung"), 1.7e9 + 3700) is not None
 
 
-def run_well(underway: Underway, key: str, times: int) -> None:
+def run_well(activity: Activity, key: str, times: int) -> None:
     """Executions from their launches to their outputs, and loads."""
     for _ in range(times):
-        for place in (underway.launch, underway.read, underway.weights):
+        for place in (activity.launch, activity.read, activity.weights):
             place.begin(Phase.EXECUTING, key)
             place.end()
 
 
-def crash(underway: Underway, memory: bytearray, accounts: dict[str, list[Death]], *keys: str) -> None:
+def crash(activity: Activity, memory: bytearray, accounts: dict[str, list[Death]], *keys: str) -> None:
     """The runtime ends while these execute, the first of them launched earlier."""
-    for place, key in zip((underway.read, underway.launch, underway.weights), keys, strict=False):
+    for place, key in zip((activity.read, activity.launch, activity.weights), keys, strict=False):
         place.begin(Phase.EXECUTING, key)
     for key, death in blame(read_slots(bytes(memory)), crashed=True, now=1.7e9).items():
         accounts.setdefault(key, []).append(death)
@@ -130,14 +130,14 @@ def test_a_model_that_is_always_busy_is_not_charged_with_what_others_do(data: st
     accounts: dict[str, list[Death]] = {}
     bad = ["a@1", "b@1", "c@1"]
     while left := [key for key in bad if tried(accounts, key)]:
-        memory = bytearray(SLOT * PLACES)
-        underway = Underway(memory)
+        memory = bytearray(SLOT_BYTES * SLOTS)
+        activity = Activity(memory)
         culprit = data.draw(st.sampled_from(left))
         busy = data.draw(st.integers(10, 200))
         for key in left:
-            run_well(underway, key, data.draw(st.integers(0, busy // 10)))
-        run_well(underway, "busy@1", busy)
-        crash(underway, memory, accounts, *data.draw(st.permutations([culprit, "busy@1"])))
+            run_well(activity, key, data.draw(st.integers(0, busy // 10)))
+        run_well(activity, "busy@1", busy)
+        crash(activity, memory, accounts, *data.draw(st.permutations([culprit, "busy@1"])))
 
     assert tried(accounts, "busy@1")
     assert all(len(accounts[key]) <= 5 for key in bad)
@@ -149,12 +149,12 @@ def test_a_model_that_always_crashes_is_found_whoever_runs_beside_it(data: st.Da
     accounts: dict[str, list[Death]] = {}
     deaths, soonest = 0, data.draw(st.sampled_from([0, 20]))
     while tried(accounts, "bad@1"):
-        memory = bytearray(SLOT * PLACES)
-        underway = Underway(memory)
+        memory = bytearray(SLOT_BYTES * SLOTS)
+        activity = Activity(memory)
         others = data.draw(st.lists(st.sampled_from(["o@1", "p@1", "q@1"]), max_size=2, unique=True))
         for key in others:
-            run_well(underway, key, data.draw(st.integers(soonest, soonest + 50)))
-        crash(underway, memory, accounts, *data.draw(st.permutations(["bad@1", *others])))
+            run_well(activity, key, data.draw(st.integers(soonest, soonest + 50)))
+        crash(activity, memory, accounts, *data.draw(st.permutations(["bad@1", *others])))
         deaths += 1
 
     assert deaths <= (3 if soonest else 8)
@@ -162,10 +162,10 @@ def test_a_model_that_always_crashes_is_found_whoever_runs_beside_it(data: st.Da
 
 def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
     """Whatever was built beside it was not why the runtime ended."""
-    underway = Underway(BlackBox(tmp_path).memory)
-    underway.build.begin(Phase.BUILDING, "b@1")
-    underway.round.begin(Phase.LOOPING, "")
-    underway.round.hangs()
+    activity = Activity(BlackBox(tmp_path).memory)
+    activity.build.begin(Phase.BUILDING, "b@1")
+    activity.round.begin(Phase.LOOPING, "")
+    activity.round.hangs()
 
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
 
@@ -173,7 +173,7 @@ def test_a_loop_that_hung_is_nobody_elses_fault(tmp_path: Path) -> None:
 def test_an_end_of_our_own_making_blames_nobody(tmp_path: Path) -> None:
     """A cleared box says nothing, whatever was under way."""
     box = BlackBox(tmp_path)
-    Underway(box.memory).build.begin(Phase.BUILDING, "b@1")
+    Activity(box.memory).build.begin(Phase.BUILDING, "b@1")
     box.clear()
 
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == []
@@ -194,13 +194,13 @@ def test_an_account_that_makes_no_sense_blames_nobody(tmp_path: Path, damage: di
 
 def test_the_box_outlives_its_process(tmp_path: Path) -> None:
     """What was under way when a process was killed is read by the next one; what had ended is not."""
-    underway = Underway(BlackBox(tmp_path).memory)
-    underway.build.begin(Phase.BUILDING, "a-long-name@1")
-    underway.build.end()
-    underway.build.begin(Phase.BUILDING, "b@1")
-    underway.launch.begin(Phase.EXECUTING, "m@1")
-    underway.launch.end()
-    underway.round.begin(Phase.LOOPING, "")
+    activity = Activity(BlackBox(tmp_path).memory)
+    activity.build.begin(Phase.BUILDING, "a-long-name@1")
+    activity.build.end()
+    activity.build.begin(Phase.BUILDING, "b@1")
+    activity.launch.begin(Phase.EXECUTING, "m@1")
+    activity.launch.end()
+    activity.round.begin(Phase.LOOPING, "")
 
     assert read_slots((tmp_path / paths.BLACKBOX).read_bytes()) == [BUILDING]
     assert (tmp_path / paths.BLACKBOX).stat().st_mode & 0o777 == 0o600
@@ -209,20 +209,20 @@ def test_the_box_outlives_its_process(tmp_path: Path) -> None:
 def test_a_model_that_builds_well_in_the_end_was_not_to_blame(tmp_path: Path) -> None:
     """Two kills while it was built count until it is there; a third one later is the first again."""
     for _ in range(2):
-        Underway(BlackBox(tmp_path).memory).build.begin(Phase.BUILDING, "m@1")
+        Activity(BlackBox(tmp_path).memory).build.begin(Phase.BUILDING, "m@1")
     box = BlackBox(tmp_path)
     assert len(json.loads((tmp_path / paths.DEATHS).read_text())["m@1"]) == 2
     assert box.deaths.verdict("m@1") is None
 
     box.deaths.survived("m@1")
-    Underway(box.memory).build.begin(Phase.BUILDING, "m@1")
+    Activity(box.memory).build.begin(Phase.BUILDING, "m@1")
 
     assert BlackBox(tmp_path).deaths.verdict("m@1") is None
 
 
 def test_what_executed_badly_stays_on_record(tmp_path: Path) -> None:
     """That it builds well says nothing about how it executes."""
-    book = Deaths(tmp_path / paths.DEATHS)
+    book = CrashHistory(tmp_path / paths.DEATHS)
     book.add("m@1", Death("EXECUTING", "hung", 0.0))
     book.add("m@1", Death("BUILDING", "killed", 0.0))
     book.add("n@1", Death("BUILDING", "killed", 0.0))
@@ -237,10 +237,10 @@ def test_what_executed_badly_stays_on_record(tmp_path: Path) -> None:
     assert book.verdict("m@1") is None
 
 
-@given(st.binary(max_size=SLOT * PLACES + 100))
+@given(st.binary(max_size=SLOT_BYTES * SLOTS + 100))
 def test_a_box_with_anything_in_it_is_read(content: bytes) -> None:
     """Nothing in it ends the runtime that reads it."""
-    assert len(read_slots(content)) <= PLACES
+    assert len(read_slots(content)) <= SLOTS
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"m@1": 7}', '{"m@1": [{"phase": "X"}]}', "\0" * 100])
@@ -248,25 +248,25 @@ def test_an_account_that_cannot_be_read_blames_nobody(tmp_path: Path, text: str)
     """It is a file like any other."""
     (tmp_path / paths.DEATHS).write_text(text)
 
-    assert Deaths(tmp_path / paths.DEATHS).verdict("m@1") is None
+    assert CrashHistory(tmp_path / paths.DEATHS).verdict("m@1") is None
 
 
 def test_without_a_place_for_the_box_there_is_none(tmp_path: Path) -> None:
     """The runtime starts all the same."""
     box = BlackBox(tmp_path / "not there")
 
-    Underway(box.memory).build.begin(Phase.BUILDING, "m@1")
+    Activity(box.memory).build.begin(Phase.BUILDING, "m@1")
     box.catch_signals()
 
 
 _DIE = """
 import os, sys
 from pathlib import Path
-from rsrv.runtime.blackbox import BlackBox
-from rsrv.runtime.underway import Phase, Underway
+from rsrv.runtime.crash_history import BlackBox
+from rsrv.runtime.activity import Phase, Activity
 box = BlackBox(Path(sys.argv[1]))
 box.catch_signals()
-Underway(box.memory).launch.begin(Phase.EXECUTING, "m@1")
+Activity(box.memory).launch.begin(Phase.EXECUTING, "m@1")
 os.kill(os.getpid(), int(sys.argv[2]))
 """
 
@@ -304,7 +304,7 @@ def test_a_first_load_is_not_proven_before_it_ends(
 
     assert (found.phase, found.ended) == (Phase.LOADING, 0)
     runtime.device.uploads.set()
-    until(lambda: runtime.loop.underway.weights.task is None)
+    until(lambda: runtime.loop.activity.weights.task is None)
     greeted.sock.close()
 
 
@@ -328,7 +328,7 @@ def test_a_model_that_hung_is_refused_and_the_others_come_back(
     request = FakeRequest({"x": rows(1)})
     bad.execute([request])
     assert runtime.device.gate.waiting.wait(10)
-    place = runtime.loop.underway.front(runtime.loop.launcher)
+    place = runtime.loop.activity.front(runtime.loop.launcher)
     assert place is not None
     place.hangs()
     # As if the process ended now: what this one still writes is not seen there.

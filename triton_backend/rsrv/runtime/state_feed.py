@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     paused: str | None = None
 
 
-class Watching:
+class StateFeed:
     """The entries, each by its key, and who watches them.
 
     A change is sent at the end of the loop's round that it happened in (`flush`), for a watcher whose connection

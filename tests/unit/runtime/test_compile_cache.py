@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rsrv.runtime.abstract_device import CacheCounts, run
-from rsrv.runtime.compiled import CompiledCache
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.compile_cache import CompileCache
+from rsrv.runtime.device import CacheCounts, run
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv_bundle import read_bundle
 from rsrv_bundle.modules import check_signatures, module_file
 from rsrv_bundle.writer import write_weights
@@ -23,8 +23,8 @@ _BUILD = """
 import json, logging, resource, sys
 from pathlib import Path
 import numpy as np
-from rsrv.runtime.abstract_device import run
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import run
+from rsrv.runtime.jax_device import JaxDevice
 from tests.unit.runtime.conftest import build_here
 from tests.unit.bundle.forge import seal
 logging.basicConfig(level=logging.WARNING)
@@ -127,7 +127,7 @@ def test_a_damaged_entry_costs_a_compilation_once(tmp_path: Path, doubling: Path
 def test_no_damage_goes_unnoticed(tmp_path: Path) -> None:
     """Whatever single byte of an entry changes, and wherever it ends, it is not what was put there."""
     value = random.Random(0).randbytes(500)
-    cache = CompiledCache(tmp_path)
+    cache = CompileCache(tmp_path)
     cache.put("k", value)
     (entry,) = tmp_path.iterdir()
     good = entry.read_bytes()
@@ -169,7 +169,7 @@ def test_an_entry_that_jax_cannot_use_is_replaced(tmp_path: Path, doubling: Path
     cache = tmp_path / "cache"
     started(cache, doubling)
     entry = min(cache.iterdir())
-    CompiledCache(cache).put(entry.name.removesuffix("-checked"), b"no executable at all")
+    CompileCache(cache).put(entry.name.removesuffix("-checked"), b"no executable at all")
 
     counts, _ = started(cache, doubling)
 
@@ -184,6 +184,6 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
         path.write_bytes(b"half")
         os.utime(path, (path.stat().st_mtime - age,) * 2)
 
-    CompiledCache(tmp_path)
+    CompileCache(tmp_path)
 
     assert [path.name for path in tmp_path.iterdir()] == [".unfinished-new"]

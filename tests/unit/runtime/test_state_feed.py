@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rsrv.runtime.blackbox import BlackBox, Death
-from rsrv.runtime.watching import Entry, Watching
+from rsrv.runtime.crash_history import BlackBox, Death
+from rsrv.runtime.state_feed import Entry, StateFeed
 from rsrv.settings import load_settings
 from rsrv.stub.lane import Lane, Rejected
 from rsrv.wire.frames import Kind, pack_json
@@ -339,7 +339,7 @@ def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> Lane:
 
 def test_only_the_latest_failures_are_remembered() -> None:
     """As many as are promised; and each that is forgotten is a change."""
-    watching = Watching(transport=None)  # type: ignore[arg-type]
+    watching = StateFeed(transport=None)  # type: ignore[arg-type]
 
     for number in range(300):
         loading = Entry(f"m{number}", "model", "d", "loading")

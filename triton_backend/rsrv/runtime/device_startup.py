@@ -3,21 +3,21 @@
 import logging
 from collections.abc import Callable
 
-from rsrv.runtime.abstract_device import Device, DeviceError
+from rsrv.runtime.activity import ActivitySlot
+from rsrv.runtime.device import Device, DeviceError
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.numerics import Computes, probe
 from rsrv.runtime.tiers import Tiers
-from rsrv.runtime.underway import Place
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings
 
 log = logging.getLogger("rsrv.equipment")
 
 
-class Equipment:
+class DeviceStartup:
     """Belongs to the build thread: importing jax takes seconds, in which stubs may already connect.
 
-    `ready` is called on the loop, once, when all of it is there. `place`: as `Tiers` has it.
+    `ready` is called on the loop, once, when all of it is there. `slot`: as `Tiers` has it.
     """
 
     def __init__(
@@ -26,13 +26,13 @@ class Equipment:
         settings: Settings,
         inbox: Inbox,
         ready: Callable[[Device, Tiers, Computes | None], None],
-        place: Place,
+        slot: ActivitySlot,
     ) -> None:
         self._make_device = make_device
         self._settings = settings
         self._inbox = inbox
         self._ready = ready
-        self._place = place
+        self._slot = slot
         self._device: Device | None = None
         self._whole: tuple[Device, Tiers] | None = None
 
@@ -59,7 +59,7 @@ class Equipment:
                     ) from error
             device = self._device
             computes = probe(device, self._settings.runtime.numerics)
-            tiers = Tiers(device, self._settings, self._inbox, self._place)
+            tiers = Tiers(device, self._settings, self._inbox, self._slot)
             self._whole = device, tiers
             self._inbox.post(lambda: self._ready(device, tiers, computes))
         return self._whole

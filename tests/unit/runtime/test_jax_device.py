@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.abstract_device import Abandoned, Array, DeviceError, Executable, OutOfMemory, Piece, run
 from rsrv.runtime.aligned import aligned_copy
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, OutOfMemory, Piece, run
+from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import describe
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
@@ -26,7 +26,7 @@ from tests.unit.runtime.conftest import build_here
 _BUILD = """
 import json, sys
 from pathlib import Path
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.jax_device import JaxDevice
 from tests.unit.runtime.conftest import build_here
 device = JaxDevice("cpu", Path(sys.argv[1]))
 build_here(sys.argv[2], device)
@@ -214,7 +214,7 @@ _ROUNDS = """
 import json, os, sys
 from pathlib import Path
 import numpy as np
-from rsrv.runtime.device import JaxDevice
+from rsrv.runtime.jax_device import JaxDevice
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 first, rounds, *sizes = map(int, sys.argv[1:])

@@ -47,21 +47,21 @@ class Task(NamedTuple):
     number: int
 
 
-#: bytes of the black box for one place: the phase, whether it hung, how often something has ended well there with that
+#: bytes of the black box for one slot: the phase, whether it hung, how often something has ended well there with that
 #: model (the power of two below it, or the very number), and the model's key, which a zero byte ends
-SLOT = 512
+SLOT_BYTES = 512
 ENDED = Struct("<Q")
 ENDED_AT, KEY_AT = 2, 2 + ENDED.size
-_LONGEST_KEY = SLOT - KEY_AT - 1
-PLACES = 7
-#: keys whose counts a place has at most, before it starts anew: those of models that are gone are among them
+_LONGEST_KEY = SLOT_BYTES - KEY_AT - 1
+SLOTS = 7
+#: keys whose counts a slot has at most, before it starts anew: those of models that are gone are among them
 _REMEMBERED = 10_000
 
 #: bytes that survive the process, or not
 Memory = mmap | bytearray
 
 
-class Place:
+class ActivitySlot:
     """What one thread does now: it alone writes, the watchdog reads.
 
     An execution that takes microseconds comes by here twice, so that is a few stores and no more.
@@ -84,7 +84,7 @@ class Place:
     def __init__(
         self, memory: Memory | None = None, at: int = 0, numbers: Iterator[int] | None = None
     ) -> None:
-        self._memory = bytearray(SLOT) if memory is None else memory
+        self._memory = bytearray(SLOT_BYTES) if memory is None else memory
         self._at = at
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._phase = Phase.LOOPING
@@ -147,30 +147,30 @@ class Place:
             self.end()
 
     def hangs(self) -> None:
-        """Note for the next process that this place is why there is one."""
+        """Note for the next process that this slot is why there is one."""
         self._memory[self._at + 1] = 1
 
 
-class Underway:
-    """All places: `memory` has SLOT bytes for each of PLACES."""
+class Activity:
+    """All slots: `memory` has SLOT_BYTES for each of SLOTS."""
 
     def __init__(self, memory: Memory | None = None) -> None:
-        memory = bytearray(SLOT * PLACES) if memory is None else memory
+        memory = bytearray(SLOT_BYTES * SLOTS) if memory is None else memory
         numbers = itertools.count(1)
-        places = [Place(memory, index * SLOT, numbers) for index in range(PLACES)]
-        self.build, self.warm_up, self.weights, self.short, self.launch, self.read, self.round = places
+        slots = [ActivitySlot(memory, index * SLOT_BYTES, numbers) for index in range(SLOTS)]
+        self.build, self.warm_up, self.weights, self.short, self.launch, self.read, self.round = slots
 
-    def front(self, launcher: int | None) -> Place | None:
+    def front(self, launcher: int | None) -> ActivitySlot | None:
         """Whose work the device has; what others want of it waits for that.
 
         `launcher`: the thread that the device works for, or worked for last, if it says so.
         """
         busy = {
-            task.number: place
-            for place in (self.warm_up, self.short, self.launch, self.read)
-            if (task := place.task) is not None
+            task.number: slot
+            for slot in (self.warm_up, self.short, self.launch, self.read)
+            if (task := slot.task) is not None
         }
-        for place in busy.values():
-            if place.thread == launcher:
-                return place
+        for slot in busy.values():
+            if slot.thread == launcher:
+                return slot
         return busy[min(busy)] if busy else None

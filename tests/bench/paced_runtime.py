@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 
-from rsrv.runtime import jax_device as device
+from rsrv.runtime import jax_device
 from rsrv.runtime.__main__ import main
 from rsrv.runtime.device import Array, Buffer, Executable, Launched
 from rsrv.runtime.jax_device import JaxDevice
@@ -43,5 +43,5 @@ if __name__ == "__main__":
     if sys.argv[1:4] != ["-P", "-m", "rsrv.runtime"]:
         sys.exit(f"expected -P -m rsrv.runtime, got {sys.argv[1:]}")
     # The runtime's entry imports the class from here when it makes its device.
-    device.JaxDevice = PacedDevice  # type: ignore[misc]
+    jax_device.JaxDevice = PacedDevice  # type: ignore[misc]
     sys.exit(main(sys.argv[4:]))

@@ -21,7 +21,7 @@ from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.models import Model, build, warm_up
 from rsrv.runtime.policy import scheduler_settings
-from rsrv.runtime.working_set import WorkingSet
+from rsrv.runtime.weight_mover import DeviceWeights
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.endpoint import WireTensor
@@ -155,7 +155,7 @@ def build_here(path: Path | str, device: Device, settings: Settings | None = Non
     """A model that is compiled, its weights on the device and its costs measured, without a runtime."""
     bundle = read_bundle(Path(path))
     model = build(bundle, device, HostStore(PrivateMemory()), settings or load_settings(), bundle.name)
-    model.weights = WorkingSet(device).load(model.host, model.host.read, lambda: False)
+    model.weights = DeviceWeights(device).load(model.host, model.host.read, lambda: False)
     model.program = replace(model.program, costs=warm_up(model, device))
     return model
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.budget import Budget, solve_budget
+from rsrv.runtime.placement import Budget, solve_budget
 
 GIB = 1 << 30
 

@@ -7,8 +7,7 @@ import pytest
 
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.device import Array
-from rsrv.runtime.executor import Executor
-from rsrv.runtime.loop_bans import BAN_S, SLOW_S, WINDOW_S, LoopBans
+from rsrv.runtime.executor import BAN_S, SLOW_S, WINDOW_S, Executor, LoopBans
 from rsrv.runtime.workers import Inbox
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import build_here, double

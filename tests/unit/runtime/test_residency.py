@@ -171,7 +171,7 @@ def test_what_fails_at_the_start_is_tried_again_with_the_next_model(
             raise HostMemoryError("/dev/shm/ours must be closed to others")
         return PrivateMemory()
 
-    monkeypatch.setattr("rsrv.runtime.tiers.SharedMemory", shared)
+    monkeypatch.setattr("rsrv.runtime.weight_mover.SharedMemory", shared)
     runtime = start_runtime(load_settings("stub: {in_place_ms: 0}\nruntime: {shared_host_weights: true}"))
     with pytest.raises(Rejected, match="must be closed to others"):
         make_engine(runtime, doublings["a"], name="a")

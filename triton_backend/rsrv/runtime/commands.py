@@ -14,12 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rsrv.explain import explain, nearest
 from rsrv.runtime.connection import Connection
-from rsrv.runtime.loop_bans import LoopBans
-from rsrv.runtime.metrics import metrics, overview
-from rsrv.runtime.profiling import Profiler
-from rsrv.runtime.refused import Refused
+from rsrv.runtime.executor import LoopBans
+from rsrv.runtime.metrics import StubMetrics, metrics, overview
+from rsrv.runtime.profiling import Profiler, Refused
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.status import load
@@ -148,7 +146,7 @@ class Commands:
         registry: Registry,
         scheduler: Scheduler,
         requests: Requests,
-        reports: Reports,
+        stub_metrics: StubMetrics,
         state_feed: StateFeed,
         transport: Transport,
         inbox: Inbox,
@@ -164,7 +162,7 @@ class Commands:
         self._placement = registry.placement
         self._scheduler = scheduler
         self._requests = requests
-        self._reports = reports
+        self._stub_metrics = stub_metrics
         self._state_feed = state_feed
         self._transport = transport
         self._timeline = timeline
@@ -269,9 +267,9 @@ class Commands:
                 return self._traces.answer(self._state_feed.instance, since)
             case _Metrics():
                 kept = self._requests.runs.kept_bytes
-                return metrics(self._registry, self._scheduler, self._reports, kept, self._bans.count)
+                return metrics(self._registry, self._scheduler, self._stub_metrics, kept, self._bans.count)
             case _Overview():
-                return overview(self._registry, self._scheduler, self._reports)
+                return overview(self._registry, self._scheduler, self._stub_metrics)
             case _:
                 raise AssertionError(f"nobody does {type(command).__name__}")
         return {}

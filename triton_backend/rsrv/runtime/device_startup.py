@@ -1,4 +1,4 @@
-"""What models are built with: the device, and the tiers that their weights lie on."""
+"""Start-up of the device and of the thread that moves weights; models are built with both."""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.device import Device, DeviceError
 from rsrv.runtime.host_memory import HostMemoryError
 from rsrv.runtime.numerics import Computes, probe
-from rsrv.runtime.tiers import Tiers
+from rsrv.runtime.weight_mover import WeightMover
 from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings
 
@@ -17,7 +17,7 @@ log = logging.getLogger("rsrv.equipment")
 class DeviceStartup:
     """Belongs to the build thread: importing jax takes seconds, in which stubs may already connect.
 
-    `ready` is called on the loop, once, when all of it is there. `slot`: as `Tiers` has it.
+    `ready` is called on the loop, once, when all of it is there. `slot`: as `WeightMover` has it.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class DeviceStartup:
         make_device: Callable[[], Device],
         settings: Settings,
         inbox: Inbox,
-        ready: Callable[[Device, Tiers, Computes | None], None],
+        ready: Callable[[Device, WeightMover, Computes | None], None],
         slot: ActivitySlot,
     ) -> None:
         self._make_device = make_device
@@ -34,7 +34,7 @@ class DeviceStartup:
         self._ready = ready
         self._slot = slot
         self._device: Device | None = None
-        self._whole: tuple[Device, Tiers] | None = None
+        self._whole: tuple[Device, WeightMover] | None = None
 
     def begin(self) -> None:
         """Before anything else; what fails here is tried again with each model."""
@@ -43,8 +43,8 @@ class DeviceStartup:
         except (DeviceError, HostMemoryError) as error:
             log.error("%s", error)
 
-    def get(self) -> tuple[Device, Tiers]:
-        """The device and the tiers; makes what is missing.
+    def get(self) -> tuple[Device, WeightMover]:
+        """Return the device and the weight mover; make what is missing.
 
         Raises DeviceError and HostMemoryError.
         """
@@ -59,7 +59,7 @@ class DeviceStartup:
                     ) from error
             device = self._device
             computes = probe(device, self._settings.runtime.numerics)
-            tiers = Tiers(device, self._settings, self._inbox, self._slot)
-            self._whole = device, tiers
-            self._inbox.post(lambda: self._ready(device, tiers, computes))
+            weight_mover = WeightMover(device, self._settings, self._inbox, self._slot)
+            self._whole = device, weight_mover
+            self._inbox.post(lambda: self._ready(device, weight_mover, computes))
         return self._whole

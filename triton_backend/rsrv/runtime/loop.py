@@ -19,10 +19,9 @@ from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
 from rsrv.runtime.execution import CallSlice, Job
 from rsrv.runtime.executor import Executor, Failure
-from rsrv.runtime.metrics import figures
+from rsrv.runtime.metrics import StubMetrics, figures
 from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.reports import Reports
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.status import status
@@ -99,12 +98,12 @@ class Loop:
         self._traces = Traces(self._timeline)
         self._traced = settings.traced
         self._requests = Requests(self._registry, self._transport, self._feed, self._traces)
-        self._reports = Reports()
+        self._stub_metrics = StubMetrics()
         self._commands = Commands(
             self._registry,
             scheduler,
             self._requests,
-            self._reports,
+            self._stub_metrics,
             self._state_feed,
             self._transport,
             self._inbox,
@@ -160,8 +159,8 @@ class Loop:
 
     def clear(self) -> None:
         """From any thread, as the process's last act: remove what would outlive it, weights in shared memory."""
-        if self._placement.tiers is not None:
-            self._placement.tiers.host.close()
+        if self._placement.weight_mover is not None:
+            self._placement.weight_mover.host.close()
 
     def _drain(self) -> None:
         for message in self._inbox.drain():
@@ -242,7 +241,7 @@ class Loop:
         group = connection.group
         if group is None or not self._catalog.ready(group):
             raise ProtocolError("REPORT before REGISTERED")
-        self._reports.take(group.name, group.calls, report)
+        self._stub_metrics.take(group.name, group.calls, report)
         shown = figures(group, self._scheduler) if report.get("figures") is True else {}
         connection.send(pack_json(Kind.REPORTED, shown))
 

@@ -1,16 +1,70 @@
 """What is counted and measured since the start, as the JSON of the commands `metrics` and `overview` (docs/protocol.md)."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from rsrv.histogram import SECONDS, Histogram
 from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.registry import Registry
-from rsrv.runtime.reports import Reported, Reports
 from rsrv.runtime.status import memory
 from rsrv.scheduler.events import Outcome, Reason
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.totals import Totals
+from rsrv.wire.frames import ProtocolError, Status
+
+#: functions of model.py, by what they are called in metrics
+HOOKS = ("pre", "post", "run")
+_STATUSES = frozenset(status.name.lower() for status in Status)
+
+
+@dataclass(slots=True)
+class Reported:
+    """Of one model, by the stubs that answer for it; hooks of a model that metas call run in theirs."""
+
+    #: seconds, by hook; those that ever ran
+    hooks: dict[str, Histogram] = field(default_factory=dict)
+    #: seconds from a request's arrival to its answer
+    requests: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    #: answers to clients, by status in lower case
+    responses: dict[str, int] = field(default_factory=dict)
+
+
+class StubMetrics:
+    """Sums of what stubs measure and report now and then, by the model's name."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Reported] = {}
+
+    def take(self, name: str, calls: Collection[str], report: Mapping[str, Any]) -> None:
+        """Of a model, or of a meta model and those that it calls, since the stub's report before. Raises ProtocolError."""
+        try:
+            requests = Histogram.from_json(SECONDS, report["requests"])
+            responses = {str(status): int(count) for status, count in report["responses"].items()}
+            hooks = {
+                (model, hook): Histogram.from_json(SECONDS, seconds)
+                for model, by_hook in report["hooks"].items()
+                for hook, seconds in by_hook.items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a REPORT that cannot be read: {type(error).__name__}: {error}") from None
+        if not (responses.keys() <= _STATUSES and all(count >= 0 for count in responses.values())):
+            raise ProtocolError("a REPORT of answers with a status that there is not, or less than none")
+        if not all((model == name or model in calls) and hook in HOOKS for model, hook in hooks):
+            raise ProtocolError("a REPORT of hooks that the model does not have")
+        mine = self._models.setdefault(name, Reported())
+        mine.requests.add(requests)
+        for status, count in responses.items():
+            mine.responses[status] = mine.responses.get(status, 0) + count
+        for (model, hook), seconds in hooks.items():
+            self._models.setdefault(model, Reported()).hooks.setdefault(hook, Histogram(SECONDS)).add(seconds)
+
+    def keep(self, names: Collection[str]) -> Mapping[str, Reported]:
+        """Forget all others; what is left."""
+        self._models = {name: told for name, told in self._models.items() if name in names}
+        return self._models
+
 
 #: how a run of a meta model ended -> how requests of other models do; by any other status it is refused
 _OUTCOMES = {"ok": "answered", "deadline": "expired", "cancelled": "cancelled", "internal": "failed"}
@@ -20,12 +74,12 @@ _NOTHING = Reported()
 
 
 def metrics(
-    registry: Registry, scheduler: Scheduler, reports: Reports, kept_bytes: int, loop_bans: int
+    registry: Registry, scheduler: Scheduler, stub_metrics: StubMetrics, kept_bytes: int, loop_bans: int
 ) -> dict[str, Any]:
     """Of all models by name, versions of one added up; costs O(models). `kept_bytes`: on the device, by runs of metas."""
     catalog, placement = registry.catalog, registry.placement
     load, totals, metas = scheduler.load(), scheduler.totals(), registry.metas()
-    reported = reports.keep({*totals, *(group.name for group in metas)})
+    reported = stub_metrics.keep({*totals, *(group.name for group in metas)})
     counts = placement.cache_counts
     models = {name: _model(total, reported.get(name)) for name, total in totals.items()}
     for key, listed in catalog.listed.items():
@@ -40,7 +94,7 @@ def metrics(
         "models": models,
         "metas": _metas(metas, scheduler, reported),
         "memory": {
-            **memory(load, placement.tiers, placement.device),
+            **memory(load, placement.weight_mover, placement.device),
             "scratch_bytes": placement.scratch,
             "kept_bytes": kept_bytes,
         },
@@ -50,11 +104,11 @@ def metrics(
     }
 
 
-def overview(registry: Registry, scheduler: Scheduler, reports: Reports) -> dict[str, Any]:
+def overview(registry: Registry, scheduler: Scheduler, stub_metrics: StubMetrics) -> dict[str, Any]:
     """The few of them that people watch, for who asks every second: costs O(models), a third of what `metrics` does."""
     catalog, placement = registry.catalog, registry.placement
     load, totals, metas = scheduler.load(), scheduler.totals(), registry.metas()
-    reported = reports.keep({*totals, *(group.name for group in metas)})
+    reported = stub_metrics.keep({*totals, *(group.name for group in metas)})
     now = {name: [0, 0, 0] for name in totals}
     for key, listed in catalog.listed.items():
         if listed.model is None or (mine := now.get(listed.name)) is None:
@@ -89,7 +143,7 @@ def overview(registry: Registry, scheduler: Scheduler, reports: Reports) -> dict
         )
         for name, meta in _metas(metas, scheduler, reported).items()
     }
-    return {"models": {**models, **runs}, "memory": memory(load, placement.tiers, placement.device)}
+    return {"models": {**models, **runs}, "memory": memory(load, placement.weight_mover, placement.device)}
 
 
 def figures(group: Registration, scheduler: Scheduler) -> dict[str, Any]:

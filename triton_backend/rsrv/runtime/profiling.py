@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.runtime.device import Device
-from rsrv.runtime.refused import Refused
 from rsrv.runtime.workers import Inbox
 
 log = logging.getLogger("rsrv.profiling")
+
+
+class Refused(Exception):
+    """A command of an operator is not done. `code` is the name of a gRPC status; the message says why, and what to do."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Profiler:

@@ -266,10 +266,10 @@ class Registry:
         """On the build thread."""
         result: Model | str
         try:
-            device, tiers = self._device_startup.get()
+            device, weight_mover = self._device_startup.get()
             inspect = self._inspector or signature_of
             with self._activity.build.doing(Phase.BUILDING, key):
-                result = build(bundle, device, tiers.host, self.catalog.policy.settings, name, inspect)
+                result = build(bundle, device, weight_mover.host, self.catalog.policy.settings, name, inspect)
             # What a model is made of lives long: keep the collector from walking over it ever again.
             gc.collect()
             gc.freeze()
@@ -347,10 +347,10 @@ class Registry:
     def _one_build_less(self) -> None:
         """A model is ready, or will never be."""
         self.placement.builds -= 1
-        tiers = self.placement.tiers
-        if not self.placement.builds and tiers is not None:
+        weight_mover = self.placement.weight_mover
+        if not self.placement.builds and weight_mover is not None:
             # Whoever wants what other runtimes left in shared memory has taken it.
-            self._builder.put(tiers.host.sweep)
+            self._builder.put(weight_mover.host.sweep)
             if self._inspector is not None:
                 self._builder.put(self._inspector.close)
             self.placement.decide()

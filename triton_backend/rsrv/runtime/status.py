@@ -9,7 +9,7 @@ from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
-from rsrv.runtime.tiers import Tiers
+from rsrv.runtime.weight_mover import WeightMover
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.snapshot import Load, ModelSnapshot, Snapshot
 
@@ -26,7 +26,7 @@ def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dic
         "shared": counts.shared,
         "numerics": catalog.policy.settings.runtime.numerics,
         "computes": placement.computes,
-        "memory": memory(snapshot, placement.tiers, placement.device),
+        "memory": memory(snapshot, placement.weight_mover, placement.device),
         "models": {
             listed.name: _model(key, listed, snapshot.models[key], catalog.policy.residency(listed.name))
             for key, listed in _by_rank(catalog)
@@ -113,9 +113,11 @@ def _meta(group: Registration, snapshot: Snapshot, runs: Iterable[Run], catalog:
     }
 
 
-def memory(snapshot: Snapshot | Load, tiers: Tiers | None, device: Device | None) -> dict[str, Any]:
+def memory(
+    snapshot: Snapshot | Load, weight_mover: WeightMover | None, device: Device | None
+) -> dict[str, Any]:
     """Bytes of weights on both tiers: as if no model shared a tensor (logical), and each tensor once (physical)."""
-    host = None if tiers is None else tiers.host.counts
+    host = None if weight_mover is None else weight_mover.host.counts
     return {
         "device": {
             "limit_bytes": None if device is None else device.memory_limit,
@@ -124,7 +126,7 @@ def memory(snapshot: Snapshot | Load, tiers: Tiers | None, device: Device | None
             "logical_bytes": snapshot.logical_bytes,
             "physical_bytes": snapshot.weight_bytes,
             # Differs from the one before while something moves.
-            "held_bytes": 0 if tiers is None else tiers.device.nbytes,
+            "held_bytes": 0 if weight_mover is None else weight_mover.device.nbytes,
         },
         "host": {
             "logical_bytes": 0 if host is None else host.logical,

@@ -1,9 +1,35 @@
 """What the device did of late: executions, warm-ups, loads of weights and evictions, one after the other."""
 
-from typing import Any, Literal, NamedTuple
+from collections import deque
+from itertools import islice
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from rsrv.runtime.latest import Latest
 from rsrv.scheduler import events as ev
+
+T = TypeVar("T")
+
+
+class RingBuffer(Generic[T]):
+    """The latest `length` of all that were ever added."""
+
+    def __init__(self, length: int) -> None:
+        self._kept: deque[T] = deque(maxlen=length)
+        #: how many there ever were: the number of the next one
+        self.next = 0
+
+    def add(self, one: T) -> None:
+        self._kept.append(one)
+        self.next += 1
+
+    def since(self, number: int, most: int) -> tuple[int, list[T]]:
+        """Those from this number on, oldest first and at most so many, and the number of the first of them.
+
+        That is more than `number` where older ones are forgotten.
+        """
+        oldest = self.next - len(self._kept)
+        first = min(max(number, oldest), self.next)
+        return first, list(islice(self._kept, first - oldest, first - oldest + most))
+
 
 #: spans that are kept: half a minute of a thousand a second. About 5 MB.
 LENGTH = 32_768
@@ -32,7 +58,7 @@ class Timeline:
     """Belongs to the loop, which tells it all events, and those instructions that begin something."""
 
     def __init__(self, length: int = LENGTH) -> None:
-        self._spans: Latest[Span] = Latest(length)
+        self._spans: RingBuffer[Span] = RingBuffer(length)
         self._executing: dict[int, ev.Execute] = {}
         self._loading: dict[tuple[str, int], float] = {}
         self._warming: dict[str, float] = {}
@@ -90,7 +116,7 @@ class Timeline:
         return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
     def since(self, number: int, most: int = MOST) -> tuple[int, list[Span]]:
-        """As `Latest.since`."""
+        """As `RingBuffer.since`."""
         return self._spans.since(number, most)
 
     def _add(self, span: Span) -> Span:

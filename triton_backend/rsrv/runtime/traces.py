@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rsrv.runtime.latest import Latest
+from rsrv.runtime.timeline import RingBuffer, Timeline
 from rsrv.runtime.timeline import Span as Doing
-from rsrv.runtime.timeline import Timeline
 from rsrv.scheduler import events as ev
 from rsrv.wire.traces import Mark, Span
 
@@ -38,7 +37,7 @@ class Traces:
 
     def __init__(self, timeline: Timeline, length: int = LENGTH) -> None:
         self._timeline = timeline
-        self._spans: Latest[Span] = Latest(length)
+        self._spans: RingBuffer[Span] = RingBuffer(length)
         #: spans that stubs have dropped, so far
         self._dropped = 0
         #: traced requests that are not over, by their global ids

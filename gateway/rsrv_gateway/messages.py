@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rsrv.control.answering import Wrong
 from rsrv.control.enums import member, member_name
+from rsrv.control.grpc_errors import Wrong
 from rsrv.explain import explain, nearest
 from rsrv.placement.contract import Worker
 from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rsrv
-from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member
+from rsrv.control.grpc_errors import Refused, Wrong, answers, steers
 from rsrv.control.server import Kind
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import Status

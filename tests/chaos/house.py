@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from local_triton import LOOPBACK, TritonServer, free_ports
-from rsrv.control.mending import CONNECT
+from rsrv.control.stub_health import CONNECT
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import read_status

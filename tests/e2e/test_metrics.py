@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rsrv.control.families import FAMILIES
+from rsrv.control.metric_catalog import FAMILIES
 from rsrv.wire.status import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles

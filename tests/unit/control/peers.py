@@ -14,17 +14,17 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.health import Health
-from rsrv.control.lifecycle import LifecycleError
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.overrides import Overrides
+from rsrv.control.protocols import Entry, RuntimeView
 from rsrv.control.readiness import Readiness
-from rsrv.control.rounds import Failure
+from rsrv.control.reconcile_queue import Failure
+from rsrv.control.reconciler import LifecycleError
 from rsrv.control.runtime import RuntimeLink
 from rsrv.control.server import listen_locally
 from rsrv.control.service import ControlService
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.control.view import Entry, RuntimeView
 from rsrv.settings import load_settings
 from rsrv.wire.frames import MAGIC, PROTOCOL_VERSION, Kind, pack_json, read_header, unpack_json
 from rsrv.wire.memory import Board, create_document

@@ -20,7 +20,7 @@ from rsrv.cli import main as cli
 from rsrv.cli.output import amount, duration, to_json
 from rsrv.cli.server_pages import print_update
 from rsrv.control import find
-from rsrv.control.rounds import Failure
+from rsrv.control.reconcile_queue import Failure
 from rsrv.control.server import listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrv.control import loads, watching
-from rsrv.control.lifecycle import Lifecycle, LifecycleError
-from rsrv.control.looks import Seen
+from rsrv.control.bundle_debounce import Seen
+from rsrv.control.reconciler import LifecycleError, Reconciler
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
 from rsrv_gen.aside import version_of
@@ -39,9 +39,9 @@ def silent_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def living(world: World) -> AsyncIterator[Lifecycle]:
+async def living(world: World) -> AsyncIterator[Reconciler]:
     """Runs the lifecycle of a world."""
-    lifecycle = Lifecycle(world.settings, world.repository, world.triton.view, world.triton)  # type: ignore[arg-type]
+    lifecycle = Reconciler(world.settings, world.repository, world.triton.view, world.triton)  # type: ignore[arg-type]
     task = asyncio.create_task(lifecycle.run())
     try:
         yield lifecycle
@@ -54,7 +54,7 @@ async def living(world: World) -> AsyncIterator[Lifecycle]:
 def story(
     folder: Path,
     bundles: dict[str, dict[str, str]],
-    tell: Callable[[World, Lifecycle], Awaitable[None]],
+    tell: Callable[[World, Reconciler], Awaitable[None]],
     **options: Any,
 ) -> World:
     """A world, and what happens in it when it has been looked at for a while."""
@@ -95,7 +95,7 @@ def test_a_server_that_serves_what_is_there_is_left_alone(tmp_path: Path) -> Non
 def test_what_a_broken_meta_model_calls_is_served_when_that_is_gone(tmp_path: Path) -> None:
     """Not before: it was for no client. What clients had already stays theirs all the time."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         write_meta(tmp_path / "r" / "meta", ["a", "b", "missing"])
         place(tmp_path / "r" / "b", "v1")
         await asyncio.sleep(200)
@@ -191,7 +191,7 @@ def test_what_was_unloaded_by_hand_stays_so_until_its_bundle_changes(tmp_path: P
 def test_what_is_unloaded_by_hand_is_known_to_be_unwanted_until_it_is_loaded(tmp_path: Path) -> None:
     """So that nobody takes the server for a broken one."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         await world.triton.unload("a")
         world.triton.dismissed.add("a")
         await asyncio.sleep(6)
@@ -210,7 +210,7 @@ def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
     """Triton has unloaded it by then, and an rsrv-gen may keep the repository's lock for a while."""
     seen: list[set[str]] = []
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         def look_and_remove(*what: Any) -> None:
             seen.append(set(lifecycle.unwanted))
             remove(*what)
@@ -228,7 +228,7 @@ def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
 def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: Path) -> None:
     """prod -> old and staging -> prod in one look: what they share stays in the runtime."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         root = world.roots["r"]
         (root / "prod").rename(root / "old")
         (root / "staging").rename(root / "prod")
@@ -245,7 +245,7 @@ def test_a_rename_loads_the_new_names_before_it_unloads_the_old_ones(tmp_path: P
 def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: Path) -> None:
     """The old directory is in the repository again, the reason is kept, and another bundle ends it at once."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "a", BAD)
         place(world.roots["r"] / "new", BAD)
         await asyncio.sleep(15)
@@ -265,7 +265,7 @@ def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: 
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".gen")]
 
 
-def forsake(lifecycle: Lifecycle) -> None:
+def forsake(lifecycle: Reconciler) -> None:
     """The process of this one is no more, and its locks are gone."""
     for put in lifecycle._loads._put.values():
         put.leave()
@@ -377,7 +377,7 @@ def test_a_new_model_that_a_killed_process_left_undecided_goes_when_it_fails(tmp
 def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
     """It is reported, and nothing is loaded because of it; when it is as it was, that is over."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         manifest = world.roots["r"] / "a" / "manifest.yaml"
         good = manifest.read_text()
         manifest.write_text("nothing: good\n")
@@ -394,7 +394,7 @@ def test_a_broken_bundle_keeps_its_old_version(tmp_path: Path) -> None:
 def test_a_load_that_never_ends_holds_up_only_those_who_leave(tmp_path: Path) -> None:
     """Other models are loaded meanwhile, and after ten minutes the others may leave as well."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 1e6
         place(world.roots["r"] / "slow", "v2")
         await asyncio.sleep(10)
@@ -412,7 +412,7 @@ def test_a_load_that_never_ends_holds_up_only_those_who_leave(tmp_path: Path) ->
 def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
     """While a load that it waits for is under way; and if it was only a glimpse, it is unloaded all the same."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         root = world.roots["r"]
         world.triton.seconds = 20
         place(root / "slow", "v2")
@@ -440,7 +440,7 @@ def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
 def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path) -> None:
     """The directory that is being loaded is not written to meanwhile."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         add_meta(world, "meta", "a")
         await asyncio.sleep(20)
         world.triton.seconds = 20
@@ -461,13 +461,13 @@ def test_a_callee_that_changes_while_its_meta_loads_is_taken_next(tmp_path: Path
 def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
     """Whoever asks for it is told to wait, whether the looks have seen it yet or not."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
         for _ in ("before a look", "after the first one"):
             with pytest.raises(LifecycleError, match="is being written") as caught:
                 await lifecycle.reload("a")
             assert caught.value.code == "UNAVAILABLE"
-            while lifecycle._looks.settled("a") is not None:
+            while lifecycle._debounce.settled("a") is not None:
                 await asyncio.sleep(0.1)
         (world.roots["r"] / "a" / "model.b8.mlir").write_text("half 8")
         await asyncio.sleep(20)
@@ -481,7 +481,7 @@ def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
 ) -> None:
     """Its manifest is half there: whoever asks is told to wait, not that the old version is the new one."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         async def copy(name: str) -> None:
             folder = write_bundle(world.roots["r"] / name, "v2")
             manifest = (folder / "manifest.yaml").read_text()
@@ -508,7 +508,7 @@ def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
 def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_path: Path) -> None:
     """Also where nobody looks before somebody asks, and though what is there could be loaded."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         async def copy() -> None:
             for size in (1, 8):
                 (world.roots["r"] / "a" / f"model.b{size}.mlir").write_text(f"v2 {size}")
@@ -526,7 +526,7 @@ def test_a_bundle_that_is_copied_file_by_file_is_not_reloaded_in_between(tmp_pat
 def test_a_model_serves_while_its_next_bundle_is_copied(tmp_path: Path) -> None:
     """Removed and copied anew, its weights first: many looks find no manifest."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         folder = world.roots["r"] / "a"
         shutil.rmtree(folder)
         folder.mkdir()
@@ -549,7 +549,7 @@ def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
     def fail(*_: object, **__: object) -> None:
         raise OSError("stale file handle")
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "a", "v2")
         with monkeypatch.context() as patch:
             patch.setattr(sources, "read_bundle", fail)
@@ -564,7 +564,7 @@ def test_a_disk_that_fails_once_breaks_no_bundle_for_good(
 def test_a_callee_serves_until_the_meta_that_carries_it_does(tmp_path: Path) -> None:
     """However long that compiles."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 900
         add_meta(world, "meta", "a")
         await asyncio.sleep(880)
@@ -581,7 +581,7 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
         folder = tmp_path / mode
         folder.mkdir()
 
-        async def tell(world: World, lifecycle: Lifecycle) -> None:
+        async def tell(world: World, lifecycle: Reconciler) -> None:
             world.triton.kill("a")
             await asyncio.sleep(3)
             assert not world.triton.dead
@@ -593,7 +593,7 @@ def test_a_dead_stub_is_replaced_in_any_mode(tmp_path: Path) -> None:
 def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path) -> None:
     """However long that takes; only the model that is written to waits for its end."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         async with lifecycle._writing:
             assert lifecycle._loads.take("a")
             for name in ("a", "b"):
@@ -610,7 +610,7 @@ def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path)
 def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
     """Its stub was found dead while the repository is brought up to date."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 20
         world.triton.kill("a")
         while not world.triton.log:
@@ -633,7 +633,7 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         # Then nobody looks whether it has a stub for a minute.
         world.triton.mode = "poll"
         with monkeypatch.context() as patch:
@@ -651,7 +651,7 @@ def test_a_dead_stub_that_could_not_be_replaced_is_tried_again(
 def test_a_model_that_leaves_does_so_although_its_stub_dies(tmp_path: Path) -> None:
     """It waits for another one's load, and is mended meanwhile, because it still serves."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         world.triton.seconds = 60
         place(world.roots["r"] / "slow", "v2")
         shutil.rmtree(world.roots["r"] / "a")
@@ -675,7 +675,7 @@ def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
     async def refuse(name: str) -> None:
         raise TritonError("no memory")
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         # Then nobody looks whether it has a stub for a minute.
         world.triton.mode = "poll"
         place(world.roots["r"] / "a", "v2")
@@ -701,7 +701,7 @@ def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
 def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
     """Changes stay on disk until somebody says so, and names that there are not are refused."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "a", "v2")
         await asyncio.sleep(60)
         assert world.triton.texts() == {"a": "v1", "b": "v1"}
@@ -728,7 +728,7 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
 def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
     """No rsrv-gen has made a model of it yet, and nobody may have looked."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         place(world.roots["r"] / "fresh", "v1")
         place(world.roots["r"] / "other", "v1")
         # One that follows the bundles has to have seen it.
@@ -743,7 +743,7 @@ def test_a_new_bundle_is_loaded_when_asked(tmp_path: Path, mode: str) -> None:
 def test_a_reload_of_what_metas_carry_reloads_them(tmp_path: Path) -> None:
     """The name is not Triton's, and stands for those that have its bundle."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         add_meta(world, "meta", "a")
         await asyncio.sleep(20)
         assert world.triton.texts() == {"b": "v1", "meta": "meta"}

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control import http
-from rsrv.control.families import FAMILIES, table
 from rsrv.control.http import HttpServer
+from rsrv.control.metric_catalog import FAMILIES, table
 from rsrv.control.metrics import Server, expose
-from rsrv.control.rounds import Failure
+from rsrv.control.reconcile_queue import Failure
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.live.routes import Page
@@ -92,9 +92,9 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_the_docs_have_every_metric() -> None:
-    """If not, replace the end of the page with what python -m rsrv.control.families prints."""
+    """If not, replace the end of the page with what python -m rsrv.control.metric_catalog prints."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    marker = "<!-- python -m rsrv.control.families -->"
+    marker = "<!-- python -m rsrv.control.metric_catalog -->"
 
     assert text.partition(marker)[2].strip() == table().strip()
 

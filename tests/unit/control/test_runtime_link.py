@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rsrv.control.answering import Refused
+from rsrv.control.grpc_errors import Refused
 from rsrv.control.overrides import Overrides
 from rsrv.control.runtime import Change, RuntimeDown, Snapshot
 from rsrv.wire.frames import Kind

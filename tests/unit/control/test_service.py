@@ -9,8 +9,8 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from rsrv.control.lifecycle import KNOCK, LifecycleError
-from rsrv.control.rounds import Failure
+from rsrv.control.reconcile_queue import Failure
+from rsrv.control.reconciler import KNOCK, LifecycleError
 from rsrv.control.v1 import control_pb2 as pb
 from tests.unit.control.peers import entry, looped, model_status, served, until
 

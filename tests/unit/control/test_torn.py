@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.lifecycle import Lifecycle, LifecycleError
+from rsrv.control.reconciler import LifecycleError, Reconciler
 from rsrv_gen.write import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.control.test_lifecycle import add_meta, silent_kernel, story
@@ -31,7 +31,7 @@ def overwrite(file: Path, text: str) -> None:
 def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, ending: str) -> None:
     """Finished or put back: what fits its manifest is taken. Until then the failure has a name, whatever others do."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         a = seal(world.roots["r"] / "a")
         await asyncio.sleep(10)
         world.triton.log.clear()
@@ -57,7 +57,7 @@ def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, endin
 def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
     """The reason names the callee."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         add_meta(world, "meta", "a")
         a = seal(world.roots["r"] / "a")
         await asyncio.sleep(20)
@@ -77,7 +77,7 @@ def test_a_torn_callee_keeps_its_meta_model(tmp_path: Path) -> None:
 def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: Path) -> None:
     """Whoever asked is told; what fits by the next attempt is loaded."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         a = seal(write_bundle(world.roots["r"] / "a", "v2"))
         (a / "model.b8.mlir").write_text("half 8")
         with pytest.raises(LifecycleError, match="does not match the manifest"):
@@ -93,7 +93,7 @@ def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: P
 def test_without_checksums_two_readings_must_agree(tmp_path: Path) -> None:
     """A file is written to and nothing shows it, as on some network file systems: it is taken when that has ended."""
 
-    async def tell(world: World, lifecycle: Lifecycle) -> None:
+    async def tell(world: World, lifecycle: Reconciler) -> None:
         write_bundle(world.roots["r"] / "a", "v2")
         file = world.roots["r"] / "a" / "model.b8.mlir"
         file.write_bytes(bytes(LINK_BYTES))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.looks import NO_BUNDLE, Seen
+from rsrv.control.bundle_debounce import NO_BUNDLE, Seen
 from rsrv.control.watching import scan, sign, watch
 from rsrv.settings import LifecycleSection
 from rsrv_gen.write import LINK_BYTES

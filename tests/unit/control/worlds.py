@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from rsrv.control.protocols import Entry
 from rsrv.control.triton import Mode, State, TritonError
-from rsrv.control.view import Entry
 from rsrv.settings import load_settings
 from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.write import newest

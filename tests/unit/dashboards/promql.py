@@ -11,7 +11,7 @@ from typing import Any
 import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from rsrv.control.families import FAMILIES
+from rsrv.control.metric_catalog import FAMILIES
 from rsrv.placement.contract import DURATION_BOUNDS, Counts, Durations, WorkerView
 from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus
 from rsrv.placement.status import Status as GatewayStatus

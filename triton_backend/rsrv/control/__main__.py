@@ -81,11 +81,11 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     from rsrv.control.grpc_server import ListenError
     from rsrv.control.health import Health
     from rsrv.control.http import HttpServer
-    from rsrv.control.lifecycle import Lifecycle
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.overrides import Overrides
     from rsrv.control.readiness import Readiness
+    from rsrv.control.reconciler import Reconciler
     from rsrv.control.runtime import RuntimeLink
     from rsrv.control.server import listen, listen_locally
     from rsrv.control.service import ControlService
@@ -102,19 +102,21 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     asyncio.get_running_loop().add_reader(server, gone.set)
 
     link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
-    lifecycle = Lifecycle(settings, repository, link, Triton.of(options.server_pid, settings.control.triton))
+    reconciler = Reconciler(
+        settings, repository, link, Triton.of(options.server_pid, settings.control.triton)
+    )
     readiness = Readiness(
         link,
         repository,
-        lambda: lifecycle.loading,
-        lambda: lifecycle.unwanted,
+        lambda: reconciler.loading,
+        lambda: reconciler.unwanted,
         decides=settings.lifecycle.mode != "explicit",
     )
     health = Health(link, readiness)
     exporting = _exporting(settings, link)
-    metrics = Metrics(link, lambda: lifecycle.failures.keys(), {} if exporting is None else exporting.counts)
-    live = Live(link, lambda: {name: one.text for name, one in lifecycle.failures.items()})
-    service = ControlService(link, settings, repository, options.server_pid, lifecycle, metrics, live)
+    metrics = Metrics(link, lambda: reconciler.failures.keys(), {} if exporting is None else exporting.counts)
+    live = Live(link, lambda: {name: one.text for name, one in reconciler.failures.items()})
+    service = ControlService(link, settings, repository, options.server_pid, reconciler, metrics, live)
     listeners: list[Any] = [await listen_locally(options.directory / paths.CONTROL_SOCKET, service, health)]
     if settings.control.listen is not None:
         try:
@@ -140,7 +142,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         options.server_pid,
         options.directory,
     )
-    works = [gone.wait(), link.run(), health.run(), lifecycle.run(), live.run()]
+    works = [gone.wait(), link.run(), health.run(), reconciler.run(), live.run()]
     if exporting is not None:
         works.append(exporting.run())
     tasks = [asyncio.create_task(work) for work in works]

@@ -7,20 +7,68 @@ forgotten there, and counted here. No request waits for any of this.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NoReturn, Protocol
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 import rsrv
-from rsrv.control.answering import Refused
+from rsrv.control.grpc_errors import Refused
 from rsrv.control.overrides import Command
-from rsrv.control.spans import make_spans
+from rsrv.wire.traces import Span
 
 log = logging.getLogger("rsrv.control")
+
+_SCOPE = InstrumentationScope("rsrv")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+def make_spans(told: Iterable[Sequence[Any]], offset_ns: int, resource: Resource) -> list[ReadableSpan]:
+    """Make OpenTelemetry's spans of those that the runtime and the stubs tell.
+
+    `told`: as the answer to the command `traces` has them (docs/protocol.md); equal ones give equal spans.
+    `offset_ns`: what the calendar's time is ahead of CLOCK_MONOTONIC, by which they are told, in nanoseconds.
+    """
+    return [_make_span(Span(*one), offset_ns, resource) for one in told]
+
+
+def _make_span(span: Span, offset_ns: int, resource: Resource) -> ReadableSpan:
+    return ReadableSpan(
+        _text(span.name),
+        _context(span.trace, span.id or _id(span)),
+        _context(span.trace, span.parent),
+        resource,
+        {
+            _text(key): _text(value) if isinstance(value, str) else value
+            for key, value in span.attributes.items()
+        },
+        status=Status(StatusCode.ERROR, _text(span.error)) if span.error else Status(),
+        start_time=span.start_ns + offset_ns,
+        end_time=span.end_ns + offset_ns,
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _context(trace: str, span: str) -> SpanContext:
+    return SpanContext(int(trace, 16), int(span, 16), is_remote=False, trace_flags=_SAMPLED)
+
+
+def _id(span: Span) -> str:
+    """Of one that nobody refers to. Told twice, it is the same, so that a collector may notice."""
+    what = f"{span.trace} {span.parent} {span.name} {span.start_ns}"
+    return blake2b(what.encode(errors="replace"), digest_size=8).hexdigest()
+
+
+def _text(text: str) -> str:
+    """A client's id may be no proper text, which would cost all spans beside it."""
+    return text.encode(errors="replace").decode()
+
 
 #: seconds between two looks for spans
 _PAUSE = 1.0

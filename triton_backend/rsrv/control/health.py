@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rsrv.control.protocols import RuntimeView
 from rsrv.control.readiness import Readiness
-from rsrv.control.view import RuntimeView
 
 _Response = health_pb2.HealthCheckResponse
 

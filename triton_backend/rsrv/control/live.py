@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
-from rsrv.control.answering import Refused
+from rsrv.control.grpc_errors import Refused
 from rsrv.control.overview import Overview, describe, moves_only
+from rsrv.control.protocols import Entry
 from rsrv.control.runtime import Change, RuntimeLink, Snapshot
-from rsrv.control.view import Entry
 from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
 
 log = logging.getLogger("rsrv.control")

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rsrv.control.rounds import Rounds
+from rsrv.control.reconcile_queue import ReconcileQueue
 from rsrv.control.triton import Triton, TritonError
 from rsrv.logs import fields
 from rsrv_gen.aside import Replaced, unfinished, version_of
@@ -26,16 +26,16 @@ log = logging.getLogger("rsrv.control")
 class Loads:
     """Of one repository. One event loop owns it; only `take` is for other threads.
 
-    What a load comes to is told to `rounds`, and `stir` set.
+    What a load comes to is told to `queue`, and `stir` set.
     """
 
     def __init__(
-        self, repository: Path, link: LinkMode, triton: Triton, rounds: Rounds, stir: asyncio.Event
+        self, repository: Path, link: LinkMode, triton: Triton, queue: ReconcileQueue, stir: asyncio.Event
     ) -> None:
         self._repository = repository
         self._link: LinkMode = link
         self._triton = triton
-        self._rounds = rounds
+        self._queue = queue
         self._stir = stir
         self._tasks: dict[str, asyncio.Task[None]] = {}
         #: Models that are written to, or were and have not been told of yet.
@@ -116,7 +116,7 @@ class Loads:
 
     def fail(self, name: str, text: str, *, again: bool = True) -> None:
         """It is not as it should be, and is tried `again` later."""
-        failure = self._rounds.failed(name, text, self._now(), time.time(), again=again)
+        failure = self._queue.failed(name, text, self._now(), time.time(), again=again)
         # The same again and again is worth a line now and then.
         if failure.tries & (failure.tries - 1) == 0:
             log.error(
@@ -157,13 +157,13 @@ class Loads:
                 said = fields(model=name, event="replaced", seconds=round(took, 3))
                 log.info("%s is loaded, after %.1f s", name, took, extra=said)
             self.served[name] = version
-            self._rounds.done(name)
+            self._queue.done(name)
 
     async def _settle(self, name: str) -> None:
         """Loads what may or may not have been loaded; if that fails, what is in its place then has to serve."""
         await self._load(name, anew=True)
         with contextlib.suppress(TritonError, OSError):
-            if name in self._rounds.failures and (await self._triton.states()).get(name) != "ready":
+            if name in self._queue.failures and (await self._triton.states()).get(name) != "ready":
                 # The server was started with the version that fails, and has never seen the one before.
                 await asyncio.to_thread(touch, self._repository / name, self.stamps[name])
                 await self._triton.load(name)
@@ -177,13 +177,13 @@ class Loads:
             self.fail(name, f"could not be unloaded: {error}")
         else:
             self.served.pop(name, None)
-            self._rounds.done(name)
+            self._queue.done(name)
             log.info("%s is unloaded: its bundle is gone", name, extra=fields(model=name))
         finally:
             self.unloading.discard(name)
 
     def _start(self, name: str, work: Coroutine[Any, Any, None], *, mends: bool = False) -> None:
-        self._rounds.begin(name, self._now(), mends=mends)
+        self._queue.begin(name, self._now(), mends=mends)
         if mends:
             self.mended.add(name)
         else:

@@ -7,8 +7,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rsrv.control.enums import member, member_name
+from rsrv.control.protocols import Entry
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.control.view import Entry
 from rsrv.settings import Settings
 
 Json = Mapping[str, Any]

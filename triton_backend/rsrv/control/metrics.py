@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import rsrv
-from rsrv.control.answering import Refused
-from rsrv.control.families import FAMILIES
+from rsrv.control.grpc_errors import Refused
+from rsrv.control.metric_catalog import FAMILIES
 from rsrv.control.runtime import RuntimeDown, RuntimeLink
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rsrv.control.view import Entry
+from rsrv.control.protocols import Entry
 from rsrv.histogram import SECONDS, Histogram
 
 #: seconds over which the 99th percentile is taken

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from rsrv.control.view import RuntimeView
+from rsrv.control.protocols import RuntimeView
 from rsrv_gen.plan import BUNDLE_FOLDER
 
 

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rsrv.control.answering import Refused
 from rsrv.control.connection import Answer, Connection
+from rsrv.control.grpc_errors import Refused
 from rsrv.control.overrides import Command, Overrides
-from rsrv.control.view import Entry
+from rsrv.control.protocols import Entry
 from rsrv.wire.frames import Kind, ProtocolError, pack_json
 
 log = logging.getLogger("rsrv.control")

@@ -10,15 +10,15 @@ from typing import Any, NoReturn
 
 import rsrv
 from rsrv.control import messages
-from rsrv.control.answering import Refused, Wrong, answers, steers
 from rsrv.control.enums import member, member_name
-from rsrv.control.lifecycle import KNOCK, LifecycleError
+from rsrv.control.grpc_errors import Refused, Wrong, answers, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
+from rsrv.control.protocols import Reloading
+from rsrv.control.reconciler import KNOCK, LifecycleError
 from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.control.view import Reloading
 from rsrv.settings import CHANGEABLE, Settings
 
 

@@ -16,12 +16,37 @@ from pathlib import Path
 
 from watchfiles import awatch
 
-from rsrv.control.looks import NO_BUNDLE, Seen, Signature, signature
-from rsrv.settings import LifecycleSection
+from rsrv.control.bundle_debounce import NO_BUNDLE, Seen, Signature, signature
+from rsrv.settings import LifecycleSection, SettingsError, load_settings
 from rsrv_bundle.reader import may_be_bundle
 from rsrv_gen.write import LINK_BYTES
 
 log = logging.getLogger("rsrv.control")
+
+
+class BundleSources:
+    """Where the bundles are, as the repository's settings say by now: another rsrv-gen may have added to them."""
+
+    def __init__(self, places: Sequence[Path], file: Path) -> None:
+        self._places = places
+        self._file = file
+        self._version = self._look()
+
+    def read(self) -> Sequence[Path]:
+        if (version := self._look()) != self._version:
+            # Whoever fixed them in the environment is heard there as well. What can't be read changes nothing.
+            with contextlib.suppress(OSError, SettingsError):
+                self._places = load_settings(self._file.read_text("utf-8"), str(self._file)).lifecycle.bundles
+            self._version = version
+        return self._places
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            status = self._file.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
 
 _MANIFEST = "manifest.yaml"
 #: What is wrong with a file for good, until somebody changes it: the bundle is broken.

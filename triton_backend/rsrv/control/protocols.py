@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypedDict
 
-from rsrv.control.rounds import Failure
+from rsrv.control.reconcile_queue import Failure
 
 
 class Entry(TypedDict):

@@ -17,7 +17,7 @@ CONNECT = 10.0
 RESTART = 15.0
 
 
-class Mending:
+class StubHealth:
     """What successive looks at Triton and the runtime came to."""
 
     def __init__(self) -> None:

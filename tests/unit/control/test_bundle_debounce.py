@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.looks import Looks, Seen, Signature, signature
+from rsrv.control.bundle_debounce import BundleDebounce, Seen, Signature, signature
 
 ROOT, OTHER = Path("/r"), Path("/s")
 HERE, NEW = (1, 100), (2, 2)
@@ -16,18 +16,18 @@ def seen(identity: tuple[int, int] = HERE, **bundles: Signature) -> Seen:
     return Seen(identity, bundles)
 
 
-def told(looks: Looks, now: float, *roots: Seen) -> list[str]:
+def told(looks: BundleDebounce, now: float, *roots: Seen) -> list[str]:
     return looks.look(dict(zip((ROOT, OTHER), roots, strict=False)), now)[1]
 
 
-def changed(looks: Looks, now: float, *roots: Seen) -> set[str]:
+def changed(looks: BundleDebounce, now: float, *roots: Seen) -> set[str]:
     return set(looks.look(dict(zip((ROOT, OTHER), roots, strict=False)), now)[0])
 
 
 @pytest.fixture
-def looks() -> Looks:
+def looks() -> BundleDebounce:
     """Two looks agreed that there are `a` and `b`."""
-    looks = Looks(pause=1.0)
+    looks = BundleDebounce(pause=1.0)
     assert changed(looks, 0.0, seen(a="1", b="1")) == set()
     restless = [looks.restless]
     assert changed(looks, 1.0, seen(a="1", b="1")) == {"a", "b"}
@@ -35,7 +35,7 @@ def looks() -> Looks:
     return looks
 
 
-def test_two_looks_have_to_agree(looks: Looks) -> None:
+def test_two_looks_have_to_agree(looks: BundleDebounce) -> None:
     """And they have to be far enough apart, whatever comes in between."""
     assert changed(looks, 2.0, seen(a="2", b="1")) == set()
     assert changed(looks, 2.9, seen(a="2", b="1")) == set()
@@ -49,7 +49,7 @@ def test_two_looks_have_to_agree(looks: Looks) -> None:
 
 def test_a_root_that_comes_into_sight_is_looked_at_twice_before_anything_counts_as_gone() -> None:
     """Each time that it does; a bundle that went meanwhile was never seen."""
-    looks, nowhere = Looks(pause=1.0), Seen(None, trouble="is not there")
+    looks, nowhere = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     for now in (0.0, 1.0):
         changed(looks, now, seen(a="1"), nowhere)
     assert (looks.agreed, looks.gone("x"), looks.sightings) == (True, False, 1)
@@ -62,14 +62,14 @@ def test_a_root_that_comes_into_sight_is_looked_at_twice_before_anything_counts_
     assert (looks.agreed, looks.sightings) == (False, 3)
 
 
-def test_a_change_that_is_taken_back_was_none(looks: Looks) -> None:
+def test_a_change_that_is_taken_back_was_none(looks: BundleDebounce) -> None:
     """Nobody hears of it."""
     assert changed(looks, 2.0, seen(a="2")) == set()
     assert changed(looks, 9.0, seen(a="1", b="1")) == set()
     assert not looks.restless
 
 
-def test_one_bundle_that_never_rests_holds_up_no_other(looks: Looks) -> None:
+def test_one_bundle_that_never_rests_holds_up_no_other(looks: BundleDebounce) -> None:
     """Each goes by its own looks, also one that can't be read."""
     counted = [changed(looks, 2.0 + i, seen(a=str(i), b="2", c=None)) for i in range(5)]
     assert counted == [set(), {"b"}, set(), set(), set()]
@@ -77,7 +77,7 @@ def test_one_bundle_that_never_rests_holds_up_no_other(looks: Looks) -> None:
     assert not looks.gone("c")
 
 
-def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: Looks) -> None:
+def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: BundleDebounce) -> None:
     """Also the last one of a directory that is still the same."""
     assert changed(looks, 2.0, seen()) == set()
     assert not looks.gone("a")
@@ -86,7 +86,7 @@ def test_a_removed_bundle_is_gone_when_two_looks_agree(looks: Looks) -> None:
     assert looks.gone("never there")
 
 
-def test_what_is_copied_without_its_manifest_is_not_gone(looks: Looks) -> None:
+def test_what_is_copied_without_its_manifest_is_not_gone(looks: BundleDebounce) -> None:
     """As long as it grows; when it rests without one, there is no bundle."""
     assert [changed(looks, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
     assert not looks.gone("a")
@@ -97,7 +97,7 @@ def test_what_is_copied_without_its_manifest_is_not_gone(looks: Looks) -> None:
     assert not looks.restless
 
 
-def test_a_directory_without_a_manifest_never_was_a_bundle(looks: Looks) -> None:
+def test_a_directory_without_a_manifest_never_was_a_bundle(looks: BundleDebounce) -> None:
     """Nobody hears of it; and a root that holds nothing else may be a disk that is not mounted."""
     for now in (2.0, 3.0):
         assert changed(looks, now, seen(a="1", b="1", other="-1")) == set()
@@ -111,7 +111,7 @@ def test_a_directory_without_a_manifest_never_was_a_bundle(looks: Looks) -> None
     [Seen(None, trouble="is not there"), seen(NEW)],
     ids=["no directory", "what a disk is mounted on"],
 )
-def test_nothing_is_gone_with_a_missing_root(looks: Looks, missing: Seen) -> None:
+def test_nothing_is_gone_with_a_missing_root(looks: BundleDebounce, missing: Seen) -> None:
     """It is told once when it goes and once when it is back; what changed meanwhile counts then."""
     (line,) = told(looks, 2.0, missing)
     assert "is a disk not mounted?" in line
@@ -126,7 +126,7 @@ def test_nothing_is_gone_with_a_missing_root(looks: Looks, missing: Seen) -> Non
 
 def test_a_root_that_was_never_there_may_hold_anything() -> None:
     """So no name is known to be gone, except those that were seen below another one."""
-    looks, away = Looks(pause=1.0), Seen(None, trouble="is not there")
+    looks, away = BundleDebounce(pause=1.0), Seen(None, trouble="is not there")
     assert not looks.gone("x")
     for now in (0.0, 1.0):
         changed(looks, now, seen(a="1"), away)
@@ -137,14 +137,14 @@ def test_a_root_that_was_never_there_may_hold_anything() -> None:
     assert not looks.gone("x")
 
 
-def test_another_directory_with_bundles_is_taken_as_it_is(looks: Looks) -> None:
+def test_another_directory_with_bundles_is_taken_as_it_is(looks: BundleDebounce) -> None:
     """As when a link is set to another one."""
     changed(looks, 2.0, seen(NEW, a="1", c="1"))
     assert changed(looks, 3.0, seen(NEW, a="1", c="1")) == {"b", "c"}
     assert looks.gone("b")
 
 
-def test_a_name_below_two_roots_is_two_bundles(looks: Looks) -> None:
+def test_a_name_below_two_roots_is_two_bundles(looks: BundleDebounce) -> None:
     """And one again when one of them goes."""
     for now in (2.0, 3.0):
         changed(looks, now, seen(a="1", b="1"), seen(a="7"))

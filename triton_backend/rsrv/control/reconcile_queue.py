@@ -26,7 +26,7 @@ class Failure:
     tries: int = 1
 
 
-class Rounds:
+class ReconcileQueue:
     """All models with something to do."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Which models are served: following the bundles, mending what lost its stub, and loading anew when asked.
 
-`looks`, `rounds` and `mending` decide, and are tested without a server; `rsrv_gen` writes the repository; here the two
+`bundle_debounce`, `reconcile_queue` and `stub_health` decide, and are tested without a server; `rsrv_gen` writes the repository; here the two
 meet `loads`, which tells Triton. In the mode `dynamic` all of it happens, in `static` and `explicit` only the mending and `reload`.
 """
 
@@ -14,15 +14,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
-from rsrv.control.answering import Refused
+from rsrv.control.bundle_debounce import BundleDebounce, Seen
+from rsrv.control.grpc_errors import Refused
 from rsrv.control.loads import Loads
-from rsrv.control.looks import Looks, Seen
-from rsrv.control.mending import AGREE, Mending
-from rsrv.control.places import Places
-from rsrv.control.rounds import Failure, Rounds
+from rsrv.control.protocols import RuntimeView
+from rsrv.control.reconcile_queue import Failure, ReconcileQueue
+from rsrv.control.stub_health import AGREE, StubHealth
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
-from rsrv.control.view import RuntimeView
-from rsrv.control.watching import look, sign, watch
+from rsrv.control.watching import BundleSources, look, sign, watch
 from rsrv.logs import fields
 from rsrv.settings import Settings
 from rsrv_gen.aside import version_of
@@ -50,7 +49,7 @@ class LifecycleError(Refused):
     """A model was not loaded anew."""
 
 
-class Lifecycle:
+class Reconciler:
     """The models of one tritonserver. One event loop owns it."""
 
     def __init__(self, settings: Settings, repository: Path, view: RuntimeView, triton: Triton) -> None:
@@ -61,15 +60,15 @@ class Lifecycle:
         self._repository = repository.absolute()
         self._view = view
         self._triton = triton
-        self._places = Places(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
-        self._looks = Looks(settings.lifecycle.look_s)
-        self._rounds = Rounds()
-        self._mending = Mending()
+        self._sources = BundleSources(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
+        self._debounce = BundleDebounce(settings.lifecycle.look_s)
+        self._queue = ReconcileQueue()
+        self._stub_health = StubHealth()
         #: Held by who writes the repository, and by who begins a load or an unload for another reason than a dead stub.
         self._writing = asyncio.Lock()
         #: Something is to be done, or may be.
         self._stir = asyncio.Event()
-        self._loads = Loads(self._repository, self._lifecycle.link, triton, self._rounds, self._stir)
+        self._loads = Loads(self._repository, self._lifecycle.link, triton, self._queue, self._stir)
         #: Who is to be unloaded because these metas carry it.
         self._carriers: dict[str, tuple[str, ...]] = {}
         self._unusable: set[str] = set()
@@ -83,12 +82,12 @@ class Lifecycle:
     @property
     def failures(self) -> Mapping[str, Failure]:
         """Models that are not as their bundles say, and why. An older version of them may be serving."""
-        return self._rounds.failures
+        return self._queue.failures
 
     @property
     def loading(self) -> Collection[str]:
         """Models that Triton is loading, or unloading."""
-        return self._rounds.busy
+        return self._queue.busy
 
     @property
     def unwanted(self) -> Collection[str]:
@@ -110,7 +109,7 @@ class Lifecycle:
                 group.create_task(self._again(self._mend), name="mend")
                 group.create_task(self._again(self._tend), name="tend")
                 if self._follows:
-                    watching = partial(watch, self._places.read, self._lifecycle, self._took)
+                    watching = partial(watch, self._sources.read, self._lifecycle, self._took)
                     group.create_task(self._again(watching), name="watch")
         finally:
             self._loads.cancel()
@@ -127,7 +126,7 @@ class Lifecycle:
             async with self._writing:
                 await self._look_anew()
         # One that is new and not whole yet is waited for.
-        if not names and self._looks.settled(name) == ():
+        if not names and self._debounce.settled(name) == ():
             raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
         await self._loads.wait(names)
@@ -178,15 +177,15 @@ class Lifecycle:
 
     def _took(self, seen: Mapping[Path, Seen]) -> bool:
         """Takes a look at the bundles."""
-        before = self._looks.agreed
+        before = self._debounce.agreed
         changed = self._look(seen)
-        self._rounds.changed(changed)
-        if changed or self._looks.agreed != before:
+        self._queue.changed(changed)
+        if changed or self._debounce.agreed != before:
             self._stir.set()
-        return self._looks.restless
+        return self._debounce.restless
 
     def _look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
-        changed, told = self._looks.look(seen, self._now())
+        changed, told = self._debounce.look(seen, self._now())
         for line in told:
             log.warning("%s", line)
         return changed
@@ -195,8 +194,8 @@ class Lifecycle:
         """Two looks, for when nobody looks all the time; one if it agrees with those before, three at most."""
         linked = self._lifecycle.link == "hard"
         for _ in range(3):
-            self._look(await asyncio.to_thread(look, self._places.read, linked=linked))
-            if not self._looks.restless:
+            self._look(await asyncio.to_thread(look, self._sources.read, linked=linked))
+            if not self._debounce.restless:
                 return
             await asyncio.sleep(self._lifecycle.look_s)
 
@@ -208,17 +207,17 @@ class Lifecycle:
         first, sightings = self._follows, 0
         while True:
             self._stir.clear()
-            if self._follows and self._looks.agreed and (first or sightings != self._looks.sightings):
+            if self._follows and self._debounce.agreed and (first or sightings != self._debounce.sightings):
                 # Whatever changed while nobody looked, or nobody could.
-                sightings = self._looks.sightings
+                sightings = self._debounce.sightings
                 if first:
-                    self._rounds.due(self._now())
+                    self._queue.due(self._now())
                 await self._bring(None)
                 first = False
             if not first:
-                await self._do(self._rounds.due(self._now()))
+                await self._do(self._queue.due(self._now()))
                 await self._let_go()
-            at = self._rounds.next_time()
+            at = self._queue.next_time()
             with contextlib.suppress(TimeoutError):
                 # Not wait_for, which forgets that it was cancelled when something stirs at that moment.
                 async with asyncio.timeout_at(at):
@@ -234,26 +233,26 @@ class Lifecycle:
 
     async def _let_go(self) -> None:
         async with self._writing:
-            for name in self._rounds.leavers(self._now()):
+            for name in self._queue.leavers(self._now()):
                 may_leave = await self._may_leave(name)
                 if name in self._loads:
                     continue  # its stub was found dead at this moment
                 if may_leave:
                     self._loads.unload(name)
                 else:
-                    self._rounds.stay(name)
+                    self._queue.stay(name)
                     if self.failures.keys().isdisjoint(self._carriers.get(name, ())):
                         # Its bundle seems to be back, or who carries it is not there yet: nothing else may say so when
                         # that changes. A carrier that failed is tried again, and this one with it.
-                        self._rounds.later(name, self._now() + self._lifecycle.poll_s)
+                        self._queue.later(name, self._now() + self._lifecycle.poll_s)
 
     async def _may_leave(self, name: str) -> bool:
         if carriers := self._carriers.get(name):
             return all(self._carries(meta, name) for meta in carriers)
-        if not self._looks.gone(name):
+        if not self._debounce.gone(name):
             return False
         # One whose bundle was never seen may come from a place that an rsrv-gen is about to name.
-        return self._looks.knew(name) or await asyncio.to_thread(self._all_places_seen)
+        return self._debounce.knew(name) or await asyncio.to_thread(self._all_places_seen)
 
     def _carries(self, meta: str, name: str) -> bool:
         """Whether a meta model serves that has this one with it."""
@@ -261,7 +260,7 @@ class Lifecycle:
         return loaded and name in carried(self._repository / meta)
 
     def _all_places_seen(self) -> bool:
-        return not being_written(self._repository) and set(self._places.read()) == set(self._looks.roots)
+        return not being_written(self._repository) and set(self._sources.read()) == set(self._debounce.roots)
 
     async def _mend(self) -> None:
         """Finds models whose stub is dead, and has them loaded anew."""
@@ -275,7 +274,7 @@ class Lifecycle:
                 renewed = self._now()
                 ours, idle = await asyncio.to_thread(our_models, self._repository), set()
             alive = {name for name, pids in self._view.stubs().items() if pids}
-            without = ours - alive - set(self._rounds.busy)
+            without = ours - alive - set(self._queue.busy)
             idle &= without
             self._dismissed &= without
             ready: set[str] = set()
@@ -283,16 +282,16 @@ class Lifecycle:
                 with contextlib.suppress(TritonError):
                     states = await self._triton.states()
                     ready = {name for name in without if states.get(name) == "ready"}
-                    ready -= set(self._rounds.busy)
+                    ready -= set(self._queue.busy)
                     idle = without - ready
                     self._dismissed = {name for name in without if states.get(name) == "dismissed"}
             up_since = self._view.since if self._view.up else None
-            if dead := self._mending.look(ready, alive, up_since, self._now()):
-                for name in dead - set(self._rounds.busy):
+            if dead := self._stub_health.look(ready, alive, up_since, self._now()):
+                for name in dead - set(self._queue.busy):
                     self._replace(name)
             await asyncio.sleep(_BREATH)
             with contextlib.suppress(TimeoutError):
-                wait = AGREE - _BREATH if self._mending.suspicious else self._lifecycle.poll_s
+                wait = AGREE - _BREATH if self._stub_health.suspicious else self._lifecycle.poll_s
                 async with asyncio.timeout(wait):
                     await self._view.wait_change(seen)
 
@@ -305,7 +304,7 @@ class Lifecycle:
             log.warning("%s: its stub process is dead; loading it anew", name, extra=fields(model=name))
         else:
             return
-        self._mending.pardon(name, self._now() + _PARDON[self._triton.mode])
+        self._stub_health.pardon(name, self._now() + _PARDON[self._triton.mode])
 
     # --- what is done ---------------------------------------------------------------------------------------------
 
@@ -336,24 +335,24 @@ class Lifecycle:
             # What broke them may be the disk's, and pass without a change that a look would see.
             again = {*done.broken, *done.hidden}
             for name in again if names is None else again & set(names):
-                self._rounds.later(name, self._now() + _BROKEN_PAUSE)
+                self._queue.later(name, self._now() + _BROKEN_PAUSE)
         if names is None:
             await self._spare_dismissed()
         for name, put in done.put.items():
-            self._rounds.stay(name)
+            self._queue.stay(name)
             self._loads.load(name, put)
         for name in done.unchanged:
-            self._rounds.stay(name)
+            self._queue.stay(name)
             folder = self._repository / name
             here = names is not None and name in names
             if name in self._loads:
                 continue
             # What failed though nothing is to be written lost its stub, and still has none.
-            wanted = (anew and here) or name in self._rounds.failures
+            wanted = (anew and here) or name in self._queue.failures
             if not self._barred and (wanted or self._loads.served.get(name) != version_of(folder)):
                 self._loads.load(name, anew=names is not None)
             else:
-                self._rounds.done(name)
+                self._queue.done(name)
         for name, carriers in done.go.items():
             if self._barred:
                 self._loads.fail(
@@ -361,10 +360,10 @@ class Lifecycle:
                 )
             else:
                 self._carriers[name] = carriers
-                self._rounds.leave(name)
+                self._queue.leave(name)
         # Who asks for one that is being written, and is not followed, is told to ask again.
-        for name in done.later if self._follows else done.later & self._rounds.failures.keys():
-            self._rounds.later(name, self._now() + self._lifecycle.poll_s)
+        for name in done.later if self._follows else done.later & self._queue.failures.keys():
+            self._queue.later(name, self._now() + self._lifecycle.poll_s)
         # Of the rest there is neither a bundle nor a model.
         known = [
             done.put,
@@ -381,9 +380,9 @@ class Lifecycle:
             if name in self._loads.served and not self._barred:
                 # Another rsrv-gen has removed it.
                 self._carriers.pop(name, None)
-                self._rounds.leave(name)
+                self._queue.leave(name)
             else:
-                self._rounds.done(name)
+                self._queue.done(name)
 
     async def _spare_dismissed(self) -> None:
         """Whoever unloaded a model by hand meant it, until its bundle changes: it counts as served."""
@@ -397,7 +396,7 @@ class Lifecycle:
         """On a thread: brings the repository up to date. `first`: what a first reading of some of the models found."""
         return update(
             self._repository,
-            self._places.read(),
+            self._sources.read(),
             names,
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
@@ -410,11 +409,11 @@ class Lifecycle:
         )
 
     def _stays(self, name: str) -> str:
-        return "" if self._follows and self._looks.gone(name) else "its bundle is out of sight"
+        return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
 
     def _is_whole(self, name: str) -> bool:
         """Whether the bundle is on disk as the looks agreed that it is."""
-        found = self._looks.settled(name) or ()
+        found = self._debounce.settled(name) or ()
         linked = self._lifecycle.link == "hard"
         return bool(found) and all(sign(self._place(root, name), linked=linked) == was for root, was in found)
 
@@ -426,7 +425,7 @@ class Lifecycle:
         for line in set(done.unusable) - self._unusable:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)
-        for name, failure in self._rounds.broken(done.broken, time.time()).items():
+        for name, failure in self._queue.broken(done.broken, time.time()).items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
         for name, text in done.torn.items():
             self._loads.fail(name, f"its bundle is not taken: {text}")

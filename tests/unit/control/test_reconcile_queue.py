@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rsrv.control.mending import Mending
-from rsrv.control.rounds import LONGEST_PAUSE, PATIENCE, Rounds
+from rsrv.control.reconcile_queue import LONGEST_PAUSE, PATIENCE, ReconcileQueue
+from rsrv.control.stub_health import StubHealth
 
 
 def test_what_is_under_way_is_not_begun_again() -> None:
     """It is due again when it has ended."""
-    rounds = Rounds()
+    rounds = ReconcileQueue()
     rounds.changed({"a", "b"})
     assert rounds.due(0) == {"a", "b"}
     assert rounds.due(0) == set()
@@ -21,7 +21,7 @@ def test_what_is_under_way_is_not_begun_again() -> None:
 
 def test_what_could_not_be_looked_at_is_looked_at_later() -> None:
     """Not before what is under way has ended, and nobody wakes up for it until then."""
-    rounds = Rounds()
+    rounds = ReconcileQueue()
     rounds.begin("a", 0)
     rounds.later("a", 5)
     assert rounds.next_time() is None
@@ -35,7 +35,7 @@ def test_what_could_not_be_looked_at_is_looked_at_later() -> None:
 def test_who_leaves_is_mended_and_leaves_all_the_same() -> None:
     """After what it waits for; whether the mending works or not."""
     for works in (True, False):
-        rounds = Rounds()
+        rounds = ReconcileQueue()
         rounds.begin("slow", 0)
         rounds.leave("a")
         rounds.begin("a", 1, mends=True)
@@ -53,7 +53,7 @@ def test_who_leaves_is_mended_and_leaves_all_the_same() -> None:
 
 def test_failures_are_tried_again_ever_more_seldom() -> None:
     """After 10, 20, 40 seconds, and at last every ten minutes; since when it fails stays."""
-    rounds, now, pauses = Rounds(), 0.0, []
+    rounds, now, pauses = ReconcileQueue(), 0.0, []
     for _ in range(9):
         rounds.begin("a", now)
         failure = rounds.failed("a", "why", now, wall=7 + now)
@@ -70,7 +70,7 @@ def test_failures_are_tried_again_ever_more_seldom() -> None:
 
 def test_another_bundle_starts_the_count_anew() -> None:
     """It is tried at once, and its failure is the first."""
-    rounds = Rounds()
+    rounds = ReconcileQueue()
     for _ in range(5):
         rounds.failed("a", "why", 0, wall=1)
     rounds.changed({"a"})
@@ -84,7 +84,7 @@ def test_another_bundle_starts_the_count_anew() -> None:
 
 def test_broken_bundles_wait_for_another_bundle() -> None:
     """They are reported when they break, and when they do for another reason."""
-    rounds = Rounds()
+    rounds = ReconcileQueue()
     assert set(rounds.broken({"a": "why", "b": "why"}, wall=1)) == {"a", "b"}
     assert rounds.broken({"a": "why", "b": "also"}, wall=2).keys() == {"b"}
     assert rounds.failures["a"].since == 1
@@ -95,7 +95,7 @@ def test_broken_bundles_wait_for_another_bundle() -> None:
 
 def test_who_leaves_waits_for_those_that_load() -> None:
     """Only for those that began before, and not for ever."""
-    rounds = Rounds()
+    rounds = ReconcileQueue()
     rounds.begin("new", 0)
     rounds.leave("old")
     rounds.begin("later", 1)
@@ -112,7 +112,7 @@ def test_who_leaves_waits_for_those_that_load() -> None:
 
 def test_who_came_back_does_not_leave() -> None:
     """Wanted again, or told to stay, or being loaded."""
-    rounds = Rounds()
+    rounds = ReconcileQueue()
     for name in ("a", "b", "c", "d"):
         rounds.leave(name)
     rounds.changed({"a"})
@@ -126,7 +126,7 @@ def test_who_came_back_does_not_leave() -> None:
 
 def test_a_stub_is_dead_when_two_looks_agree() -> None:
     """Half a second apart; one that was only late is not."""
-    mending = Mending()
+    mending = StubHealth()
     assert not mending.look({"a", "b"}, {"a"}, 0.0, 20.0)
     assert mending.suspicious
     assert not mending.look({"a", "b"}, {"b"}, 0.0, 20.4)
@@ -135,7 +135,7 @@ def test_a_stub_is_dead_when_two_looks_agree() -> None:
 
 def test_what_triton_does_not_call_ready_is_not_dead() -> None:
     """It was unloaded, or is being loaded."""
-    mending = Mending()
+    mending = StubHealth()
     assert not mending.look(set(), set(), 0.0, 20.0)
     assert not mending.look(set(), set(), 0.0, 30.0)
     assert not mending.suspicious
@@ -143,7 +143,7 @@ def test_what_triton_does_not_call_ready_is_not_dead() -> None:
 
 def test_stubs_have_time_to_find_a_new_runtime() -> None:
     """Ten seconds after it came up; when it does not come, fifteen, for then nobody is there to start it."""
-    mending = Mending()
+    mending = StubHealth()
     assert not mending.look({"a"}, set(), 100.0, 101.0)
     assert not mending.look({"a"}, set(), 100.0, 109.9)
     assert mending.look({"a"}, set(), 100.0, 110.0) == {"a"}
@@ -156,7 +156,7 @@ def test_stubs_have_time_to_find_a_new_runtime() -> None:
 
 def test_what_was_seen_to_has_time_to_start() -> None:
     """Then it may be found dead again."""
-    mending = Mending()
+    mending = StubHealth()
     mending.pardon("a", 30.0)
     assert not mending.look({"a"}, set(), 0.0, 20.0)
     assert not mending.look({"a"}, set(), 0.0, 29.0)

@@ -54,7 +54,7 @@ class _Root:
     missing: bool = False
 
 
-class Looks:
+class BundleDebounce:
     """What successive looks at all roots came to."""
 
     def __init__(self, pause: float) -> None:

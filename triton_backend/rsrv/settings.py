@@ -14,8 +14,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from ruamel.yaml import YAML
 
 from rsrv.explain import YamlError, explain, read_yaml
-from rsrv.section import Section
-from rsrv.settings_fleet import GatewaySection, NodeSection
+from rsrv.settings_fleet import GatewaySection, NodeSection, Section
 
 
 class SettingsError(Exception):

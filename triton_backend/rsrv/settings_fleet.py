@@ -3,10 +3,16 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rsrv.address import Address, bare, parse_address
-from rsrv.section import Section
+
+
+class Section(BaseModel):
+    """Base of all sections of rsrv.yaml: unknown keys are errors, and values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
 
 Replicas = Annotated[int, Field(ge=1, le=1024)] | Literal["all"]
 

@@ -2,16 +2,16 @@
 
 After an execution of size s took x seconds, with e(s) the estimate before it:
 
-    e(s) <- e(s) + alpha * (min(x, outlier_factor * e(s)) - e(s))
+    e(s) <- e(s) + alpha * (min(x, OUTLIER_FACTOR * e(s)) - e(s))
 
-so a single sample raises an estimate by at most alpha * (outlier_factor - 1) of itself (20 % by default)
+so a single sample raises an estimate by at most alpha * (OUTLIER_FACTOR - 1) of itself (20 % by default)
 and lowers it by at most alpha of itself.
 
 Only sizes that run are measured. A size that was slow once would therefore never be chosen, nor measured,
 again. So every estimate o of the same variant that is higher than its seed suggests sinks a little whenever
 another size s is measured:
 
-    target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + relax * (target - e(o))
+    target = seed(o) * e(s) / seed(s);   if e(o) > target:  e(o) <- e(o) + RELAX * (target - e(o))
 
 until it is tried again and the measurement decides.
 """
@@ -20,7 +20,11 @@ from collections.abc import Mapping
 from math import inf, isfinite
 
 from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.settings import SchedulerSettings
+
+#: a sample counts at most this many times the estimate.
+OUTLIER_FACTOR = 2.0
+#: the share of their excess by which estimates that no execution measures sink back.
+RELAX = 0.01
 
 
 class VariantCosts:
@@ -29,7 +33,7 @@ class VariantCosts:
     `capacity` of a size is the number of useful rows it may carry: min(size, max_rows).
     """
 
-    __slots__ = ("_alpha", "_outlier_factor", "_relax", "_seeds", "best", "capacities", "seconds", "sizes")
+    __slots__ = ("_alpha", "_seeds", "best", "capacities", "seconds", "sizes")
 
     def __init__(
         self,
@@ -37,8 +41,6 @@ class VariantCosts:
         *,
         max_rows: int | None = None,
         alpha: float = 0.2,
-        outlier_factor: float = 2.0,
-        relax: float = 0.01,
     ) -> None:
         #: ascending, at least one, each >= 1.
         self.sizes = tuple(sorted(seeds))
@@ -47,8 +49,6 @@ class VariantCosts:
         #: estimates, parallel to `sizes`; finite and > 0.
         self.seconds = list(self._seeds)
         self._alpha = alpha
-        self._outlier_factor = outlier_factor
-        self._relax = relax
         #: index of the size that costs least per row when it is full (ties: the larger one).
         self.best = self._cheapest(None)
 
@@ -64,20 +64,18 @@ class VariantCosts:
         seconds, seeds = self.seconds, self._seeds
         measured = self.sizes.index(size)
         old = seconds[measured]
-        new = old + self._alpha * (min(sample, self._outlier_factor * old) - old)
+        new = old + self._alpha * (min(sample, OUTLIER_FACTOR * old) - old)
         seconds[measured] = new
         ratio = new / seeds[measured]
         for other, seed in enumerate(seeds):
             excess = seconds[other] - seed * ratio
             if other != measured and excess > 0.0:
-                seconds[other] -= self._relax * excess
+                seconds[other] -= RELAX * excess
         self.best = self._cheapest(None)
 
-    def obey(self, settings: SchedulerSettings) -> None:
-        """Learn by other settings from now on."""
-        self._alpha = settings.cost_ema_alpha
-        self._outlier_factor = settings.cost_outlier_factor
-        self._relax = settings.cost_relax
+    def obey(self, alpha: float) -> None:
+        """Learn with another `alpha` from now on."""
+        self._alpha = alpha
 
     def doubt(self) -> None:
         """A request was turned away because of these estimates, so nothing may be measured again.
@@ -87,7 +85,7 @@ class VariantCosts:
         for index, seed in enumerate(self._seeds):
             excess = self.seconds[index] - seed
             if excess > 0.0:
-                self.seconds[index] -= self._relax * excess
+                self.seconds[index] -= RELAX * excess
         self.best = self._cheapest(None)
 
     def one(self, rows: int) -> float:
@@ -161,8 +159,6 @@ def variant_costs(
     *,
     max_rows: int | None,
     alpha: float,
-    outlier_factor: float,
-    relax: float,
 ) -> dict[int, VariantCosts]:
     """Split a program's costs by variant.
 
@@ -180,8 +176,6 @@ def variant_costs(
             )
         seeds.setdefault(variant, {})[size] = seconds
     return {
-        variant: VariantCosts(
-            by_size, max_rows=max_rows, alpha=alpha, outlier_factor=outlier_factor, relax=relax
-        )
+        variant: VariantCosts(by_size, max_rows=max_rows, alpha=alpha)
         for variant, by_size in sorted(seeds.items())
     }

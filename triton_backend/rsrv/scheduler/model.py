@@ -91,7 +91,6 @@ class ModelState:
         holding: Holding,
         *,
         warm_up: bool,
-        story_length: int,
     ) -> None:
         self.name = program.model
         self.obey(program)
@@ -125,7 +124,7 @@ class ModelState:
         self.ripe = -inf
         self.totals = Totals()
         self.sizes: dict[tuple[int, int], int] = {}
-        self.story = Story(story_length)
+        self.story = Story()
 
     def obey(self, program: Program) -> None:
         """Be scheduled by these values from now on."""

@@ -255,7 +255,6 @@ class Scheduler:
             self._variant_costs(program, program.costs),
             self._memory.weights.add(program),
             warm_up=event.warm_up,
-            story_length=self.settings.story_length,
         )
         self._models[model.name] = model
         model.story.add(now, "added", f"sizes={sorted(program.costs)}")
@@ -300,15 +299,8 @@ class Scheduler:
     def _variant_costs(
         self, program: Program, costs: Mapping[tuple[int, int], float]
     ) -> dict[int, VariantCosts]:
-        settings = self.settings
-        return variant_costs(
-            program.model,
-            costs,
-            max_rows=program.max_batch_rows,
-            alpha=settings.cost_ema_alpha,
-            outlier_factor=settings.cost_outlier_factor,
-            relax=settings.cost_relax,
-        )
+        alpha = self.settings.cost_ema_alpha
+        return variant_costs(program.model, costs, max_rows=program.max_batch_rows, alpha=alpha)
 
     def _change(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
@@ -317,7 +309,7 @@ class Scheduler:
         self._memory.obey(settings, now, out)
         for model in self._models.values():
             for lane in model.lanes.values():
-                lane.costs.obey(settings)
+                lane.costs.obey(settings.cost_ema_alpha)
         if changed:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)

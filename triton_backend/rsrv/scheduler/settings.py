@@ -33,12 +33,6 @@ class SchedulerSettings:
     compaction_interval: int = 0
     #: share of a new sample in the learned cost, in (0, 1]; see `costs`.
     cost_ema_alpha: float = 0.2
-    #: a sample counts at most this many times the estimate, > 1; see `costs`.
-    cost_outlier_factor: float = 2.0
-    #: how fast estimates that nobody measures sink back, in [0, 1]; see `costs`.
-    cost_relax: float = 0.01
-    #: records kept in each model's story.
-    story_length: int = 50
 
     def __post_init__(self) -> None:
         self._require("depth", self.depth >= 1, "at least 1")
@@ -50,9 +44,6 @@ class SchedulerSettings:
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
         self._require("compaction_interval", self.compaction_interval >= 0, "at least 0")
         self._require("cost_ema_alpha", 0.0 < self.cost_ema_alpha <= 1.0, "in (0, 1]")
-        self._require("cost_outlier_factor", self.cost_outlier_factor > 1.0, "above 1")
-        self._require("cost_relax", 0.0 <= self.cost_relax <= 1.0, "in [0, 1]")
-        self._require("story_length", self.story_length >= 1, "at least 1")
 
     def _require(self, name: str, true: bool, rule: str) -> None:
         if not true:

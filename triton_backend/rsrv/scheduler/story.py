@@ -32,13 +32,17 @@ Subject = (
 _IDS = 16
 
 
+#: records that are kept of each model.
+LENGTH = 50
+
+
 class Story:
     """The latest records of one model."""
 
     __slots__ = ("_records",)
 
-    def __init__(self, length: int) -> None:
-        self._records: deque[tuple[float, str, Subject]] = deque(maxlen=length)
+    def __init__(self) -> None:
+        self._records: deque[tuple[float, str, Subject]] = deque(maxlen=LENGTH)
 
     def add(self, now: float, what: str, subject: Subject) -> None:
         # Values are kept as they are: text is for the reader, who is rare.

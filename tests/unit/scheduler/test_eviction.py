@@ -16,9 +16,9 @@ from rsrv.scheduler.eviction import (
     lru,
     make_room,
 )
-from rsrv.scheduler.pieces import Piece
 from rsrv.scheduler.popularity import Uses, rate, remember
 from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weights import Piece
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

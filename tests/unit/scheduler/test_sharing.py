@@ -19,9 +19,8 @@ from rsrv.scheduler.events import (
     WeightsLoaded,
 )
 from rsrv.scheduler.eviction import Resident, in_order, lru, make_room
-from rsrv.scheduler.pieces import Piece
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Residency, Weights
+from rsrv.scheduler.weights import Piece, Residency, Weights
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from rsrv.scheduler.pieces import Piece
 from rsrv.scheduler.popularity import Uses, rate
 from rsrv.scheduler.ranking import Rank
+from rsrv.scheduler.settings import Eviction
+from rsrv.scheduler.weights import Piece
 
 _rank = attrgetter("rank")
 
@@ -67,7 +68,7 @@ def cost(one: Resident, now: float) -> tuple[float, float, str]:
     return (value, *lru(one, now))
 
 
-POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
+POLICIES: Mapping[Eviction, Policy] = {"lru": lru, "cost": cost}
 
 
 class _Room:

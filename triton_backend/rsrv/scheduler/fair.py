@@ -40,13 +40,8 @@ for the model then is not eligible; so low priorities wait at most until all oth
 shares. Only committed requests of metas go before eligibility, and are charged like all others.
 """
 
-from typing import TYPE_CHECKING
-
+from rsrv.scheduler.discipline import COMMITTED_LEVEL, Candidate, Place
 from rsrv.scheduler.ranking import Rank, Ranking
-from rsrv.scheduler.waiting import COMMITTED_LEVEL, Place
-
-if TYPE_CHECKING:
-    from rsrv.scheduler.disciplines import Candidate
 
 
 class _Account:

@@ -11,7 +11,7 @@ take no place from others.
 from collections.abc import KeysView, Mapping, Sequence
 from math import inf
 
-from rsrv.scheduler.disciplines import Discipline
+from rsrv.scheduler.discipline import Discipline
 from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import DEFAULT_PRIORITY, Admit, Finish, Instruction, Outcome, Reason, Run
 from rsrv.scheduler.model import ModelState

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import Execute
 from rsrv.scheduler.model import ModelState
 
@@ -37,8 +38,14 @@ class InFlight:
     def __iter__(self) -> Iterator[Running]:
         return iter(self._running.values())
 
-    def __contains__(self, dispatch: int) -> bool:
-        return dispatch in self._running
+    def check(self, dispatch: int) -> None:
+        """Refuse the end of an execution that is not in flight.
+
+        Raises:
+            CallerError: it is not.
+        """
+        if dispatch not in self._running:
+            raise CallerError(f"dispatch {dispatch} is not in flight: {list(self._running)} are")
 
     def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
         """`charged`: the first try's dispatch, if this is the second."""

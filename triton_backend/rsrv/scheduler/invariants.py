@@ -34,22 +34,18 @@ Of runs of meta models:
     14. asked = admitted + waiting + expired + refused + withdrawn; none that waits is due.
 """
 
-from __future__ import annotations
-
 from math import inf, isclose
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rsrv.scheduler.discipline import COMMITTED_LEVEL
 from rsrv.scheduler.errors import InvariantError
 from rsrv.scheduler.events import DEFAULT_PRIORITY, Pause
 from rsrv.scheduler.loads import evictable
 from rsrv.scheduler.model import ModelState
-from rsrv.scheduler.pieces import Piece
+from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.totals import Stage
-from rsrv.scheduler.waiting import COMMITTED_LEVEL, Entry
-from rsrv.scheduler.weights import Holding, Residency
-
-if TYPE_CHECKING:
-    from rsrv.scheduler.scheduler import Scheduler
+from rsrv.scheduler.waiting import Entry
+from rsrv.scheduler.weights import Holding, Piece, Residency
 
 
 def check(scheduler: Scheduler) -> None:

@@ -25,12 +25,11 @@ If weights do not come on demand, nobody gives way but for models that are pinne
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from rsrv.scheduler.disciplines import Discipline
+from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
 from rsrv.scheduler.eviction import POLICIES, Resident, freed_by_all, make_room
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Rank, Ranking
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.scheduler.weights import Residency, Weights
 
 #: a load, and the models whose weights it evicts first.

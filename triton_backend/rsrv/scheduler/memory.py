@@ -7,6 +7,8 @@ Nothing else changes what is on the device. Models are the scheduler's; whatever
 from collections.abc import Iterable, Mapping
 
 from rsrv.scheduler.compaction import Compaction
+from rsrv.scheduler.discipline import COMMITTED_LEVEL
+from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import (
     GiveUp,
     Instruction,
@@ -22,7 +24,6 @@ from rsrv.scheduler.queues import Queues
 from rsrv.scheduler.rests import Rests
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.totals import Cause
-from rsrv.scheduler.waiting import COMMITTED_LEVEL
 from rsrv.scheduler.weights import Residency, Weights
 
 
@@ -179,6 +180,16 @@ class Memory:
         if not (self.loads.on_demand or model.holding.asked):
             self.leaving[model] = False
         self._queues.touched[model] = None
+
+    def check_warm_up(self, name: str) -> None:
+        """Refuse the end of a warm-up that is not under way.
+
+        Raises:
+            CallerError: the model is unknown, or is not being warmed up.
+        """
+        model = self._models.get(name) or self._draining.get(name)
+        if model is None or not model.warming or model in self.compaction.warm_ups:
+            raise CallerError(f"model {name!r} is not being warmed up")
 
     def warm_up_again(self, model: ModelState) -> None:
         """A model's warm-up found no memory; it keeps its weights until the second try."""

@@ -1,6 +1,6 @@
-"""All requests in flight: how they enter the queues, and every way out of them but an answer.
+"""All requests in flight: how they enter the queues, and every way out of them.
 
-Requests leave a queue by being taken for an execution, by expiring, by being cancelled, or together with
+Requests leave a queue by being taken for an execution that answers them or fails, by expiring, by being cancelled, or together with
 their model's load or life. Each way is one method here, so each request is counted and ended once.
 """
 
@@ -9,14 +9,24 @@ from collections.abc import KeysView, Mapping, Sequence
 from math import inf
 
 from rsrv.scheduler.deadlines import Deadlines
-from rsrv.scheduler.disciplines import Discipline
+from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
 from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.events import DEFAULT_PRIORITY, Finish, Instruction, Outcome, Reason, Request
+from rsrv.scheduler.events import (
+    DEFAULT_PRIORITY,
+    ExecutionFinished,
+    Finish,
+    Instruction,
+    Outcome,
+    Reason,
+    Request,
+)
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.popularity import remember
 from rsrv.scheduler.totals import Counts, Stage
-from rsrv.scheduler.waiting import COMMITTED_LEVEL, Entry, Lane
+from rsrv.scheduler.waiting import Entry, Lane
 from rsrv.scheduler.weights import Residency
+
+_ANSWERED = Outcome.ANSWERED
 
 
 class Queues:
@@ -237,13 +247,28 @@ class Queues:
         self._promote(of_runs)
         return ids
 
-    def forget(self, model: ModelState, requests: Sequence[int], now: float) -> None:
-        """They executed, and were ended by the scheduler."""
+    def finish(
+        self,
+        model: ModelState,
+        requests: Sequence[int],
+        event: ExecutionFinished,
+        now: float,
+        out: list[Instruction],
+    ) -> None:
+        """End those of an execution: answered, or failed with its error."""
         live = self.live
         for request in requests:
             deadline = live.pop(request).request.deadline
             if deadline is not None and deadline < now:
                 model.totals.miss(Stage.EXECUTE)
+        if event.error is None:
+            model.totals.counts.answered += len(requests)
+            model.story.add(now, "answered", event)
+            out.extend([Finish(request, _ANSWERED) for request in requests])
+        else:
+            model.totals.counts.failed += len(requests)
+            model.story.add(now, "failed", event)
+            out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
 
     def _withdraw(self, entry: Entry, lane: Lane) -> ModelState:
         lane.remove(entry)

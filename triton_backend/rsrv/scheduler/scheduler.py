@@ -23,9 +23,9 @@ from dataclasses import replace
 from math import inf
 from typing import assert_never
 
-from rsrv.scheduler import contract
 from rsrv.scheduler.costs import VariantCosts, variant_costs
-from rsrv.scheduler.disciplines import DISCIPLINES, Discipline
+from rsrv.scheduler.discipline import Discipline
+from rsrv.scheduler.disciplines import DISCIPLINES
 from rsrv.scheduler.errors import CallerError, InvariantError
 from rsrv.scheduler.events import (
     Compact,
@@ -33,13 +33,11 @@ from rsrv.scheduler.events import (
     Evict,
     Execute,
     ExecutionFinished,
-    Finish,
     Instruction,
     LoadAbandoned,
     LoadFailed,
     ModelAdded,
     ModelRemoved,
-    Outcome,
     Pause,
     Paused,
     Pinned,
@@ -59,7 +57,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.gate import Gate
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.memory import Memory
-from rsrv.scheduler.model import ModelState, with_policy
+from rsrv.scheduler.model import ModelState, check_program, with_policy
 from rsrv.scheduler.queues import Queues
 from rsrv.scheduler.ranking import Ranking
 from rsrv.scheduler.settings import SchedulerSettings
@@ -68,8 +66,6 @@ from rsrv.scheduler.snapshot import Load, MetaSnapshot, ModelSnapshot, Snapshot
 from rsrv.scheduler.totals import Counts, Totals
 from rsrv.scheduler.waiting import Lane
 from rsrv.scheduler.weights import Residency
-
-_ANSWERED = Outcome.ANSWERED
 
 
 class Scheduler:
@@ -84,7 +80,7 @@ class Scheduler:
         self.settings = settings or SchedulerSettings()
         self._disciplines = disciplines
         self._now = -inf
-        contract.check_settings(self.settings, disciplines)
+        self._check_settings(self.settings)
         #: loaded models. A removed one moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
@@ -111,7 +107,7 @@ class Scheduler:
         Raises:
             CallerError: the event contradicts earlier ones, or time runs backwards. Nothing has changed.
         """
-        contract.check(self, event, now)
+        self._check(event, now)
         self._discipline.advance(now)
         out: list[Instruction] = []
         match event:
@@ -170,6 +166,56 @@ class Scheduler:
             self._load(now, out)
         self._now = now
         return out
+
+    def _check(self, event: Event, now: float) -> None:
+        """Refuse an event that breaks the contract of `events`, before it changes anything.
+
+        Raises:
+            CallerError: it does, or time runs backwards.
+        """
+        if not now >= self._now:
+            raise CallerError(f"time runs backwards: {now} after {self._now}")
+        match event:
+            case RequestsArrived():
+                self._queues.check(event.requests, self._gate.live.keys())
+            case ExecutionFinished():
+                self._running.check(event.dispatch)
+            case RunsAsked():
+                self._gate.check(event.runs, self._queues.live.keys())
+            case ModelAdded():
+                check_program(event.program)
+                self._memory.weights.check(event.program)
+                name = event.program.model
+                if name in self._models:
+                    raise CallerError(f"model {name!r} is loaded already: remove it first")
+                if name in self._draining:
+                    raise CallerError(f"model {name!r} is draining: add it again after its EvictWeights")
+            case SettingsChanged():
+                self._check_settings(event.settings)
+            case ModelRemoved() | Pinned() | Prefetch():
+                self._check_models(event.model)
+            case Paused() | Evict():
+                self._check_models(*event.models)
+            case PolicyChanged():
+                self._check_models(event.model)
+                check_program(with_policy(self._models[event.model].program, event))
+            case WarmUpEnded():
+                self._memory.check_warm_up(event.model)
+            case WeightsLoaded() | LoadFailed() | LoadAbandoned():
+                self._memory.weights.check_epoch(event.model, event.epoch)
+            case _:
+                pass
+
+    def _check_settings(self, settings: SchedulerSettings) -> None:
+        # What else may be wrong with them, they check themselves.
+        if settings.discipline not in self._disciplines:
+            known = sorted(self._disciplines)
+            raise CallerError(f"discipline must be one of {known}, not {settings.discipline!r}")
+
+    def _check_models(self, *names: str) -> None:
+        for name in names:
+            if name not in self._models:
+                raise CallerError(f"there is no model {name!r}")
 
     # --- requests and executions --------------------------------------------------------------------------
 
@@ -230,17 +276,10 @@ class Scheduler:
             return
         model.ended(execute)
         self._discipline.end(running.charged, event.seconds)
-        self._queues.forget(model, execute.requests, now)
         if event.error is None:
+            # How long it takes to fail says nothing about the cost of success.
             model.lanes[execute.variant].costs.learn(execute.size, event.seconds)
-            model.totals.counts.answered += len(execute.requests)
-            model.story.add(now, "answered", event)
-            out.extend([Finish(request, _ANSWERED) for request in execute.requests])
-        else:
-            # How long it took to fail says nothing about the cost of success.
-            model.totals.counts.failed += len(execute.requests)
-            model.story.add(now, "failed", event)
-            out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in execute.requests])
+        self._queues.finish(model, execute.requests, event, now, out)
         if model.draining:
             self._drain(model, now, out)
         else:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import Literal, get_args
 
-from rsrv.scheduler.eviction import POLICIES
+#: a policy of eviction; see `eviction`.
+Eviction = Literal["lru", "cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,8 @@ class SchedulerSettings:
     #: whether weights come when requests wait for them, and give way to those of others. If not, they come and go only
     #: when somebody says so (`Pinned`, `Prefetch`, `Evict`), and requests for others are refused.
     on_demand: bool = True
-    #: who gives way among models that nobody waits for; a key of `POLICIES`.
-    eviction: str = "lru"
+    #: the order in which idle weights are evicted.
+    eviction: Eviction = "lru"
     #: device bytes that weights may take, pinned ones included; None: no limit.
     weight_budget_bytes: int | None = None
     #: loads after which the device's memory is compacted; 0: only on request.
@@ -39,7 +41,8 @@ class SchedulerSettings:
         self._require("meta_concurrency", self.meta_concurrency >= 1, "at least 1")
         self._require("launch_ahead_ms", 0.0 <= self.launch_ahead_ms < inf, "at least 0")
         self._require("residency_factor", 0.0 <= self.residency_factor < inf, "at least 0")
-        self._require("eviction", self.eviction in POLICIES, f"one of {sorted(POLICIES)}")
+        policies = get_args(Eviction)
+        self._require("eviction", self.eviction in policies, f"one of {sorted(policies)}")
         budget = self.weight_budget_bytes
         self._require("weight_budget_bytes", budget is None or budget >= 0, "None or at least 0")
         self._require("compaction_interval", self.compaction_interval >= 0, "at least 0")

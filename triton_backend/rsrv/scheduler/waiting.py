@@ -6,14 +6,8 @@ from itertools import islice
 from operator import attrgetter
 
 from rsrv.scheduler.costs import VariantCosts
+from rsrv.scheduler.discipline import Place
 from rsrv.scheduler.events import Request
-
-#: where a request stands in the order of service: (level, urgency, arrival sequence), smaller is first.
-#: The discipline says what urgency is.
-Place = tuple[int, float, int]
-
-#: committed requests are before every priority.
-COMMITTED_LEVEL = 0
 
 _place = attrgetter("place")
 _rows = attrgetter("rows")

@@ -1,20 +1,22 @@
 """What is on the device: whose weights, in which bytes, under which budget. The one place that loads or evicts.
 
-Models that have equal tensors share their bytes (`pieces`): these are counted once, and are there while any of
-the models is.
+Tensors are known by their content. Models that have equal ones share their bytes: these are counted once, and are
+there while any of the models is. Tensors that exactly the same loaded models have are one *piece*. Sums over a model's
+pieces cost far less than sums over its tensors: a model that shares nothing is one piece, and a family of fine-tunes
+with one backbone has two for each member.
 
 Every load has an epoch of its own, rising over all models and loads, so a completion names exactly one
 load and a late one hurts nobody. One load is under way at a time: the link to the device is one, and who
 comes next is decided as late as possible.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from math import inf
+from typing import Any
 
 from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
-from rsrv.scheduler.pieces import Piece, Pieces
 from rsrv.scheduler.popularity import Uses
 
 #: share of the latest pause in the usual one.
@@ -23,6 +25,83 @@ _ALPHA = 0.3
 _FIRST_REST, _LONGEST_REST = 1.0, 60.0
 #: share of a model's bytes that a load must move to say something of how long a whole one takes.
 _TELLING = 0.5
+
+
+class Piece:
+    """Tensors that exactly the same loaded models have. They are on the device while one of these uses them."""
+
+    __slots__ = ("bytes", "owners", "pins", "tensors", "users")
+
+    def __init__(self, tensors: dict[Any, int], size: int, owners: list["Holding"]) -> None:
+        #: key -> bytes; empty for the weights of a model whose tensors nobody told.
+        self.tensors = tensors
+        self.bytes = size
+        self.owners = owners
+        #: owners whose weights are resident or on their way, and those of them that are pinned.
+        self.users = 0
+        self.pins = 0
+
+
+class Pieces:
+    """The pieces of all models whose tensors are known."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self) -> None:
+        #: tensor -> the piece that it belongs to.
+        self._of: dict[Any, Piece] = {}
+
+    def check(self, tensors: Mapping[Any, int]) -> None:
+        """Refuse tensors that contradict those of other models.
+
+        Raises:
+            CallerError: a tensor has another size.
+        """
+        for key, size in tensors.items():
+            piece = self._of.get(key)
+            if piece is not None and piece.tensors[key] != size:
+                raise CallerError(f"tensor {key!r} has {size} bytes here and {piece.tensors[key]} elsewhere")
+
+    def join(self, holding: "Holding", tensors: Mapping[Any, int]) -> None:
+        """Divide the tensors of a model that has none yet among its pieces. Costs O(tensors)."""
+        fresh: dict[Any, int] = {}
+        common: dict[Piece, dict[Any, int]] = {}
+        for key, size in tensors.items():
+            piece = self._of.get(key)
+            (fresh if piece is None else common.setdefault(piece, {}))[key] = size
+        for piece, some in common.items():
+            whole = len(some) == len(piece.tensors)
+            shared = piece if whole else self._split(piece, some)
+            shared.owners.append(holding)
+            holding.pieces.append(shared)
+        if fresh:
+            own = Piece(fresh, sum(fresh.values()), [holding])
+            self._of.update(dict.fromkeys(fresh, own))
+            holding.pieces.append(own)
+
+    def _split(self, piece: Piece, tensors: dict[Any, int]) -> Piece:
+        """Make some of a piece's tensors a piece of their own."""
+        part = Piece(tensors, sum(tensors.values()), list(piece.owners))
+        part.users, part.pins = piece.users, piece.pins
+        piece.bytes -= part.bytes
+        for key in tensors:
+            del piece.tensors[key]
+            self._of[key] = part
+        for owner in part.owners:
+            owner.pieces.append(part)
+        return part
+
+    def leave(self, holding: "Holding") -> None:
+        """Forget the tensors of a model that is gone, and uses none."""
+        for piece in holding.pieces:
+            piece.owners.remove(holding)
+            if not piece.owners:
+                for key in piece.tensors:
+                    del self._of[key]
+
+    def by_tensor(self) -> Mapping[Any, Piece]:
+        """Each tensor's piece."""
+        return self._of
 
 
 class Residency(Enum):
@@ -259,6 +338,14 @@ class Weights:
         """Ask for the end of the load under way; it may still end well."""
         self.abandoning = True
         return AbandonLoad(holding.model, holding.epoch)
+
+    def check(self, program: Program) -> None:
+        """Refuse a model whose tensors contradict those of others.
+
+        Raises:
+            CallerError: a tensor has another size.
+        """
+        self.pieces.check(program.tensors or {})
 
     def check_epoch(self, model: str, epoch: int) -> None:
         """Refuse the completion of a load that was never asked for.

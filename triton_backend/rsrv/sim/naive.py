@@ -5,7 +5,8 @@ Both take a model's requests in order of arrival, and know nothing of cost.
 
 from collections.abc import Callable, Mapping
 
-from rsrv.scheduler.disciplines import Candidate, Discipline, Fifo
+from rsrv.scheduler.discipline import Candidate, Discipline
+from rsrv.scheduler.disciplines import Fifo
 from rsrv.scheduler.ranking import Rank
 
 

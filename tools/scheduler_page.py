@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pydantic import BaseModel
 
-from rsrv.scheduler.coalesce import plan_batch
+from rsrv.scheduler.batching import plan_batch
 from rsrv.scheduler.events import Outcome
 from rsrv.settings import CHANGEABLE, ModelSection, RuntimeSection, SchedulerSection
 from rsrv.sim.metrics import summarize

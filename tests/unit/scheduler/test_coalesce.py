@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.scheduler.coalesce import Batch, plan_batch
-from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.batching import Batch, plan_batch
+from rsrv.scheduler.events import CallerError
 
 
 def test_one_short_of_a_big_batch_pads_up() -> None:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.scheduler.coalesce import plan_batch
-from rsrv.scheduler.costs import VariantCosts, variant_costs
-from rsrv.scheduler.errors import CallerError
+from rsrv.scheduler.batching import VariantCosts, plan_batch, variant_costs
+from rsrv.scheduler.events import CallerError
 
 
 def test_worked_example_of_learning() -> None:

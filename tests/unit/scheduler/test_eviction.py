@@ -15,10 +15,10 @@ from rsrv.scheduler.eviction import (
     cost,
     lru,
     make_room,
+    rate,
 )
-from rsrv.scheduler.popularity import Uses, rate, remember
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Piece
+from rsrv.scheduler.weights import Piece, Uses, remember
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 

@@ -9,9 +9,9 @@ from math import nan
 import pytest
 
 from rsrv.scheduler import invariants
-from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import (
     Admit,
+    CallerError,
     Finish,
     Instruction,
     Outcome,
@@ -24,7 +24,7 @@ from rsrv.scheduler.events import (
     SettingsChanged,
 )
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.snapshot import MetaSnapshot
+from rsrv.scheduler.statistics import MetaSnapshot
 from tests.unit.scheduler.driver import Driver, program
 
 every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])

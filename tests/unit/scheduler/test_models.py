@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import (
     AbandonLoad,
+    CallerError,
     EvictWeights,
     Finish,
     LoadFailed,

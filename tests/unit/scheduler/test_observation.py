@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rsrv.scheduler import invariants
-from rsrv.scheduler.errors import CallerError, InvariantError
 from rsrv.scheduler.events import (
+    CallerError,
     Event,
     ExecutionFinished,
     Finish,
+    InvariantError,
     ModelAdded,
     Outcome,
     Pause,
@@ -20,9 +21,9 @@ from rsrv.scheduler.events import (
     Tick,
     WeightsLoaded,
 )
+from rsrv.scheduler.history import LENGTH
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.story import LENGTH
 from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.driver import Driver, executions, program
 

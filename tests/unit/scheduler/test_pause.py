@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import (
+    CallerError,
     EvictWeights,
     Execute,
     LoadWeights,

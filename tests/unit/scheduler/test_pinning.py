@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import (
+    CallerError,
     EvictWeights,
     GiveUp,
     LoadWeights,

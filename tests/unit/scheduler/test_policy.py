@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.events import Outcome, PolicyChanged, Reason
+from rsrv.scheduler.events import CallerError, Outcome, PolicyChanged, Reason
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, executions, program
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.scheduler.errors import CallerError
 from rsrv.scheduler.events import (
+    CallerError,
     Event,
     EvictWeights,
     LoadWeights,

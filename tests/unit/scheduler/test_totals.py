@@ -6,7 +6,7 @@ import pytest
 
 from rsrv.scheduler.events import Compact, ModelRemoved, Outcome
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.totals import Cause, Stage, Totals
+from rsrv.scheduler.statistics import Cause, Stage, Totals
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 

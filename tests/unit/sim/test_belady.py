@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.scheduler.eviction import POLICIES, Resident, make_room
-from rsrv.scheduler.popularity import Uses, remember
-from rsrv.scheduler.weights import Piece
+from rsrv.scheduler.weights import Piece, Uses, remember
 from rsrv.sim.belady import most_hits
 
 

@@ -11,7 +11,7 @@ from rsrv.runtime.registry import Registry
 from rsrv.runtime.status import memory
 from rsrv.scheduler.events import Outcome, Reason
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.scheduler.totals import Totals
+from rsrv.scheduler.statistics import Totals
 from rsrv.wire.frames import ProtocolError, Status
 
 #: functions of model.py, by what they are called in metrics

@@ -11,7 +11,7 @@ from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
 from rsrv.runtime.weight_mover import WeightMover
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.scheduler.snapshot import Load, ModelSnapshot, Snapshot
+from rsrv.scheduler.statistics import Load, ModelSnapshot, Snapshot
 
 
 def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dict[str, Any]:

@@ -1,8 +1,14 @@
 """The scheduler: a pure state machine that decides what the device does next.
 
-In the order of the data: `events` (what it is told and answers), `scheduler` (the machine), `queues` and
-`waiting` (requests in flight), `deadlines` and `shedding` (which of them are over), `disciplines` and
-`fair` (which model), `coalesce` (which of its requests, at which size), `costs` (what that takes),
-`inflight` (what the device has to do), `gate` (which runs of meta models are under way), `weights` and `loads` (whose weights are there, whose come next,
-who gives way; `memory` carries it out). `contract` says what it must not be told, `invariants` what is always true.
+In reading order:
+
+- the machine: `events` (what it is told, and what it answers), `settings`, `scheduler` (how an event is handled);
+- one model: `model` (its state), `variant_queue` (its requests that wait), `batching` (which of them share an execution,
+  at which compiled size, and what it costs), `history` (its latest records), `statistics` (counts and snapshots);
+- all requests: `request_queue` (how they enter and leave), `inflight` (executions on the device), `gate` (runs of meta
+  models that are under way);
+- which model executes next: `discipline` (the protocol), `disciplines`, `fair`, `ranking` (the index);
+- which weights are on the device: `weights` (where they are), `loads` (which come next), `eviction` (which are evicted),
+  `memory` (carries both out);
+- `invariants`: what is true after every event.
 """

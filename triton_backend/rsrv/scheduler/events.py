@@ -11,6 +11,8 @@ two, of which a batch has hundreds, are tuples: a frozen dataclass takes three t
 
 A *run* is one request of a meta model, which makes requests of its own. Every run that is asked for ends in exactly
 one of `Admit`, `Finish` and `RunEnded`; one that was admitted ends in `RunEnded`.
+
+A request that cannot be served is never an exception: it ends in a `Finish`.
 """
 
 from collections.abc import Mapping
@@ -22,6 +24,29 @@ from rsrv.scheduler.settings import SchedulerSettings
 
 #: the level of a request that names none: there is room for more urgent and for less urgent ones.
 DEFAULT_PRIORITY = 5
+
+
+class CallerError(ValueError):
+    """The owner of the scheduler broke the contract of `events`. The scheduler's state is unchanged."""
+
+
+class InvariantError(AssertionError):
+    """The scheduler contradicts itself: a bug in it.
+
+    Attributes:
+        model: the model concerned, None if it is not about one.
+        story: what happened to that model, oldest first, one readable line each.
+    """
+
+    def __init__(self, problem: str, model: str | None = None, story: tuple[str, ...] = ()) -> None:
+        super().__init__(problem, model, story)
+        self.problem = problem
+        self.model = model
+        self.story = story
+
+    def __str__(self) -> str:
+        about = "" if self.model is None else f" (model {self.model!r})"
+        return "\n  ".join((self.problem + about, *self.story))
 
 
 class Pause(Enum):

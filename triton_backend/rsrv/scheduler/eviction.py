@@ -15,13 +15,13 @@ needed, as in hyperbolic caching (A. Blankstein, S. Sen, M. Freedman: Hyperbolic
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from operator import attrgetter
 from typing import Any
 
-from rsrv.scheduler.popularity import Uses, rate
 from rsrv.scheduler.ranking import Rank
 from rsrv.scheduler.settings import Eviction
-from rsrv.scheduler.weights import Piece
+from rsrv.scheduler.weights import Piece, Uses
 
 _rank = attrgetter("rank")
 
@@ -45,6 +45,24 @@ class Resident:
     @property
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
+
+
+def rate(uses: Uses, now: float, grain: float) -> float:
+    """Requests per second to be expected, but for a factor that is the same for all.
+
+        (sum over uses of age ** -1/2) ** 2 / number of uses,          age = now - use + grain
+
+    The less time has passed since something was asked for, the likelier it is asked for again: by a power of that
+    time (J. Anderson and L. Schooler: Reflections of the Environment in Memory, Psychological Science 2, 1991); -1/2
+    is the usual one (J. Anderson and C. Lebiere: The Atomic Components of Thought, 1998). It is a weight as in LRFU (D. Lee et al.: IEEE Trans. Computers 50, 2001), but without a unit of time: if
+    everything took twice as long, the order would be the same. To remember a few uses, and also of what is
+    not resident, is LRU-K's (E. O'Neil, P. O'Neil, G. Weikum: SIGMOD 1993).
+
+    `grain`, in seconds, above 0: how far apart two moments must be to matter.
+    """
+    if not uses:
+        return 0.0
+    return sum([1.0 / sqrt(now - use + grain) for use in uses]) ** 2 / len(uses)
 
 
 #: the order in which models that nobody waits for give way at a moment: the smallest first.

@@ -12,11 +12,19 @@ from collections.abc import KeysView, Mapping, Sequence
 from math import inf
 
 from rsrv.scheduler.discipline import Discipline
-from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.events import DEFAULT_PRIORITY, Admit, Finish, Instruction, Outcome, Reason, Run
+from rsrv.scheduler.events import (
+    DEFAULT_PRIORITY,
+    Admit,
+    CallerError,
+    Finish,
+    Instruction,
+    Outcome,
+    Reason,
+    Run,
+)
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.ranking import Ranking
-from rsrv.scheduler.snapshot import MetaSnapshot
+from rsrv.scheduler.statistics import MetaSnapshot
 
 
 class _Meta:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.events import Execute
+from rsrv.scheduler.events import CallerError, Execute
 from rsrv.scheduler.model import ModelState
 
 

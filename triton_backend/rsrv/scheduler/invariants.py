@@ -38,13 +38,12 @@ from math import inf, isclose
 from typing import Any
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL
-from rsrv.scheduler.errors import InvariantError
-from rsrv.scheduler.events import DEFAULT_PRIORITY, Pause
+from rsrv.scheduler.events import DEFAULT_PRIORITY, InvariantError, Pause
 from rsrv.scheduler.loads import evictable
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.scheduler.totals import Stage
-from rsrv.scheduler.waiting import Entry
+from rsrv.scheduler.statistics import Stage
+from rsrv.scheduler.variant_queue import Entry
 from rsrv.scheduler.weights import Holding, Piece, Residency
 
 

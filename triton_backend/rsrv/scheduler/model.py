@@ -4,15 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf, isfinite
 
-from rsrv.scheduler.coalesce import Batch, plan_batch
-from rsrv.scheduler.costs import VariantCosts
+from rsrv.scheduler.batching import Batch, VariantCosts, plan_batch
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
-from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.events import Execute, Pause, PolicyChanged, Program, Request
-from rsrv.scheduler.snapshot import ModelLoad, ModelSnapshot
-from rsrv.scheduler.story import Story
-from rsrv.scheduler.totals import Stage, Totals
-from rsrv.scheduler.waiting import Lane
+from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Program, Request
+from rsrv.scheduler.history import Story
+from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
+from rsrv.scheduler.variant_queue import Lane
 from rsrv.scheduler.weights import Holding, Residency
 
 

@@ -23,17 +23,18 @@ from dataclasses import replace
 from math import inf
 from typing import assert_never
 
-from rsrv.scheduler.costs import VariantCosts, variant_costs
+from rsrv.scheduler.batching import VariantCosts, variant_costs
 from rsrv.scheduler.discipline import Discipline
 from rsrv.scheduler.disciplines import DISCIPLINES
-from rsrv.scheduler.errors import CallerError, InvariantError
 from rsrv.scheduler.events import (
+    CallerError,
     Compact,
     Event,
     Evict,
     Execute,
     ExecutionFinished,
     Instruction,
+    InvariantError,
     LoadAbandoned,
     LoadFailed,
     ModelAdded,
@@ -58,13 +59,11 @@ from rsrv.scheduler.gate import Gate
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.memory import Memory
 from rsrv.scheduler.model import ModelState, check_program, with_policy
-from rsrv.scheduler.queues import Queues
 from rsrv.scheduler.ranking import Ranking
+from rsrv.scheduler.request_queue import SLACK, Queues, hopeless
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.shedding import SLACK, hopeless
-from rsrv.scheduler.snapshot import Load, MetaSnapshot, ModelSnapshot, Snapshot
-from rsrv.scheduler.totals import Counts, Totals
-from rsrv.scheduler.waiting import Lane
+from rsrv.scheduler.statistics import Counts, Load, MetaSnapshot, ModelSnapshot, PastTotals, Snapshot, Totals
+from rsrv.scheduler.variant_queue import Lane
 from rsrv.scheduler.weights import Residency
 
 
@@ -84,8 +83,7 @@ class Scheduler:
         #: loaded models. A removed one moves to `_draining` until nothing of it is on the device.
         self._models: dict[str, ModelState] = {}
         self._draining: dict[str, ModelState] = {}
-        #: by name of a model: what versions of it have counted that are gone.
-        self._past: dict[str, Totals] = {}
+        self._past = PastTotals()
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = Queues(self._models, self._discipline)
         self._gate = Gate(self._models, self._discipline, self.settings.meta_concurrency)
@@ -203,8 +201,6 @@ class Scheduler:
                 self._memory.check_warm_up(event.model)
             case WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 self._memory.weights.check_epoch(event.model, event.epoch)
-            case _:
-                pass
 
     def _check_settings(self, settings: SchedulerSettings) -> None:
         # What else may be wrong with them, they check themselves.
@@ -289,12 +285,8 @@ class Scheduler:
 
     def _add(self, event: ModelAdded, now: float, out: list[Instruction]) -> None:
         program = event.program
-        model = ModelState(
-            program,
-            self._variant_costs(program, program.costs),
-            self._memory.weights.add(program),
-            warm_up=event.warm_up,
-        )
+        costs = self._variant_costs(program, program.costs)
+        model = ModelState(program, costs, self._memory.weights.add(program), warm_up=event.warm_up)
         self._models[model.name] = model
         model.story.add(now, "added", f"sizes={sorted(program.costs)}")
         self._memory.admit(model, resident=event.resident, now=now, out=out)
@@ -373,15 +365,8 @@ class Scheduler:
         if self._memory.release(model, now, out):
             del self._draining[model.name]
             self._queues.departed.add(model.totals.counts)
-            self._keep(model)
-
-    def _keep(self, model: ModelState) -> None:
-        """What a model that is gone has counted is kept for as long as there is another version of it."""
-        name = model.family
-        if any(other.family == name for other in (*self._models.values(), *self._draining.values())):
-            self._past.setdefault(name, Totals()).add(model.totals)
-        else:
-            self._past.pop(name, None)
+            others = any(other.family == model.family for other in self._states())
+            self._past.keep(model.family, model.totals, others=others)
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -567,11 +552,7 @@ class Scheduler:
 
     def totals(self) -> dict[str, Totals]:
         """By name of each loaded or draining model: what all versions have counted since there is one. To be read now."""
-        several: dict[str, list[Totals]] = {name: [past] for name, past in self._past.items()}
-        for state in (*self._models.values(), *self._draining.values()):
-            several.setdefault(state.family, []).append(state.totals)
-        # Of most there is one version, whose own need no copy.
-        return {name: of[0] if len(of) == 1 else Totals.of(of) for name, of in several.items()}
+        return self._past.with_present((state.family, state.totals) for state in self._states())
 
     def model(self, key: str) -> ModelSnapshot | None:
         """Statistics of one loaded or draining model."""
@@ -586,13 +567,16 @@ class Scheduler:
         """Those of all of them."""
         return self._gate.snapshot()
 
+    def _states(self) -> list[ModelState]:
+        return [*self._models.values(), *self._draining.values()]
+
     def _logical_bytes(self) -> int:
-        states = (*self._models.values(), *self._draining.values())
-        return sum(s.program.weight_bytes for s in states if s.holding.residency is not Residency.ABSENT)
+        present = (one for one in self._states() if one.holding.residency is not Residency.ABSENT)
+        return sum(one.program.weight_bytes for one in present)
 
     def snapshot(self) -> Snapshot:
         """Statistics of all loaded and draining models."""
-        states = [*self._models.values(), *self._draining.values()]
+        states = self._states()
         totals = Counts()
         for counts in (self._queues.departed, *(state.totals.counts for state in states)):
             totals.add(counts)

@@ -22,7 +22,7 @@ class SchedulerSettings:
     #: runs of meta models that are under way at once; the others wait.
     meta_concurrency: int = 2
     #: a model with waiting requests keeps its weights on the device for at least this many times the time
-    #: that loading them took; see `residency`.
+    #: that loading them took; see `loads`.
     residency_factor: float = 4.0
     #: whether weights come when requests wait for them, and give way to those of others. If not, they come and go only
     #: when somebody says so (`Pinned`, `Prefetch`, `Evict`), and requests for others are refused.
@@ -33,7 +33,7 @@ class SchedulerSettings:
     weight_budget_bytes: int | None = None
     #: loads after which the device's memory is compacted; 0: only on request.
     compaction_interval: int = 0
-    #: share of a new sample in the learned cost, in (0, 1]; see `costs`.
+    #: share of a new sample in the learned cost, in (0, 1]; see `batching`.
     cost_ema_alpha: float = 0.2
 
     def __post_init__(self) -> None:

@@ -15,9 +15,7 @@ from enum import Enum
 from math import inf
 from typing import Any
 
-from rsrv.scheduler.errors import CallerError
-from rsrv.scheduler.events import AbandonLoad, EvictWeights, LoadWeights, Program
-from rsrv.scheduler.popularity import Uses
+from rsrv.scheduler.events import AbandonLoad, CallerError, EvictWeights, LoadWeights, Program
 
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
@@ -25,6 +23,18 @@ _ALPHA = 0.3
 _FIRST_REST, _LONGEST_REST = 1.0, 60.0
 #: share of a model's bytes that a load must move to say something of how long a whole one takes.
 _TELLING = 0.5
+#: requests of a model that are remembered. More would tell the popular from the rest a little better where nothing
+#: changes, and fewer would follow a change sooner.
+_MEMORY = 8
+
+#: when the latest requests for a model came, oldest first. A memory is as long as it takes the model's own
+#: requests to come, not a number of seconds.
+Uses = tuple[float, ...]
+
+
+def remember(uses: Uses, requests: int, now: float) -> Uses:
+    """The latest uses, after that many more at `now`."""
+    return (uses + (now,) * min(requests, _MEMORY))[-_MEMORY:]
 
 
 class Piece:

@@ -12,8 +12,7 @@ from math import inf
 from random import Random
 from typing import TypeVar
 
-from rsrv.scheduler.errors import CallerError, InvariantError
-from rsrv.scheduler.events import Event, Finish, Request, RequestsArrived
+from rsrv.scheduler.events import CallerError, Event, Finish, InvariantError, Request, RequestsArrived
 from rsrv.sim.arrivals import Arrival, instant, open_arrivals
 from rsrv.sim.device import SHORTEST, Device
 from rsrv.sim.gateway import Gateway

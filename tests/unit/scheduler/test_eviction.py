@@ -18,7 +18,7 @@ from rsrv.scheduler.eviction import (
     rate,
 )
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Piece, Uses, remember
+from rsrv.scheduler.weights import SharedTensorGroup, Uses, remember
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
 
@@ -37,11 +37,11 @@ def every(gap: float, *, until: float = NOW, count: int = 100) -> Uses:
     return asked(*(until - gap * number for number in range(count, 0, -1)))
 
 
-def own(size: int) -> Piece:
+def own(size: int) -> SharedTensorGroup:
     """On the device, and nobody else's."""
-    piece = Piece({}, size, [])
-    piece.users = 1
-    return piece
+    group = SharedTensorGroup({}, size, [])
+    group.users = 1
+    return group
 
 
 def idle(name: str, uses: Uses, *, size: int = 100, load: float = 0.01, used: float = 0.0) -> Resident:

@@ -20,7 +20,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.eviction import Resident, in_order, lru, make_room
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Piece, Residency, Weights
+from rsrv.scheduler.weights import Residency, SharedTensorGroup, Weights
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 
@@ -249,13 +249,13 @@ def crowds(draw: st.DrawFn) -> tuple[dict[str, set[int]], list[int], list[Reside
     models = draw(st.lists(tensors, min_size=1, max_size=6))
     staying = draw(st.sets(st.integers(0, len(models) - 1)))
     keep = draw(tensors)
-    pieces = [Piece({number: size}, size, []) for number, size in enumerate(sizes)]
+    groups = [SharedTensorGroup({number: size}, size, []) for number, size in enumerate(sizes)]
     for model in models:
         for number in model:
-            pieces[number].users += 1
+            groups[number].users += 1
     residents = [
         Resident(
-            f"m{index}", [pieces[n] for n in sorted(model)], draw(st.sampled_from([0.0, 1.0])), draw(ranks)
+            f"m{index}", [groups[n] for n in sorted(model)], draw(st.sampled_from([0.0, 1.0])), draw(ranks)
         )
         for index, model in enumerate(models)
         if index not in staying
@@ -277,7 +277,7 @@ def test_room_is_made_by_as_few_as_possible_in_order(
 ) -> None:
     """It frees enough; nobody goes in vain; those behind the last stay; None only if all are not enough."""
     models, sizes, residents, keep = crowd
-    kept = [piece for one in residents for piece in one.pieces if set(piece.tensors) <= keep]
+    kept = [group for one in residents for group in one.groups if set(group.tensors) <= keep]
     order = [one.model for one in in_order(residents, 0.0, lru)]
 
     victims = make_room(missing, residents, kept)
@@ -305,7 +305,7 @@ models_of_tensors = st.dictionaries(
 
 
 @given(models_of_tensors, st.data())
-def test_pieces_are_the_tensors_that_the_same_models_have(
+def test_groups_are_the_tensors_that_the_same_models_have(
     models: dict[str, set[str]], data: st.DataObject
 ) -> None:
     """However models come and go: bytes on the device are those of the union of what is resident."""
@@ -313,20 +313,20 @@ def test_pieces_are_the_tensors_that_the_same_models_have(
     weights = Weights(None)
     here = {}
     for name, keys in models.items():
-        holding = weights.add(program(name, tensors={key: size[key] for key in keys}))
+        own = weights.add(program(name, tensors={key: size[key] for key in keys}))
         if data.draw(st.booleans()):
-            weights.adopt(holding, 0.0)
-        here[name] = holding
+            weights.adopt(own, 0.0)
+        here[name] = own
         if data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(here)))
             if here[gone].residency is Residency.RESIDENT:
                 weights.evict(here[gone])
-            weights.pieces.leave(here.pop(gone))
-        present = set().union(*(models[one] for one, holding in here.items() if holding.epoch))
+            weights.groups.leave(here.pop(gone))
+        present = set().union(*(models[one] for one, own in here.items() if own.epoch))
         assert weights.bytes == sum(size[key] for key in present)
-        for one, holding in here.items():
-            assert holding.bytes == sum(size[key] for key in models[one])
-            assert holding.absent_bytes == sum(size[key] for key in models[one] - present)
+        for one, own in here.items():
+            assert own.bytes == sum(size[key] for key in models[one])
+            assert own.absent_bytes == sum(size[key] for key in models[one] - present)
 
 
 # --- how long loads take -----------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class _Paced(Device):
 
     def later(self, at: float, event: Event) -> None:
         if isinstance(event, WeightsLoaded):
-            seconds = 0.001 * self.scheduler._models[event.model].holding.moved
+            seconds = 0.001 * self.scheduler._models[event.model].weights.moved
             at, event = self.now + seconds, WeightsLoaded(event.model, event.epoch, seconds)
         super().later(at, event)
 

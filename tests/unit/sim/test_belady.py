@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.scheduler.eviction import POLICIES, Resident, make_room
-from rsrv.scheduler.weights import Piece, Uses, remember
+from rsrv.scheduler.weights import SharedTensorGroup, Uses, remember
 from rsrv.sim.belady import most_hits
 
 
@@ -30,11 +30,11 @@ def tried(requests: str, room: int, resident: str) -> int:
     return best(0, frozenset(resident))
 
 
-def _own() -> Piece:
+def _own() -> SharedTensorGroup:
     """A byte on the device that nobody else has."""
-    piece = Piece({}, 1, [])
-    piece.users = 1
-    return piece
+    group = SharedTensorGroup({}, 1, [])
+    group.users = 1
+    return group
 
 
 def had(requests: str, room: int, policy: str) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rsrv.scheduler.ranking import Rank
 from rsrv.scheduler.settings import Eviction
-from rsrv.scheduler.weights import Piece, Uses
+from rsrv.scheduler.weights import SharedTensorGroup, Uses
 
 _rank = attrgetter("rank")
 
@@ -32,7 +32,7 @@ class Resident:
 
     model: str
     #: all of its bytes. One comes free when no other model uses it.
-    pieces: Sequence[Piece]
+    groups: Sequence[SharedTensorGroup]
     #: when they were last of use.
     used: float
     #: the discipline's rank of the model's work; None if nobody waits for it.
@@ -44,7 +44,7 @@ class Resident:
 
     @property
     def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(group.bytes for group in self.groups)
 
 
 def rate(uses: Uses, now: float, grain: float) -> float:
@@ -92,31 +92,31 @@ POLICIES: Mapping[Eviction, Policy] = {"lru": lru, "cost": cost}
 class _Room:
     """What comes free while one after the other is chosen; `keep`: what stays, because who comes has it too."""
 
-    def __init__(self, keep: Collection[Piece]) -> None:
-        self._users: dict[Piece, int] = dict.fromkeys(keep, -1)
+    def __init__(self, keep: Collection[SharedTensorGroup]) -> None:
+        self._users: dict[SharedTensorGroup, int] = dict.fromkeys(keep, -1)
 
     def choose(self, one: Resident) -> int:
         """Bytes that come free if it goes too."""
         freed = 0
-        for piece in one.pieces:
-            users = self._users.get(piece, piece.users) - 1
-            self._users[piece] = users
-            freed += piece.bytes if users == 0 else 0
+        for group in one.groups:
+            users = self._users.get(group, group.users) - 1
+            self._users[group] = users
+            freed += group.bytes if users == 0 else 0
         return freed
 
     def spare(self, one: Resident) -> int:
         """Bytes that do not come free if it stays after all."""
         kept = 0
-        for piece in one.pieces:
-            kept += piece.bytes if self._users[piece] == 0 else 0
-            self._users[piece] += 1
+        for group in one.groups:
+            kept += group.bytes if self._users[group] == 0 else 0
+            self._users[group] += 1
         return kept
 
 
 def make_room(
     missing: int,
     residents: Iterable[Resident],
-    keep: Collection[Piece] = (),
+    keep: Collection[SharedTensorGroup] = (),
     now: float = 0.0,
     policy: Policy = lru,
 ) -> list[str] | None:
@@ -146,7 +146,7 @@ def make_room(
     return [one.model for one in chosen]
 
 
-def freed_by_all(residents: Iterable[Resident], keep: Collection[Piece] = ()) -> int:
+def freed_by_all(residents: Iterable[Resident], keep: Collection[SharedTensorGroup] = ()) -> int:
     """Bytes that come free if all of them go."""
     room = _Room(keep)
     return sum(room.choose(one) for one in residents)

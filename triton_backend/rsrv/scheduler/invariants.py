@@ -14,8 +14,8 @@ Of executions:
        the device's memory is about to be compacted.
 
 Of models:
-    8. each tensor belongs to one piece, and each piece's owners are the models that have it; its users are those
-       of them that are resident or loading. The bytes on the device are those of the pieces with users, each
+    8. each tensor belongs to one group, and each group's owners are the models that have it; its users are those
+       of them that are resident or loading. The bytes on the device are those of the groups with users, each
        once: within the budget, but for pinned models, one more that is alone, and what executes;
     9. work that waits has its weights resident, on their way, or in line for the link, which is in use
        unless nobody can give way. Pinned models, and those to be warmed up, are in line too;
@@ -44,7 +44,7 @@ from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
 from rsrv.scheduler.variant_queue import Entry
-from rsrv.scheduler.weights import Holding, Piece, Residency
+from rsrv.scheduler.weights import ModelWeights, Residency, SharedTensorGroup
 
 
 def check(scheduler: Scheduler) -> None:
@@ -74,7 +74,7 @@ def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
 
 
 def _check_model(scheduler: Scheduler, state: ModelState) -> None:
-    residency = state.holding.residency
+    residency = state.weights.residency
     waiting = sum(len(lane) for lane in state.lanes.values())
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
     _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
@@ -229,41 +229,41 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     weights, loads = scheduler._memory.weights, scheduler._loads
-    owners: dict[Piece, list[Holding]] = {}
+    owners: dict[SharedTensorGroup, list[ModelWeights]] = {}
     for state in states:
-        for piece in state.holding.pieces:
-            owners.setdefault(piece, []).append(state.holding)
-    tensors: dict[Any, Piece] = {}
-    for piece, those in owners.items():
+        for group in state.weights.groups:
+            owners.setdefault(group, []).append(state.weights)
+    tensors: dict[Any, SharedTensorGroup] = {}
+    for group, those in owners.items():
         users = [one for one in those if one.residency is not Residency.ABSENT]
-        _require(len(piece.owners) == len(those) and set(piece.owners) == set(those), "not its owners (8)")
-        _require(piece.users == len(users), "not its users (8)")
-        _require(piece.pins == sum(one.pinned for one in users), "not its pins (8)")
-        _require(not piece.tensors or piece.bytes == sum(piece.tensors.values()), "not its bytes (8)")
-        _require(tensors.keys().isdisjoint(piece.tensors), "a tensor is in two pieces (8)")
-        tensors |= dict.fromkeys(piece.tensors, piece)
-    _require(weights.pieces.by_tensor() == tensors, "the tensors known are not those of the models (8)")
+        _require(len(group.owners) == len(those) and set(group.owners) == set(those), "not its owners (8)")
+        _require(group.users == len(users), "not its users (8)")
+        _require(group.pins == sum(one.pinned for one in users), "not its pins (8)")
+        _require(not group.tensors or group.bytes == sum(group.tensors.values()), "not its bytes (8)")
+        _require(tensors.keys().isdisjoint(group.tensors), "a tensor is in two groups (8)")
+        tensors |= dict.fromkeys(group.tensors, group)
+    _require(weights.groups.by_tensor() == tensors, "the tensors known are not those of the models (8)")
     for state in states:
         if state.program.tensors is not None:
-            own = {key for piece in state.holding.pieces for key in piece.tensors}
-            _require(own == set(state.program.tensors), "its pieces are not its tensors (8)", state)
-    held = sum(piece.bytes for piece in owners if piece.users)
-    pinned = sum(piece.bytes for piece in owners if piece.pins)
+            own = {key for group in state.weights.groups for key in group.tensors}
+            _require(own == set(state.program.tensors), "its groups are not its tensors (8)", state)
+    held = sum(group.bytes for group in owners if group.users)
+    pinned = sum(group.bytes for group in owners if group.pins)
     _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
-    present = [state for state in states if state.holding.residency is not Residency.ABSENT]
-    unpinned = [state for state in present if not state.holding.pinned]
+    present = [state for state in states if state.weights.residency is not Residency.ABSENT]
+    unpinned = [state for state in present if not state.weights.pinned]
     for state in states:
         _check_wishes(scheduler, state)
     counted = set(weights.evictable)
-    _require(counted == {one.holding for one in unpinned}, "those that are not pinned are not known (8)")
+    _require(counted == {one.weights for one in unpinned}, "those that are not pinned are not known (8)")
     _require(
         not loads.overdue(scheduler._discipline, scheduler._now), f"{held} bytes held of {weights.budget} (8)"
     )
-    loading = [state for state in states if state.holding.residency is Residency.LOADING]
+    loading = [state for state in states if state.weights.residency is Residency.LOADING]
     _require(len(loading) <= 1, "more than one load is under way (9)")
     _require(
-        weights.loading is (loading[0].holding if loading else None), "the load under way is another one (9)"
+        weights.loading is (loading[0].weights if loading else None), "the load under way is another one (9)"
     )
     if not loading and loads.first() is not None and not scheduler._memory.compaction.pauses:
         planned, _ = loads.search(scheduler._discipline, scheduler._now)
@@ -272,8 +272,8 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
     memory, loads = scheduler._memory, scheduler._loads
-    name, holding, residency = state.name, state.holding, state.holding.residency
-    leaving, hoped, asked = state in memory.leaving, name in loads.hoped, holding.asked
+    name, weights, residency = state.name, state.weights, state.weights.residency
+    leaving, hoped, asked = state in memory.leaving, name in loads.hoped, weights.asked
     if state.draining:
         known = leaving or hoped or name in loads.later
         _require(not known, "it is removed, and somebody asks for it (10)", state)
@@ -282,11 +282,11 @@ def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
     gone = residency is Residency.LOADING and memory.weights.abandoning
     gone = gone or residency is Residency.ABSENT
     _require(not hoped or residency is not Residency.RESIDENT, "it is hoped for, and there (10)", state)
-    in_line = hoped or name in loads.wanted or holding.pinned
+    in_line = hoped or name in loads.wanted or weights.pinned
     _require(in_line or not gone or not asked, "it was asked for, and nobody knows (10)", state)
-    _require(not leaving or not (holding.pinned or asked), "it is to go, and to stay (10)", state)
+    _require(not leaving or not (weights.pinned or asked), "it is to go, and to stay (10)", state)
     _require(not leaving or residency is not Residency.ABSENT, "it is to go, and gone (10)", state)
-    stays = not evictable(state) or (state.place is not None and holding.fresh)
+    stays = not evictable(state) or (state.place is not None and weights.fresh)
     _require(not leaving or stays, "it is to go, and does not (10)", state)
     if not (scheduler.settings.on_demand or asked):
         _require(not hoped, "it is hoped for on demand (10)", state)

@@ -147,7 +147,7 @@ class Loads:
 
         Else a model whose deadlines are all shorter than its load would never be served.
         """
-        if model.holding.residency is Residency.ABSENT:
+        if model.weights.residency is Residency.ABSENT:
             self.hope(model)
 
     def come_back(self, evicted: Iterable[ModelState]) -> None:
@@ -200,7 +200,7 @@ class Loads:
     def search(self, discipline: Discipline, now: float) -> tuple[Plan | None, float]:
         """Look for room for the first one; and when time alone may make more (inf: it does not)."""
         cold = self._models[self.first() or ""]
-        missing, keep = self.weights.missing(cold.holding), cold.holding.pieces
+        missing, keep = self.weights.missing(cold.weights), cold.weights.groups
         idle: list[ModelState] = []
         working: list[ModelState] = []
         for model in self._models.values():
@@ -233,7 +233,7 @@ class Loads:
             return None
         first = self.cold.first()
         in_line = (self._models[name] for name in (self.hoped if first is None else (first,)))
-        return next((model for model in in_line if self.weights.missing(model.holding) > 0), None)
+        return next((model for model in in_line if self.weights.missing(model.weights) > 0), None)
 
     def in_vain(self, model: ModelState) -> bool:
         """Whether the load under way is of no use to anybody, and holds up somebody.
@@ -242,8 +242,8 @@ class Loads:
         """
         if self.weights.abandoning or model.place is not None:
             return False
-        holding = model.holding
-        needed = holding.pinned or holding.asked or holding.starved or holding.abandoned or model.warm_up
+        weights = model.weights
+        needed = weights.pinned or weights.asked or weights.starved or weights.abandoned or model.warm_up
         return not needed and self.first() is not None
 
     def next_try(self) -> float | None:
@@ -286,7 +286,7 @@ class Loads:
 
     def _would_give_way(self, model: ModelState, cold: ModelState, discipline: Discipline) -> float:
         """As `_gives_way`, were nothing of it executing."""
-        if model.holding.pinned or (model.place is not None and model.place[0] == COMMITTED_LEVEL):
+        if model.weights.pinned or (model.place is not None and model.place[0] == COMMITTED_LEVEL):
             return inf
         if cold.name in self.wanted:
             # A model that is added can wait until those that came for their work have done some.
@@ -310,7 +310,7 @@ class Loads:
         self.hoped = {
             name: None
             for name in self.hoped
-            if name in self._models and self._models[name].holding.residency is Residency.ABSENT
+            if name in self._models and self._models[name].weights.residency is Residency.ABSENT
         }
         if not self.hoped:
             return None
@@ -325,8 +325,8 @@ class Loads:
                     self._hope_at = min(self._hope_at, until)
         for name in self.hoped:
             model = self._models[name]
-            pieces, missing = model.holding.pieces, self.weights.missing(model.holding)
-            victims = make_room(missing, idle, pieces, now, self._policy)
+            groups, missing = model.weights.groups, self.weights.missing(model.weights)
+            victims = make_room(missing, idle, groups, now, self._policy)
             if victims is not None:
                 return model, [self._models[victim] for victim in victims]
         return None
@@ -335,36 +335,37 @@ class Loads:
         """As `plan`, for a model that was compacted away; whoever finds no free room does not come back."""
         while self.later:
             model = self._models.get(self.later.pop(0))
-            if model is None or model.holding.residency is not Residency.ABSENT:
+            if model is None or model.weights.residency is not Residency.ABSENT:
                 continue
-            if self.weights.missing(model.holding) <= 0:
+            if self.weights.missing(model.weights) <= 0:
                 return model, []
         return None
 
     def _held_until(self, model: ModelState) -> float:
-        return model.holding.since + self._factor * model.holding.took
+        return model.weights.since + self._factor * model.weights.took
 
     def _unused(self, model: ModelState) -> float:
         """From when on a model counts as unused that nobody waits for."""
-        holding = model.holding
-        pause = 2.0 * holding.gap
-        return holding.used + pause if pause <= holding.load_seconds and pause else -inf
+        weights = model.weights
+        pause = 2.0 * weights.gap
+        return weights.used + pause if pause <= weights.load_seconds and pause else -inf
 
     def _urgent(self, cold: ModelState, until: float, discipline: Discipline) -> bool:
         """Whether a deadline cannot wait for so long."""
         if not discipline.sheds or cold.front is None:
             return False
         deadline = cold.front.entries[0].request.deadline
-        return deadline is not None and deadline - cold.turn_seconds - cold.holding.remaining_seconds < until
+        return deadline is not None and deadline - cold.turn_seconds - cold.weights.remaining_seconds < until
 
 
-class Rests:
-    """Models whose weights found no memory twice, and pinned ones whose load failed: they are not tried again for a while.
+class LoadBackoff:
+    """The models whose weights are not loaded again for a while.
 
-    Without memory each try costs all others their weights. A rest ends by time, or when an operator makes room: then there may be
-    memory that was not to be had before. How long it is stays with the model until a load goes well (`Holding`).
+    These are models whose weights found no memory twice, and pinned ones whose load failed. Without memory each try costs
+    all others their weights. A back-off ends by time, or when an operator makes room: then there may be memory that was not
+    available before. Its length stays with the model until a load goes well (`ModelWeights`).
 
-    Some of them may have been loaded meanwhile.
+    Some of the models may have been loaded meanwhile.
     """
 
     __slots__ = ("_models",)
@@ -375,41 +376,41 @@ class Rests:
 
     def begin(self, model: ModelState, now: float, *, shut: bool) -> None:
         """`shut`: until it is over requests are refused, too, for want of memory."""
-        model.holding.give_up(now, shut=shut)
+        model.weights.give_up(now, shut=shut)
         self._models[model] = None
 
     def forget(self, model: ModelState) -> None:
         self._models.pop(model, None)
 
     def relieve(self) -> None:
-        """Memory was given back: nobody rests any longer."""
+        """End every back-off: memory was given back."""
         for model in self._models:
-            model.holding.end_rest()
+            model.weights.end_backoff()
 
     def over(self, now: float) -> list[ModelState]:
-        """Take out those whose rest is over."""
+        """Take out the models whose back-off is over."""
         if not self._models:
             return []
-        over = [model for model in self._models if model.holding.rests_until <= now]
+        over = [model for model in self._models if model.weights.backoff_until <= now]
         for model in over:
             del self._models[model]
         return over
 
     def next(self) -> float | None:
-        """When a pinned model's rest is over: others are tried again for requests."""
-        rests = (model.holding.rests_until for model in self._models if model.holding.pinned)
-        return min(rests, default=None)
+        """When a pinned model's back-off is over: others are tried again for requests."""
+        ends = (model.weights.backoff_until for model in self._models if model.weights.pinned)
+        return min(ends, default=None)
 
 
 def evictable(model: ModelState) -> bool:
     """Whether its weights could go now, if somebody else should have their room."""
     if model.place is not None and model.place[0] == COMMITTED_LEVEL:
         return False
-    holding = model.holding
-    return holding.residency is Residency.RESIDENT and not holding.pinned and not model.busy
+    weights = model.weights
+    return weights.residency is Residency.RESIDENT and not weights.pinned and not model.busy
 
 
 def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
     rank = None if discipline is None or model.place is None else discipline.rank(model)
-    holding = model.holding
-    return Resident(model.name, holding.pieces, holding.used, rank, holding.load_seconds, holding.uses)
+    weights = model.weights
+    return Resident(model.name, weights.groups, weights.used, rank, weights.load_seconds, weights.uses)

@@ -19,7 +19,7 @@ from rsrv.scheduler.events import (
     WeightsLoaded,
 )
 from rsrv.scheduler.inflight import Running
-from rsrv.scheduler.loads import Loads, Rests, evictable
+from rsrv.scheduler.loads import LoadBackoff, Loads, evictable
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.request_queue import Queues
 from rsrv.scheduler.settings import SchedulerSettings
@@ -28,7 +28,7 @@ from rsrv.scheduler.weights import Residency, Weights
 
 
 class Compaction:
-    """Freeing all evictable weights at once, so that the device's allocator finds its memory in one piece again.
+    """Freeing all evictable weights at once, so that the device's allocator finds its memory contiguous again.
 
     While a compaction is due nothing new starts on the device. Once nothing executes, loads or warms up, all
     weights that are not pinned are evicted; then everything goes on. There are two reasons for one:
@@ -88,10 +88,10 @@ class Memory:
         "_interval",
         "_models",
         "_queues",
+        "backoff",
         "compaction",
         "leaving",
         "loads",
-        "rests",
         "warming",
         "weights",
     )
@@ -114,7 +114,7 @@ class Memory:
         self.warming = 0
         #: models whose weights are to go as soon as they may (a dictionary for its order), and whether an operator said so.
         self.leaving: dict[ModelState, bool] = {}
-        self.rests = Rests()
+        self.backoff = LoadBackoff()
 
     @property
     def idle(self) -> bool:
@@ -126,47 +126,47 @@ class Memory:
     def admit(self, model: ModelState, *, resident: bool, now: float, out: list[Instruction]) -> None:
         """An added model's weights are there already, or are to come if they must."""
         if resident:
-            self.weights.adopt(model.holding, now)
-            model.holding.asked = model.holding.pinned or not model.warm_up
+            self.weights.adopt(model.weights, now)
+            model.weights.asked = model.weights.pinned or not model.warm_up
             # If it is pinned, what it shares with others takes no room of theirs any more.
             self.loads.retry()
             self._warm(model, out)
-        elif model.holding.pinned or model.warm_up:
+        elif model.weights.pinned or model.warm_up:
             self.loads.want(model)
 
     def release(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
         """Let a removed model go, once nothing uses its weights or loads them; whether it is gone."""
         self.loads.forget(model.name)
         self.leaving.pop(model, None)
-        self.rests.forget(model)
-        if model.busy or model.holding.residency is Residency.LOADING:
+        self.backoff.forget(model)
+        if model.busy or model.weights.residency is Residency.LOADING:
             return False
-        if model.holding.residency is Residency.RESIDENT:
-            self.rests.relieve()
-            evict = self.weights.evict(model.holding)
+        if model.weights.residency is Residency.RESIDENT:
+            self.backoff.relieve()
+            evict = self.weights.evict(model.weights)
             model.story.add(now, "evict weights", evict)
             out.append(evict)
-        self.weights.pieces.leave(model.holding)
+        self.weights.groups.leave(model.weights)
         self.loads.retry()
         return True
 
     def pin(self, model: ModelState, pinned: bool, now: float, out: list[Instruction]) -> None:
         """Keep a model's weights on the device from now on, or no longer."""
-        changed = pinned != model.holding.pinned
+        changed = pinned != model.weights.pinned
         if changed:
-            self.weights.pin(model.holding, pinned)
+            self.weights.pin(model.weights, pinned)
             model.story.add(now, "pinned" if pinned else "unpinned", "")
         if pinned:
-            model.holding.asked = True
-            model.holding.end_rest()
+            model.weights.asked = True
+            model.weights.end_backoff()
             self.leaving.pop(model, None)
-            if model.holding.residency is Residency.ABSENT:
+            if model.weights.residency is Residency.ABSENT:
                 self.loads.want(model)
         elif changed:
-            if model.holding.residency is not Residency.ABSENT:
+            if model.weights.residency is not Residency.ABSENT:
                 # Others have its room now if they need it.
-                self.rests.relieve()
-            model.holding.asked = False
+                self.backoff.relieve()
+            model.weights.asked = False
             if not model.warm_up:
                 self._unwant(model)
             if not self.loads.on_demand:
@@ -177,36 +177,36 @@ class Memory:
     def prefetch(self, model: ModelState, now: float) -> None:
         """Bring a model's weights to the device, if they are not there or will not stay."""
         model.story.add(now, "prefetch", "")
-        model.holding.end_rest()
+        model.weights.end_backoff()
         self.leaving.pop(model, None)
         self._ask(model)
         self._queues.touched[model] = None
 
     def _ask(self, model: ModelState) -> None:
         """Somebody wants it to be there."""
-        model.holding.asked = True
-        gone = model.holding.residency is Residency.LOADING and self.weights.abandoning
-        if model.holding.residency is Residency.ABSENT or gone:
+        model.weights.asked = True
+        gone = model.weights.residency is Residency.LOADING and self.weights.abandoning
+        if model.weights.residency is Residency.ABSENT or gone:
             self.loads.hope(model)
 
     def leave(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
         """Free weights as soon as they may go; pinned ones stay."""
         for model in models:
-            holding = model.holding
-            if holding.pinned:
+            weights = model.weights
+            if weights.pinned:
                 continue
             model.story.add(now, "to be evicted", "")
-            holding.asked = False
+            weights.asked = False
             if not model.warm_up:
                 self._unwant(model)
             self.loads.withdraw(model.name)
-            if holding.residency is not Residency.ABSENT:
+            if weights.residency is not Residency.ABSENT:
                 self.leaving[model] = True
             # A load that requests wait for goes on, and a model that warms up does so first.
             needed = model.warm_up or (self.loads.on_demand and model.place is not None)
-            if holding.residency is Residency.LOADING and not (needed or self.weights.abandoning):
+            if weights.residency is Residency.LOADING and not (needed or self.weights.abandoning):
                 self._abandon(model, now, out)
-            if holding.residency is not Residency.RESIDENT:
+            if weights.residency is not Residency.RESIDENT:
                 self._turn_away(model, now, out)
             self._queues.touched[model] = None
 
@@ -217,20 +217,20 @@ class Memory:
 
     def hold(self, model: ModelState) -> None:
         """Nobody waits for a model's weights any more, whoever waits: they need not be tried again."""
-        if not (model.holding.pinned or model.holding.asked or model.warm_up):
+        if not (model.weights.pinned or model.weights.asked or model.warm_up):
             self._unwant(model)
 
     def _unwant(self, model: ModelState) -> None:
         """It need not come before others any more; nor because the last time there was no memory."""
         if model.name in self.loads.wanted:
-            model.holding.starved = False
+            model.weights.starved = False
             self.loads.unwant(model.name)
 
     def warmed_up(self, model: ModelState) -> None:
         """A model's warm-up is over, well or not."""
         model.warming = False
         self.warming -= 1
-        if not (self.loads.on_demand or model.holding.asked):
+        if not (self.loads.on_demand or model.weights.asked):
             self.leaving[model] = False
         self._queues.touched[model] = None
 
@@ -262,13 +262,13 @@ class Memory:
         """Nothing comes or goes by itself any more: what is there stays, and what is on its way comes."""
         loads = self.loads
         for model in self._models.values():
-            here = model.holding.residency is not Residency.ABSENT
+            here = model.weights.residency is not Residency.ABSENT
             added = model.warm_up or model.warming or model in self.leaving
             if (here or model.name in loads.wanted or model.name in loads.later) and not added:
                 self._ask(model)
-            if not model.holding.asked:
+            if not model.weights.asked:
                 loads.hoped.pop(model.name, None)
-                if model.holding.residency is not Residency.RESIDENT:
+                if model.weights.residency is not Residency.RESIDENT:
                     self._turn_away(model, now, out)
 
     # --- loads end ---------------------------------------------------------------------------------------
@@ -278,27 +278,27 @@ class Memory:
     ) -> ModelState | None:
         """Take in how a load ended; the model that was loaded, or None if that load is over already."""
         model = self._models.get(event.model) or self._draining.get(event.model)
-        if model is None or model.holding.epoch != event.epoch:
+        if model is None or model.weights.epoch != event.epoch:
             return None
-        if model.holding.residency is not Residency.LOADING:
+        if model.weights.residency is not Residency.LOADING:
             return None
         self._queues.discipline.link(False)
         self._queues.touched[model] = None
         match event:
             case WeightsLoaded():
                 self.loads.forget(model.name)
-                self.weights.loaded(model.holding, event.seconds, now)
+                self.weights.loaded(model.weights, event.seconds, now)
                 model.totals.load.observe(event.seconds)
-                model.holding.fresh = model.place is not None
+                model.weights.fresh = model.place is not None
                 self.compaction.count(self.weights.loads, self._interval)
                 model.story.add(now, "weights loaded", event)
                 if not model.draining:
                     self._warm(model, out)
             case LoadAbandoned():
                 self.leaving.pop(model, None)
-                if model.holding.pinned and not model.draining:
+                if model.weights.pinned and not model.draining:
                     self.loads.want(model)
-                self.weights.failed(model.holding, abandoned=True)
+                self.weights.failed(model.weights, abandoned=True)
                 model.story.add(now, "load abandoned", "")
                 self.loads.retry()
             case LoadFailed():
@@ -307,36 +307,36 @@ class Memory:
         return model
 
     def _failed(self, model: ModelState, event: LoadFailed, now: float, out: list[Instruction]) -> None:
-        holding = model.holding
-        self.weights.failed(holding)
+        weights = model.weights
+        self.weights.failed(weights)
         self.leaving.pop(model, None)
         self.loads.retry()
         if model.draining:
             return
-        if event.out_of_memory and not holding.starved:
-            if model.place is None and not (holding.pinned or holding.asked or model.warm_up):
+        if event.out_of_memory and not weights.starved:
+            if model.place is None and not (weights.pinned or weights.asked or model.warm_up):
                 # Those who wait for it while it is held cause its next load when the model goes on.
                 return
-            holding.starved = True
+            weights.starved = True
             self.compaction.ask(reload=False)
             self.loads.want(model)
             return
-        if event.out_of_memory or holding.pinned:
-            self.rests.begin(model, now, shut=event.out_of_memory)
-        holding.starved = False
+        if event.out_of_memory or weights.pinned:
+            self.backoff.begin(model, now, shut=event.out_of_memory)
+        weights.starved = False
         self.loads.forget(model.name)
-        if holding.pinned or holding.asked or model.warm_up:
-            holding.asked = False
+        if weights.pinned or weights.asked or model.warm_up:
+            weights.asked = False
             out.append(GiveUp(model.name, event.error))
             model.warm_up = False
         self._queues.fail(model, event.error, out)
 
     def rise(self, now: float) -> None:
         """Try pinned models again that have rested; others come for requests."""
-        for model in self.rests.over(now):
-            if model.holding.pinned:
-                model.holding.asked = True
-                if model.holding.residency is Residency.ABSENT:
+        for model in self.backoff.over(now):
+            if model.weights.pinned:
+                model.weights.asked = True
+                if model.weights.residency is Residency.ABSENT:
                     self.loads.want(model)
 
     def _warm(self, model: ModelState, out: list[Instruction]) -> None:
@@ -367,7 +367,7 @@ class Memory:
             return
         model, victims = planned
         # Before the evictions: what it shares with those that leave stays.
-        load = self.weights.load(model.holding, now)
+        load = self.weights.load(model.weights, now)
         # Where all residency was asked for, who makes room for a warm-up comes back after it.
         returns = not self.loads.on_demand and model.warm_up
         for victim in victims:
@@ -382,18 +382,18 @@ class Memory:
         """It was asked for and does not fit, and nobody gives way by himself."""
         weights = self.weights
         error = (
-            f"{model.holding.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
+            f"{model.weights.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
             f"{weights.budget}; evict or unpin other models first"
         )
         model.story.add(now, "no room", "")
-        model.holding.asked = False
+        model.weights.asked = False
         self.loads.forget(model.name)
         self.loads.cold.discard(model.name)
         out.append(GiveUp(model.name, error))
         self._turn_away(model, now, out)
 
     def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
-        abandon = self.weights.abandon(model.holding)
+        abandon = self.weights.abandon(model.weights)
         model.story.add(now, "abandon load", abandon)
         out.append(abandon)
 
@@ -401,7 +401,7 @@ class Memory:
         """Evict those that are to go and may: nothing executes on them, or must before."""
         for model in [model for model in self.leaving if evictable(model) and not self._must_execute(model)]:
             if self.leaving[model]:
-                self.rests.relieve()
+                self.backoff.relieve()
             self.evict(model, Cause.ASKED, now, out)
             self.loads.retry()
 
@@ -416,7 +416,7 @@ class Memory:
         """
         if model.place is None:
             return False
-        return model.place[0] == COMMITTED_LEVEL or (model.holding.fresh and self.loads.on_demand)
+        return model.place[0] == COMMITTED_LEVEL or (model.weights.fresh and self.loads.on_demand)
 
     def trim(self, now: float, out: list[Instruction]) -> None:
         """Evict what is beyond the budget, as far as it is free: the budget fell, or models were pinned."""
@@ -436,7 +436,7 @@ class Memory:
         """
         self.let_go(now, out)
         evicted = [model for model in self._models.values() if evictable(model)]
-        evicted.sort(key=lambda model: model.holding.used, reverse=True)
+        evicted.sort(key=lambda model: model.weights.used, reverse=True)
         working = [model for model in evicted if model.place is not None]
         for model in evicted:
             self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
@@ -447,7 +447,7 @@ class Memory:
             self.compaction.warming = self.compaction.warm_ups.popleft()
             self.warming += 1
             out.append(WarmUp(self.compaction.warming.name, again=True))
-        return self.weights.bring_back(model.holding for model in working)
+        return self.weights.bring_back(model.weights for model in working)
 
     def evict(
         self,
@@ -463,7 +463,7 @@ class Memory:
 
         `returns`: they come back as soon as there is room, and what waits for them waits on.
         """
-        evict = self.weights.evict(model.holding, heir)
+        evict = self.weights.evict(model.weights, heir)
         model.story.add(now, "evict weights", evict)
         model.totals.evict(cause)
         self.leaving.pop(model, None)
@@ -472,5 +472,5 @@ class Memory:
         if returns:
             self._ask(model)
         else:
-            model.holding.asked = False
+            model.weights.asked = False
             self._turn_away(model, now, out)

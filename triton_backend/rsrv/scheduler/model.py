@@ -10,7 +10,7 @@ from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Pr
 from rsrv.scheduler.history import Story
 from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import Lane
-from rsrv.scheduler.weights import Holding, Residency
+from rsrv.scheduler.weights import ModelWeights, Residency
 
 
 def check_program(program: Program) -> None:
@@ -65,7 +65,6 @@ class ModelState:
         "executions",
         "finishing",
         "front",
-        "holding",
         "lanes",
         "name",
         "paused",
@@ -80,13 +79,14 @@ class ModelState:
         "warm_up",
         "warming",
         "weight",
+        "weights",
     )
 
     def __init__(
         self,
         program: Program,
         costs: Mapping[int, VariantCosts],
-        holding: Holding,
+        weights: ModelWeights,
         *,
         warm_up: bool,
     ) -> None:
@@ -99,7 +99,7 @@ class ModelState:
         #: requests and executions in flight, or about to be tried again.
         self.executing = 0
         self.executions = 0
-        self.holding = holding
+        self.weights = weights
         self.draining = False
         #: whether it is still to be warmed up, or is being warmed up now.
         self.warm_up = warm_up
@@ -132,7 +132,7 @@ class ModelState:
     @property
     def ready(self) -> bool:
         """Whether it has work that the device could take now, or as soon as it is ripe."""
-        return self.place is not None and self.holding.residency is Residency.RESIDENT and not self.warming
+        return self.place is not None and self.weights.residency is Residency.RESIDENT and not self.warming
 
     @property
     def busy(self) -> bool:
@@ -147,7 +147,7 @@ class ModelState:
     @property
     def stage(self) -> Stage:
         """What its requests wait for."""
-        return Stage.QUEUE if self.holding.residency is Residency.RESIDENT else Stage.LOAD
+        return Stage.QUEUE if self.weights.residency is Residency.RESIDENT else Stage.LOAD
 
     @property
     def held(self) -> bool:
@@ -216,7 +216,7 @@ class ModelState:
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""
         requests = len(execute.requests)
-        self.holding.fresh = False
+        self.weights.fresh = False
         self.queued -= requests
         self.executing += requests
         self.executions += 1
@@ -239,8 +239,8 @@ class ModelState:
         return ModelLoad(
             self.queued,
             self.executing,
-            self.holding.pinned,
-            self.holding.bytes,
+            self.weights.pinned,
+            self.weights.bytes,
             min(table.seconds[table.best] / table.capacities[table.best] for table in tables),
             max(table.max_rows for table in tables),
             totals.misses,
@@ -253,8 +253,8 @@ class ModelState:
         """Its statistics now."""
         totals = self.totals
         return ModelSnapshot(
-            residency=self.holding.residency,
-            pinned=self.holding.pinned,
+            residency=self.weights.residency,
+            pinned=self.weights.pinned,
             draining=self.draining,
             paused=self.paused,
             queued=self.queued,
@@ -273,10 +273,10 @@ class ModelState:
                 for size, seconds in zip(lane.costs.sizes, lane.costs.seconds, strict=True)
             },
             weight_bytes=self.program.weight_bytes,
-            device_bytes=self.holding.bytes,
+            device_bytes=self.weights.bytes,
             misses=totals.misses,
-            loads=self.holding.loads,
+            loads=self.weights.loads,
             evictions=sum(totals.evictions.values()),
-            load_seconds=self.holding.load_seconds,
+            load_seconds=self.weights.load_seconds,
             backlog_seconds=self.backlog_seconds,
         )

@@ -132,11 +132,11 @@ class Queues:
             if model.paused is not None and model.closed_to(request):  # (5)
                 _refuse(model, (request.id,), Reason.PAUSED, None, now, out)
                 continue
-            if not on_demand and not model.holding.asked:  # (6)
+            if not on_demand and not model.weights.asked:  # (6)
                 _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
                 continue
-            if rest := model.holding.resting(now):  # (7)
-                _refuse(model, (request.id,), Reason.NO_MEMORY, rest, now, out)
+            if retry_after := model.weights.backoff_left(now):  # (7)
+                _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
                 continue
             if model.queued >= model.program.max_queue_depth:  # (8)
                 full.setdefault(model, []).append(request.id)
@@ -160,10 +160,10 @@ class Queues:
             self.queued += len(ids)
             self.touched[model] = None
             if model.queued == len(ids) and not model.executions:
-                model.holding.needed(now)
-            if model.holding.residency is not Residency.RESIDENT:
+                model.weights.needed(now)
+            if model.weights.residency is not Residency.RESIDENT:
                 model.totals.misses += len(ids)
-            model.holding.uses = remember(model.holding.uses, len(ids), now)
+            model.weights.uses = remember(model.weights.uses, len(ids), now)
             model.story.add(now, "arrived", ids)
         deadlines.clean(self.queued)
         self.starts.clean(self.queued)
@@ -354,11 +354,11 @@ def hopeless(
         if deadline is None:
             continue
         latest = deadline - lane.costs.request(entry.rows, coalesce=model.program.coalesce)
-        loaded = now + weights.expected_wait(model.holding, now)
+        loaded = now + weights.expected_wait(model.weights, now)
         if max(free, loaded) > latest + SLACK:
             yield Hopeless(entry, lane, model, free <= latest + SLACK and not model.held)
         else:
-            absent = model.holding.residency is Residency.ABSENT
-            later.append((entry, latest - model.holding.remaining_seconds if absent else latest))
+            absent = model.weights.residency is Residency.ABSENT
+            later.append((entry, latest - model.weights.remaining_seconds if absent else latest))
     for entry, latest in later:
         starts.push(entry, latest)

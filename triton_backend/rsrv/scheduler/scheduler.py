@@ -263,7 +263,7 @@ class Scheduler:
         model, execute = running.model, running.execute
         model.totals.device_seconds += event.seconds
         model.totals.execute.observe(event.seconds)
-        model.holding.used = now
+        model.weights.used = now
         if execute.again:
             self._memory.compaction.retrying = False
         elif event.out_of_memory:
@@ -426,7 +426,7 @@ class Scheduler:
             self._loads.cold.discard(name)
             self._loads.changed(model)
             return
-        match model.holding.residency:
+        match model.weights.residency:
             case Residency.RESIDENT:
                 if model.warming:
                     discipline.wait(model, claims=False)
@@ -480,10 +480,10 @@ class Scheduler:
         """When a `Tick` is due; None if nothing happens by time alone.
 
         The soonest of: a queued request's or a waiting run's deadline, or when it becomes certain to be missed; the end of
-        holding a model back for more requests, or of keeping weights that others wait to replace; the next try of a
+        keeping a model back for more requests, or of keeping weights that others wait to replace; the next try of a
         pinned model that found no memory; the time to give the device its next execution.
         """
-        times = [self._queues.deadlines.next(), self._gate.next_deadline(), self._memory.rests.next()]
+        times = [self._queues.deadlines.next(), self._gate.next_deadline(), self._memory.backoff.next()]
         if self._discipline.sheds:
             start = self._queues.starts.next()
             times.append(None if start is None else start + 2 * SLACK)
@@ -571,7 +571,7 @@ class Scheduler:
         return [*self._models.values(), *self._draining.values()]
 
     def _logical_bytes(self) -> int:
-        present = (one for one in self._states() if one.holding.residency is not Residency.ABSENT)
+        present = (one for one in self._states() if one.weights.residency is not Residency.ABSENT)
         return sum(one.program.weight_bytes for one in present)
 
     def snapshot(self) -> Snapshot:

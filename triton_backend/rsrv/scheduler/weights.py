@@ -1,8 +1,8 @@
 """What is on the device: whose weights, in which bytes, under which budget. The one place that loads or evicts.
 
 Tensors are known by their content. Models that have equal ones share their bytes: these are counted once, and are
-there while any of the models is. Tensors that exactly the same loaded models have are one *piece*. Sums over a model's
-pieces cost far less than sums over its tensors: a model that shares nothing is one piece, and a family of fine-tunes
+there while any of the models is. Tensors that exactly the same loaded models have are one *group*. Sums over a model's
+groups cost far less than sums over its tensors: a model that shares nothing is one group, and a family of fine-tunes
 with one backbone has two for each member.
 
 Every load has an epoch of its own, rising over all models and loads, so a completion names exactly one
@@ -20,7 +20,7 @@ from rsrv.scheduler.events import AbandonLoad, CallerError, EvictWeights, LoadWe
 #: share of the latest pause in the usual one.
 _ALPHA = 0.3
 #: seconds for which a load that failed is not tried again; doubling from the first to the longest.
-_FIRST_REST, _LONGEST_REST = 1.0, 60.0
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
 #: share of a model's bytes that a load must move to say something of how long a whole one takes.
 _TELLING = 0.5
 #: requests of a model that are remembered. More would tell the popular from the rest a little better where nothing
@@ -37,12 +37,12 @@ def remember(uses: Uses, requests: int, now: float) -> Uses:
     return (uses + (now,) * min(requests, _MEMORY))[-_MEMORY:]
 
 
-class Piece:
+class SharedTensorGroup:
     """Tensors that exactly the same loaded models have. They are on the device while one of these uses them."""
 
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
-    def __init__(self, tensors: dict[Any, int], size: int, owners: list["Holding"]) -> None:
+    def __init__(self, tensors: dict[Any, int], size: int, owners: list["ModelWeights"]) -> None:
         #: key -> bytes; empty for the weights of a model whose tensors nobody told.
         self.tensors = tensors
         self.bytes = size
@@ -52,14 +52,14 @@ class Piece:
         self.pins = 0
 
 
-class Pieces:
-    """The pieces of all models whose tensors are known."""
+class SharedTensorGroups:
+    """The groups of all models whose tensors are known."""
 
     __slots__ = ("_of",)
 
     def __init__(self) -> None:
-        #: tensor -> the piece that it belongs to.
-        self._of: dict[Any, Piece] = {}
+        #: tensor -> the group that it belongs to.
+        self._of: dict[Any, SharedTensorGroup] = {}
 
     def check(self, tensors: Mapping[Any, int]) -> None:
         """Refuse tensors that contradict those of other models.
@@ -68,49 +68,49 @@ class Pieces:
             CallerError: a tensor has another size.
         """
         for key, size in tensors.items():
-            piece = self._of.get(key)
-            if piece is not None and piece.tensors[key] != size:
-                raise CallerError(f"tensor {key!r} has {size} bytes here and {piece.tensors[key]} elsewhere")
+            group = self._of.get(key)
+            if group is not None and group.tensors[key] != size:
+                raise CallerError(f"tensor {key!r} has {size} bytes here and {group.tensors[key]} elsewhere")
 
-    def join(self, holding: "Holding", tensors: Mapping[Any, int]) -> None:
-        """Divide the tensors of a model that has none yet among its pieces. Costs O(tensors)."""
+    def join(self, weights: "ModelWeights", tensors: Mapping[Any, int]) -> None:
+        """Divide the tensors of a model that has none yet among its groups. Costs O(tensors)."""
         fresh: dict[Any, int] = {}
-        common: dict[Piece, dict[Any, int]] = {}
+        common: dict[SharedTensorGroup, dict[Any, int]] = {}
         for key, size in tensors.items():
-            piece = self._of.get(key)
-            (fresh if piece is None else common.setdefault(piece, {}))[key] = size
-        for piece, some in common.items():
-            whole = len(some) == len(piece.tensors)
-            shared = piece if whole else self._split(piece, some)
-            shared.owners.append(holding)
-            holding.pieces.append(shared)
+            group = self._of.get(key)
+            (fresh if group is None else common.setdefault(group, {}))[key] = size
+        for group, some in common.items():
+            whole = len(some) == len(group.tensors)
+            shared = group if whole else self._split(group, some)
+            shared.owners.append(weights)
+            weights.groups.append(shared)
         if fresh:
-            own = Piece(fresh, sum(fresh.values()), [holding])
+            own = SharedTensorGroup(fresh, sum(fresh.values()), [weights])
             self._of.update(dict.fromkeys(fresh, own))
-            holding.pieces.append(own)
+            weights.groups.append(own)
 
-    def _split(self, piece: Piece, tensors: dict[Any, int]) -> Piece:
-        """Make some of a piece's tensors a piece of their own."""
-        part = Piece(tensors, sum(tensors.values()), list(piece.owners))
-        part.users, part.pins = piece.users, piece.pins
-        piece.bytes -= part.bytes
+    def _split(self, group: SharedTensorGroup, tensors: dict[Any, int]) -> SharedTensorGroup:
+        """Make some of a group's tensors a group of their own."""
+        part = SharedTensorGroup(tensors, sum(tensors.values()), list(group.owners))
+        part.users, part.pins = group.users, group.pins
+        group.bytes -= part.bytes
         for key in tensors:
-            del piece.tensors[key]
+            del group.tensors[key]
             self._of[key] = part
         for owner in part.owners:
-            owner.pieces.append(part)
+            owner.groups.append(part)
         return part
 
-    def leave(self, holding: "Holding") -> None:
+    def leave(self, weights: "ModelWeights") -> None:
         """Forget the tensors of a model that is gone, and uses none."""
-        for piece in holding.pieces:
-            piece.owners.remove(holding)
-            if not piece.owners:
-                for key in piece.tensors:
+        for group in weights.groups:
+            group.owners.remove(weights)
+            if not group.owners:
+                for key in group.tensors:
                     del self._of[key]
 
-    def by_tensor(self) -> Mapping[Any, Piece]:
-        """Each tensor's piece."""
+    def by_tensor(self) -> Mapping[Any, SharedTensorGroup]:
+        """Each tensor's group."""
         return self._of
 
 
@@ -122,24 +122,24 @@ class Residency(Enum):
     RESIDENT = "resident"
 
 
-class Holding:
+class ModelWeights:
     """The weights of one model."""
 
     __slots__ = (
         "abandoned",
         "asked",
+        "backoff_seconds",
+        "backoff_until",
         "epoch",
         "fresh",
         "gap",
+        "groups",
         "load_seconds",
         "loads",
         "model",
         "moved",
-        "pieces",
         "pinned",
         "residency",
-        "rest",
-        "rests_until",
         "shut",
         "since",
         "starved",
@@ -152,7 +152,7 @@ class Holding:
     def __init__(self, program: Program) -> None:
         self.model = program.model
         #: all of its tensors; `Weights` divides them.
-        self.pieces: list[Piece] = []
+        self.groups: list[SharedTensorGroup] = []
         #: whether it stays on the device, whoever else needs room.
         self.pinned = program.pinned
         #: whether somebody asked for it to come, or to stay, other than by a request. Ends when it leaves.
@@ -166,8 +166,8 @@ class Holding:
         self.abandoned = False
         self.starved = False
         #: until when it is not loaded by itself, because that failed, and how long that takes in all.
-        self.rests_until = -inf
-        self.rest = 0.0
+        self.backoff_until = -inf
+        self.backoff_seconds = 0.0
         #: whether requests do not cause a load either: it found no memory twice, and each time all others had given way.
         self.shut = False
         #: completed loads.
@@ -191,12 +191,12 @@ class Holding:
     @property
     def bytes(self) -> int:
         """What it takes on the device if nobody else has any of it there."""
-        return sum(piece.bytes for piece in self.pieces)
+        return sum(group.bytes for group in self.groups)
 
     @property
     def absent_bytes(self) -> int:
         """What a load of it has to move now."""
-        return sum(piece.bytes for piece in self.pieces if not piece.users)
+        return sum(group.bytes for group in self.groups if not group.users)
 
     @property
     def remaining_seconds(self) -> float:
@@ -206,18 +206,18 @@ class Holding:
 
     def give_up(self, now: float, *, shut: bool) -> None:
         """A load failed; `shut`: it found no memory though all others had given way."""
-        self.rest = min(max(2.0 * self.rest, _FIRST_REST), _LONGEST_REST)
-        self.rests_until = now + self.rest
+        self.backoff_seconds = min(max(2.0 * self.backoff_seconds, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
+        self.backoff_until = now + self.backoff_seconds
         self.shut = shut
 
-    def end_rest(self) -> None:
-        """It may go well now; if it does not, the next rest is longer all the same."""
-        self.rests_until = -inf
+    def end_backoff(self) -> None:
+        """It may go well now; if it does not, the next back-off is longer all the same."""
+        self.backoff_until = -inf
 
-    def resting(self, now: float) -> float:
+    def backoff_left(self, now: float) -> float:
         """Seconds for which requests do not cause a load of it; 0: they do, or need none."""
         shut = self.shut and self.residency is Residency.ABSENT
-        return max(0.0, self.rests_until - now) if shut else 0.0
+        return max(0.0, self.backoff_until - now) if shut else 0.0
 
     def needed(self, now: float) -> None:
         """A request came after a pause."""
@@ -238,9 +238,9 @@ class Weights:
         "budget",
         "bytes",
         "evictable",
+        "groups",
         "loading",
         "loads",
-        "pieces",
         "pinned_bytes",
     )
 
@@ -248,42 +248,42 @@ class Weights:
         self._epoch = 0
         #: seconds per byte of the latest telling load of any model.
         self._pace = 0.0
-        self.pieces = Pieces()
+        self.groups = SharedTensorGroups()
         #: device bytes that weights may take, pinned ones included; None: no limit.
         self.budget = budget
         #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
         self.bytes = 0
         self.pinned_bytes = 0
         #: models whose weights are resident or on their way, and not pinned (a dictionary for its order).
-        self.evictable: dict[Holding, None] = {}
+        self.evictable: dict[ModelWeights, None] = {}
         #: whose load is under way.
-        self.loading: Holding | None = None
+        self.loading: ModelWeights | None = None
         #: whether its end was asked for.
         self.abandoning = False
         #: loads since the start that ended well.
         self.loads = 0
 
-    def add(self, program: Program) -> Holding:
+    def add(self, program: Program) -> ModelWeights:
         """The absent weights of a model. Costs O(its tensors)."""
-        holding = Holding(program)
+        weights = ModelWeights(program)
         if program.tensors is None:
-            holding.pieces.append(Piece({}, program.weight_bytes, [holding]))
+            weights.groups.append(SharedTensorGroup({}, program.weight_bytes, [weights]))
         else:
-            self.pieces.join(holding, program.tensors)
-        return holding
+            self.groups.join(weights, program.tensors)
+        return weights
 
     # --- how much room there is --------------------------------------------------------------------------------
 
-    def missing(self, holding: Holding | None = None) -> int:
+    def missing(self, weights: ModelWeights | None = None) -> int:
         """Bytes that others must give up before absent weights fit, or all that is there does; <= 0: none.
 
         Pinned weights, and what is larger than all that they leave, go beyond the budget: the latter alone.
         """
         if self.budget is None:
             return 0
-        if holding is None:
+        if weights is None:
             return self.bytes - self.budget
-        return self.bytes + holding.absent_bytes - max(self.budget, self._alone(holding))
+        return self.bytes + weights.absent_bytes - max(self.budget, self._alone(weights))
 
     def excess(self) -> int:
         """Bytes above the budget that are not those of pinned models and of one other; <= 0: none.
@@ -295,59 +295,59 @@ class Weights:
         alone = max(map(self._alone, self.evictable), default=self.pinned_bytes)
         return self.bytes - max(self.budget, alone)
 
-    def _alone(self, holding: Holding) -> int:
+    def _alone(self, weights: ModelWeights) -> int:
         """Bytes of its weights and of all that are pinned."""
-        return self.pinned_bytes + sum(piece.bytes for piece in holding.pieces if not piece.pins)
+        return self.pinned_bytes + sum(group.bytes for group in weights.groups if not group.pins)
 
-    def expected_wait(self, holding: Holding, now: float) -> float:
+    def expected_wait(self, weights: ModelWeights, now: float) -> float:
         """Seconds until it can be resident at the earliest."""
-        match holding.residency:
+        match weights.residency:
             case Residency.RESIDENT:
                 return 0.0
             case Residency.LOADING:
-                return max(0.0, holding.since + holding.takes - now)
+                return max(0.0, weights.since + weights.takes - now)
             case Residency.ABSENT:
                 ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
-                return ahead + holding.remaining_seconds
+                return ahead + weights.remaining_seconds
 
-    def bring_back(self, holdings: Iterable[Holding]) -> float:
+    def bring_back(self, several: Iterable[ModelWeights]) -> float:
         """Seconds that loads of all of these take, one after the other, each tensor once."""
         seconds = 0.0
-        seen: set[Piece] = set()
-        for holding in holdings:
-            fresh = [piece for piece in holding.pieces if not piece.users and piece not in seen]
+        seen: set[SharedTensorGroup] = set()
+        for weights in several:
+            fresh = [group for group in weights.groups if not group.users and group not in seen]
             seen.update(fresh)
-            size = holding.bytes
-            share = sum(piece.bytes for piece in fresh) / size if size else 1.0
-            seconds += holding.load_seconds * share
+            size = weights.bytes
+            share = sum(group.bytes for group in fresh) / size if size else 1.0
+            seconds += weights.load_seconds * share
         return seconds
 
     # --- what happens to them --------------------------------------------------------------------------------
 
-    def adopt(self, holding: Holding, now: float) -> None:
+    def adopt(self, weights: ModelWeights, now: float) -> None:
         """Weights that are on the device already."""
         self._epoch += 1
-        holding.epoch = self._epoch
-        holding.residency = Residency.RESIDENT
-        holding.since = holding.used = now
-        self._take(holding)
+        weights.epoch = self._epoch
+        weights.residency = Residency.RESIDENT
+        weights.since = weights.used = now
+        self._take(weights)
 
-    def load(self, holding: Holding, now: float) -> LoadWeights:
+    def load(self, weights: ModelWeights, now: float) -> LoadWeights:
         """Start the load of absent weights, while none is under way."""
         self._epoch += 1
-        holding.epoch = self._epoch
-        holding.residency = Residency.LOADING
-        holding.since = now
-        holding.moved = holding.absent_bytes
-        holding.takes = holding.remaining_seconds
-        self.loading = holding
-        self._take(holding)
-        return LoadWeights(holding.model, holding.epoch)
+        weights.epoch = self._epoch
+        weights.residency = Residency.LOADING
+        weights.since = now
+        weights.moved = weights.absent_bytes
+        weights.takes = weights.remaining_seconds
+        self.loading = weights
+        self._take(weights)
+        return LoadWeights(weights.model, weights.epoch)
 
-    def abandon(self, holding: Holding) -> AbandonLoad:
+    def abandon(self, weights: ModelWeights) -> AbandonLoad:
         """Ask for the end of the load under way; it may still end well."""
         self.abandoning = True
-        return AbandonLoad(holding.model, holding.epoch)
+        return AbandonLoad(weights.model, weights.epoch)
 
     def check(self, program: Program) -> None:
         """Refuse a model whose tensors contradict those of others.
@@ -355,7 +355,7 @@ class Weights:
         Raises:
             CallerError: a tensor has another size.
         """
-        self.pieces.check(program.tensors or {})
+        self.groups.check(program.tensors or {})
 
     def check_epoch(self, model: str, epoch: int) -> None:
         """Refuse the completion of a load that was never asked for.
@@ -368,65 +368,65 @@ class Weights:
                 f"a load of model {model!r} ended with epoch {epoch}; the latest is {self._epoch}"
             )
 
-    def loaded(self, holding: Holding, seconds: float, now: float) -> None:
+    def loaded(self, weights: ModelWeights, seconds: float, now: float) -> None:
         """The load under way ended well."""
         self.loading, self.abandoning = None, False
         self.loads += 1
-        holding.residency = Residency.RESIDENT
-        holding.loads += 1
-        holding.abandoned = holding.starved = False
-        holding.rest, holding.rests_until = 0.0, -inf
-        holding.took = seconds
-        size, moved = holding.bytes, holding.moved
+        weights.residency = Residency.RESIDENT
+        weights.loads += 1
+        weights.abandoned = weights.starved = False
+        weights.backoff_seconds, weights.backoff_until = 0.0, -inf
+        weights.took = seconds
+        size, moved = weights.bytes, weights.moved
         if moved >= _TELLING * size:
-            holding.load_seconds = seconds * size / moved if size else seconds
+            weights.load_seconds = seconds * size / moved if size else seconds
             self._pace = seconds / moved if moved else self._pace
-        elif not holding.load_seconds:
+        elif not weights.load_seconds:
             # Nobody said, and too little was moved to tell: as long as others' bytes took.
-            holding.load_seconds = self._pace * size
-        holding.since = holding.used = now
+            weights.load_seconds = self._pace * size
+        weights.since = weights.used = now
 
-    def failed(self, holding: Holding, *, abandoned: bool = False) -> None:
+    def failed(self, weights: ModelWeights, *, abandoned: bool = False) -> None:
         """The load under way ended without weights."""
         self.loading, self.abandoning = None, False
-        holding.abandoned = abandoned
-        holding.residency = Residency.ABSENT
-        self._give(holding)
+        weights.abandoned = abandoned
+        weights.residency = Residency.ABSENT
+        self._give(weights)
 
-    def evict(self, holding: Holding, heir: str | None = None) -> EvictWeights:
+    def evict(self, weights: ModelWeights, heir: str | None = None) -> EvictWeights:
         """Free resident weights on which nothing executes. `heir`: whose load, just started, needs the room."""
-        holding.residency = Residency.ABSENT
-        self._give(holding)
-        return EvictWeights(holding.model, holding.epoch, heir)
+        weights.residency = Residency.ABSENT
+        self._give(weights)
+        return EvictWeights(weights.model, weights.epoch, heir)
 
-    def pin(self, holding: Holding, pinned: bool) -> None:
+    def pin(self, weights: ModelWeights, pinned: bool) -> None:
         """From now on they stay on the device, or no longer."""
-        held = holding.residency is not Residency.ABSENT
+        held = weights.residency is not Residency.ABSENT
         if held:
-            self._give(holding)
-        holding.pinned = pinned
+            self._give(weights)
+        weights.pinned = pinned
         if held:
-            self._take(holding)
+            self._take(weights)
 
-    def _take(self, holding: Holding) -> None:
-        if not holding.pinned:
-            self.evictable[holding] = None
-        for piece in holding.pieces:
-            if not piece.users:
-                self.bytes += piece.bytes
-            piece.users += 1
-            if holding.pinned:
-                if not piece.pins:
-                    self.pinned_bytes += piece.bytes
-                piece.pins += 1
+    def _take(self, weights: ModelWeights) -> None:
+        if not weights.pinned:
+            self.evictable[weights] = None
+        for group in weights.groups:
+            if not group.users:
+                self.bytes += group.bytes
+            group.users += 1
+            if weights.pinned:
+                if not group.pins:
+                    self.pinned_bytes += group.bytes
+                group.pins += 1
 
-    def _give(self, holding: Holding) -> None:
-        self.evictable.pop(holding, None)
-        for piece in holding.pieces:
-            piece.users -= 1
-            if not piece.users:
-                self.bytes -= piece.bytes
-            if holding.pinned:
-                piece.pins -= 1
-                if not piece.pins:
-                    self.pinned_bytes -= piece.bytes
+    def _give(self, weights: ModelWeights) -> None:
+        self.evictable.pop(weights, None)
+        for group in weights.groups:
+            group.users -= 1
+            if not group.users:
+                self.bytes -= group.bytes
+            if weights.pinned:
+                group.pins -= 1
+                if not group.pins:
+                    self.pinned_bytes -= group.bytes

@@ -486,12 +486,12 @@ class Driver:
             assert not self.executing
             self.executing[execute.dispatch] = execute
             return
-        lane = [
+        queue = [
             one
             for one in self.waiting.values()
             if (one.model, one.variant) == (execute.model, execute.variant)
         ]
-        assert requests == sorted(lane, key=self._order)[: len(requests)]
+        assert requests == sorted(queue, key=self._order)[: len(requests)]
         if self.settings.discipline != "fair":
             # The first in the order of all that could execute is in it, or was held back for company.
             able = [

@@ -126,7 +126,7 @@ def test_one_execution_takes_the_first_of_two_runs(discipline: str) -> None:
 
 
 def test_the_next_of_a_run_is_of_another_variant() -> None:
-    """It moves to the front of its own lane, before an urgent one."""
+    """It moves to the front of its own queue, before an urgent one."""
     driver = Driver()
     costs = {(variant, 1): 0.001 for variant in (0, 1)}
     driver.add(program("a", costs))

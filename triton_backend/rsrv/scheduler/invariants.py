@@ -1,10 +1,10 @@
 """What is true of the scheduler after every event.
 
 Of requests:
-    1. every request in flight waits in exactly one lane or is in exactly one execution, or in one that found
+    1. every request in flight waits in exactly one queue or is in exactly one execution, or in one that found
        no memory and is about to be tried again;
     2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
-    3. a lane is in the order of service, and its rows are the sum of its requests' rows;
+    3. a queue is in the order of service, and its rows are the sum of its requests' rows;
     4. no queued request is due, and the deadline of each is known;
     5. nothing waits for a model that rejects, and what waits for one that is held takes no part in anything.
 
@@ -75,14 +75,14 @@ def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
 
 def _check_model(scheduler: Scheduler, state: ModelState) -> None:
     residency = state.weights.residency
-    waiting = sum(len(lane) for lane in state.lanes.values())
+    waiting = sum(len(queue) for queue in state.queues.values())
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
     _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
     _require(not state.held or state.place is None, "it is held, and takes part (5)", state)
-    for lane in state.lanes.values():
-        entries = lane.entries
+    for queue in state.queues.values():
+        entries = queue.entries
         _require(
-            lane.rows == sum(entry.rows for entry in entries), "a lane's rows are not its sum (3)", state
+            queue.rows == sum(entry.rows for entry in entries), "a queue's rows are not its sum (3)", state
         )
         place = scheduler._discipline.place
         for entry in entries:
@@ -92,11 +92,11 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
             own = place(level, request.deadline, sequence)
             _require(entry.place == own, "a request is not where the discipline places it (3)", state)
         places = [entry.place for entry in entries]
-        _require(places == sorted(set(places)), "a lane is out of order (3)", state)
+        _require(places == sorted(set(places)), "a queue is out of order (3)", state)
         for entry in entries:
-            _require(entry.lane is lane, "a request is in a lane that is not its own (1)", state)
-            _require(entry.request.model == state.name, "a request is in another model's lane (1)", state)
-            _require(entry.rows <= lane.costs.max_rows, "a request waits that no size holds", state)
+            _require(entry.queue is queue, "a request is in a queue that is not its own (1)", state)
+            _require(entry.request.model == state.name, "a request is in another model's queue (1)", state)
+            _require(entry.rows <= queue.costs.max_rows, "a request waits that no size holds", state)
     if state.draining:
         _require(not waiting, "requests wait for a removed model", state)
         busy = state.busy or residency is Residency.LOADING
@@ -113,7 +113,7 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
 
 
 def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
-    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
+    queued = [entry for state in states for queue in state.queues.values() for entry in queue.entries]
     flying = [*scheduler._running, *scheduler._memory.compaction.retries]
     executing = [request for running in flying for request in running.execute.requests]
     ids = [entry.request.id for entry in queued] + executing
@@ -126,7 +126,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
         f"{scheduler._queues.queued} counted as queued, {len(queued)} wait",
     )
     for request in executing:
-        _require(scheduler._queues.live[request].lane is None, f"request {request} executes and waits (1)")
+        _require(scheduler._queues.live[request].queue is None, f"request {request} executes and waits (1)")
 
     ended = scheduler._queues.departed.total() + sum(state.totals.counts.total() for state in states)
     _require(
@@ -155,7 +155,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 
 def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
-    queued = [entry for state in states for lane in state.lanes.values() for entry in lane.entries]
+    queued = [entry for state in states for queue in state.queues.values() for entry in queue.entries]
     runs: dict[int, set[Entry]] = {}
     for entry in queued:
         if entry.request.run:
@@ -199,7 +199,7 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     running = list(scheduler._running)
     for one in running:
         execute = one.execute
-        costs = one.model.lanes[execute.variant].costs
+        costs = one.model.queues[execute.variant].costs
         _require(execute.size in costs.sizes, f"no such size: {execute} (6)", one.model)
         room = costs.capacities[costs.sizes.index(execute.size)]
         _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)

@@ -1,7 +1,7 @@
 """The device's memory: carries out what `Loads` decides, and takes in how loads end.
 
 Nothing else changes what is on the device. Models are the scheduler's; whatever changes of one is marked in
-`Queues.touched`, so that the scheduler settles it.
+`RequestQueues.touched`, so that the scheduler settles it.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.inflight import Running
 from rsrv.scheduler.loads import LoadBackoff, Loads, evictable
 from rsrv.scheduler.model import ModelState
-from rsrv.scheduler.request_queue import Queues
+from rsrv.scheduler.request_queue import RequestQueues
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import Cause
 from rsrv.scheduler.weights import Residency, Weights
@@ -100,7 +100,7 @@ class Memory:
         self,
         models: Mapping[str, ModelState],
         draining: Mapping[str, ModelState],
-        queues: Queues,
+        queues: RequestQueues,
         settings: SchedulerSettings,
     ) -> None:
         self._models = models

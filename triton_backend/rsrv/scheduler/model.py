@@ -9,7 +9,7 @@ from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
 from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Program, Request
 from rsrv.scheduler.history import Story
 from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
-from rsrv.scheduler.variant_queue import Lane
+from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weights import ModelWeights, Residency
 
 
@@ -51,7 +51,7 @@ def with_policy(program: Program, changed: PolicyChanged) -> Program:
 
 
 class ModelState:
-    """One loaded or draining model: its lanes, weights, counters and story.
+    """One loaded or draining model: its queues, weights, counters and story.
 
     The scheduler writes it. It is the `Candidate` that disciplines see.
     """
@@ -65,12 +65,12 @@ class ModelState:
         "executions",
         "finishing",
         "front",
-        "lanes",
         "name",
         "paused",
         "place",
         "program",
         "queued",
+        "queues",
         "ripe",
         "sizes",
         "story",
@@ -92,9 +92,9 @@ class ModelState:
     ) -> None:
         self.name = program.model
         self.obey(program)
-        #: variant -> its waiting requests; one lane for each compiled variant, for good.
-        self.lanes = {variant: Lane(variant, table) for variant, table in costs.items()}
-        #: requests that wait, over all lanes.
+        #: variant -> its waiting requests; one queue for each compiled variant, for good.
+        self.queues = {variant: VariantQueue(variant, table) for variant, table in costs.items()}
+        #: requests that wait, over all queues.
         self.queued = 0
         #: requests and executions in flight, or about to be tried again.
         self.executing = 0
@@ -109,14 +109,14 @@ class ModelState:
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others gave way for it and shall get their turn.
         self.barred = -inf
-        # The next six are derived from the lanes and costs by `recount`. Who is held has no work to speak of.
-        #: the lane whose front request is first in the order of service, and where that stands.
-        self.front: Lane | None = None
+        # The next six are derived from the queues and costs by `recount`. Who is held has no work to speak of.
+        #: the queue whose front request is first in the order of service, and where that stands.
+        self.front: VariantQueue | None = None
         self.place: Place | None = None
         #: expected device time of what waits, and of the next execution.
         self.backlog_seconds = 0.0
         self.turn_seconds = 0.0
-        #: expected device time of a full execution of the front lane.
+        #: expected device time of a full execution of the front queue.
         self.batch_seconds = 0.0
         #: until when it is held back: it is barred, or more requests can share its next execution.
         self.ripe = -inf
@@ -162,26 +162,26 @@ class ModelState:
 
     def learn(self, costs: Mapping[int, VariantCosts]) -> None:
         """The warm-up has measured the costs."""
-        for variant, lane in self.lanes.items():
-            lane.costs = costs[variant]
+        for variant, queue in self.queues.items():
+            queue.costs = costs[variant]
 
     def recount(self) -> None:
-        """Derive what depends on the lanes and the costs. Costs O(variants * sizes)."""
+        """Derive what depends on the queues and the costs. Costs O(variants * sizes)."""
         if not self.queued or self.held:
             self.front = self.place = None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
             self.ripe = -inf
             return
-        front: Lane | None = None
+        front: VariantQueue | None = None
         first: Place | None = None
         backlog = 0.0
         coalesce = self.program.coalesce
-        for lane in self.lanes.values():
-            place = lane.place()
+        for queue in self.queues.values():
+            place = queue.place()
             if place is not None:
-                backlog += lane.seconds(coalesce=coalesce)
+                backlog += queue.seconds(coalesce=coalesce)
                 if first is None or place < first:
-                    front, first = lane, place
+                    front, first = queue, place
         self.front, self.place, self.backlog_seconds = front, first, backlog
         # The next execution is one of the size that is cheapest when full, unless less than that waits.
         self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
@@ -190,7 +190,7 @@ class ModelState:
         if self.program.max_delay and front is not None:
             self.ripe = max(self.ripe, self._ripe(front))
 
-    def _ripe(self, front: Lane) -> float:
+    def _ripe(self, front: VariantQueue) -> float:
         """When the front request has waited for others long enough: -inf if there is nothing to wait for."""
         costs, entries = front.costs, front.entries
         if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
@@ -202,12 +202,12 @@ class ModelState:
         soonest = min((deadline for deadline in deadlines if deadline is not None), default=inf)
         return min(entries[0].arrived + program.max_delay, soonest - ahead)
 
-    def plan(self, lane: Lane, limit: float = inf) -> Batch:
-        """The next execution of one of its lanes; see `plan_batch`."""
+    def plan(self, queue: VariantQueue, limit: float = inf) -> Batch:
+        """The next execution of one of its queues; see `plan_batch`."""
         return plan_batch(
-            lane.waiting_rows(),
-            lane.costs.sizes,
-            lane.costs.seconds,
+            queue.waiting_rows(),
+            queue.costs.sizes,
+            queue.costs.seconds,
             max_rows=self.program.max_batch_rows,
             coalesce=self.program.coalesce,
             limit=limit,
@@ -235,7 +235,7 @@ class ModelState:
 
     def load(self) -> ModelLoad:
         """The part of its statistics that is asked for often. Costs O(variants)."""
-        tables, totals = [lane.costs for lane in self.lanes.values()], self.totals
+        tables, totals = [queue.costs for queue in self.queues.values()], self.totals
         return ModelLoad(
             self.queued,
             self.executing,
@@ -258,7 +258,7 @@ class ModelState:
             draining=self.draining,
             paused=self.paused,
             queued=self.queued,
-            queued_rows=sum(lane.rows for lane in self.lanes.values()),
+            queued_rows=sum(queue.rows for queue in self.queues.values()),
             executing=self.executing,
             outcomes=totals.counts.outcomes(),
             refused=dict(totals.counts.refused),
@@ -269,8 +269,8 @@ class ModelState:
             sizes=dict(self.sizes),
             costs={
                 (variant, size): seconds
-                for variant, lane in self.lanes.items()
-                for size, seconds in zip(lane.costs.sizes, lane.costs.seconds, strict=True)
+                for variant, queue in self.queues.items()
+                for size, seconds in zip(queue.costs.sizes, queue.costs.seconds, strict=True)
             },
             weight_bytes=self.program.weight_bytes,
             device_bytes=self.weights.bytes,

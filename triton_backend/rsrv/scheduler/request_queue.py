@@ -22,7 +22,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.statistics import Counts, Stage
-from rsrv.scheduler.variant_queue import Deadlines, Entry, Lane
+from rsrv.scheduler.variant_queue import Deadlines, Entry, VariantQueue
 from rsrv.scheduler.weights import Residency, Weights, remember
 
 #: seconds by which a deadline may seem to be missed: sums of times are rounded.
@@ -31,8 +31,8 @@ SLACK = 1e-6
 _ANSWERED = Outcome.ANSWERED
 
 
-class Queues:
-    """The lanes of all models, taken together."""
+class RequestQueues:
+    """The queues of all models, taken together."""
 
     __slots__ = (
         "_models",
@@ -115,11 +115,11 @@ class Queues:
                 self.departed.refuse(Reason.UNKNOWN_MODEL)
                 out.append(Finish(request.id, Outcome.REFUSED, Reason.UNKNOWN_MODEL))
                 continue
-            lane = model.lanes.get(request.variant)
-            if lane is None:  # (2)
+            queue = model.queues.get(request.variant)
+            if queue is None:  # (2)
                 _refuse(model, (request.id,), Reason.UNKNOWN_VARIANT, None, now, out)
                 continue
-            if request.rows > lane.costs.capacities[-1]:  # (3)
+            if request.rows > queue.costs.capacities[-1]:  # (3)
                 _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
                 continue
             deadline = request.deadline
@@ -143,8 +143,8 @@ class Queues:
                 continue
             run = request.run
             level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
-            live[request.id] = entry = Entry(request, place(level, deadline, sequence), lane, now)
-            lane.push(entry)
+            live[request.id] = entry = Entry(request, place(level, deadline, sequence), queue, now)
+            queue.push(entry)
             model.queued += 1
             if deadline is not None and deadline < inf:
                 deadlines.push(entry, deadline)
@@ -184,26 +184,26 @@ class Queues:
         """End those that wait. An execution is never interrupted: those that execute will be answered."""
         for request in requests:
             entry = self.live.get(request)
-            if entry is not None and entry.lane is not None:
-                model = self._withdraw(entry, entry.lane)
+            if entry is not None and entry.queue is not None:
+                model = self._withdraw(entry, entry.queue)
                 model.totals.counts.cancelled += 1
                 model.story.add(now, "cancelled", (request,))
                 out.append(Finish(request, Outcome.CANCELLED))
 
     def expire(self, now: float, out: list[Instruction]) -> None:
         """End those that wait and whose deadline is `now` or earlier."""
-        for entry, lane in self.deadlines.due(now):
-            model = self._withdraw(entry, lane)
+        for entry, queue in self.deadlines.due(now):
+            model = self._withdraw(entry, queue)
             model.totals.counts.expired += 1
             model.totals.miss(model.stage)
             model.story.add(now, "expired", (entry.request.id,))
             out.append(Finish(entry.request.id, Outcome.EXPIRED))
 
-    def shed(self, entry: Entry, lane: Lane, now: float, out: list[Instruction]) -> None:
+    def shed(self, entry: Entry, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
         """End one that waits and whose deadline cannot be met any more."""
-        model = self._withdraw(entry, lane)
+        model = self._withdraw(entry, queue)
         if not model.held:
-            lane.costs.doubt()
+            queue.costs.doubt()
         model.totals.counts.shed += 1
         model.totals.miss(model.stage)
         model.story.add(now, "shed", (entry.request.id,))
@@ -215,15 +215,15 @@ class Queues:
         self.starts.clear()
         for model in self._models.values():
             self.touched[model] = None
-            for lane in model.lanes.values():
-                for entry in lane.entries:
+            for queue in model.queues.values():
+                for entry in queue.entries:
                     request = entry.request
                     level, _, sequence = entry.place
                     entry.place = discipline.place(level, request.deadline, sequence)
                     dated = request.deadline is not None and request.deadline < inf
                     if discipline.sheds and dated and not request.run:
                         self.starts.push(entry, -inf)
-                lane.reorder()
+                queue.reorder()
 
     def refuse_all(self, model: ModelState, reason: Reason, now: float, out: list[Instruction]) -> None:
         """End all of a model that wait."""
@@ -235,17 +235,17 @@ class Queues:
         model.totals.counts.failed += len(ids)
         out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
 
-    def take(self, model: ModelState, lane: Lane, count: int, now: float) -> tuple[int, ...]:
-        """Take the first `count` of a lane for an execution: in flight still, but not queued."""
+    def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
+        """Take the first `count` of a queue for an execution: in flight still, but not queued."""
         self.queued -= count
         self.touched[model] = None
         observe = model.totals.queue_wait.observe
-        for entry in lane.entries[:count]:
+        for entry in queue.entries[:count]:
             observe(now - entry.arrived)
         if not self.runs:
-            return lane.take(count)
-        of_runs = [entry for entry in lane.entries[:count] if entry.request.run]
-        ids = lane.take(count)
+            return queue.take(count)
+        of_runs = [entry for entry in queue.entries[:count] if entry.request.run]
+        ids = queue.take(count)
         self._promote(of_runs)
         return ids
 
@@ -272,8 +272,8 @@ class Queues:
             model.story.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
 
-    def _withdraw(self, entry: Entry, lane: Lane) -> ModelState:
-        lane.remove(entry)
+    def _withdraw(self, entry: Entry, queue: VariantQueue) -> ModelState:
+        queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
         model = self._models[entry.request.model]
@@ -296,18 +296,20 @@ class Queues:
                 del self.runs[run]
                 continue
             first = rest[0]
-            if first.place[0] != COMMITTED_LEVEL and first.lane is not None:
+            if first.place[0] != COMMITTED_LEVEL and first.queue is not None:
                 request = first.request
                 self._number += 1
-                first.lane.move(first, self.discipline.place(COMMITTED_LEVEL, request.deadline, self._number))
+                first.queue.move(
+                    first, self.discipline.place(COMMITTED_LEVEL, request.deadline, self._number)
+                )
                 self.touched[self._models[request.model]] = None
 
     def _withdraw_all(self, model: ModelState) -> list[int]:
         """Their ids, in the order of their numbers."""
-        waiting = [(entry, lane) for lane in model.lanes.values() for entry in lane.entries]
+        waiting = [(entry, queue) for queue in model.queues.values() for entry in queue.entries]
         waiting.sort(key=lambda item: item[0].place[2])
-        for entry, lane in waiting:
-            self._withdraw(entry, lane)
+        for entry, queue in waiting:
+            self._withdraw(entry, queue)
         return [entry.request.id for entry, _ in waiting]
 
 
@@ -330,7 +332,7 @@ class Hopeless:
     """A request that would be late even if it were the next to execute."""
 
     entry: Entry
-    lane: Lane
+    queue: VariantQueue
     model: ModelState
     #: whether it is only because its weights are elsewhere, and may not come.
     cold: bool
@@ -348,15 +350,15 @@ def hopeless(
     `free` is when the device will have done what it has to do now.
     """
     later: list[tuple[Entry, float]] = []
-    for entry, lane in starts.due(free - SLACK):
+    for entry, queue in starts.due(free - SLACK):
         model = models[entry.request.model]
         deadline = entry.request.deadline
         if deadline is None:
             continue
-        latest = deadline - lane.costs.request(entry.rows, coalesce=model.program.coalesce)
+        latest = deadline - queue.costs.request(entry.rows, coalesce=model.program.coalesce)
         loaded = now + weights.expected_wait(model.weights, now)
         if max(free, loaded) > latest + SLACK:
-            yield Hopeless(entry, lane, model, free <= latest + SLACK and not model.held)
+            yield Hopeless(entry, queue, model, free <= latest + SLACK and not model.held)
         else:
             absent = model.weights.residency is Residency.ABSENT
             later.append((entry, latest - model.weights.remaining_seconds if absent else latest))

@@ -60,10 +60,10 @@ from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.memory import Memory
 from rsrv.scheduler.model import ModelState, check_program, with_policy
 from rsrv.scheduler.ranking import Ranking
-from rsrv.scheduler.request_queue import SLACK, Queues, hopeless
+from rsrv.scheduler.request_queue import SLACK, RequestQueues, hopeless
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import Counts, Load, MetaSnapshot, ModelSnapshot, PastTotals, Snapshot, Totals
-from rsrv.scheduler.variant_queue import Lane
+from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weights import Residency
 
 
@@ -85,7 +85,7 @@ class Scheduler:
         self._draining: dict[str, ModelState] = {}
         self._past = PastTotals()
         self._discipline = disciplines[self.settings.discipline]()
-        self._queues = Queues(self._models, self._discipline)
+        self._queues = RequestQueues(self._models, self._discipline)
         self._gate = Gate(self._models, self._discipline, self.settings.meta_concurrency)
         self._memory = Memory(self._models, self._draining, self._queues, self.settings)
         self._loads = self._memory.loads
@@ -233,19 +233,19 @@ class Scheduler:
             if self._running and self._keeps_for_room(name, now):
                 return
             model = self._models[name]
-            lane = model.front
-            if lane is None:
+            queue = model.front
+            if queue is None:
                 raise InvariantError(
                     "the discipline chose a model without work", name, tuple(self.story(name))
                 )
-            batch = model.plan(lane, self._patience(lane, now))
+            batch = model.plan(queue, self._patience(queue, now))
             execute = Execute(
                 self._running.started + 1,
                 name,
-                lane.variant,
+                queue.variant,
                 batch.size,
                 batch.rows,
-                self._queues.take(model, lane, batch.count, now),
+                self._queues.take(model, queue, batch.count, now),
                 batch.seconds,
             )
             self._running.start(execute, model, now)
@@ -274,7 +274,7 @@ class Scheduler:
         self._discipline.end(running.charged, event.seconds)
         if event.error is None:
             # How long it takes to fail says nothing about the cost of success.
-            model.lanes[execute.variant].costs.learn(execute.size, event.seconds)
+            model.queues[execute.variant].costs.learn(execute.size, event.seconds)
         self._queues.finish(model, execute.requests, event, now, out)
         if model.draining:
             self._drain(model, now, out)
@@ -339,8 +339,8 @@ class Scheduler:
         self.settings = settings
         self._memory.obey(settings, now, out)
         for model in self._models.values():
-            for lane in model.lanes.values():
-                lane.costs.obey(settings.cost_ema_alpha)
+            for queue in model.queues.values():
+                queue.costs.obey(settings.cost_ema_alpha)
         if changed:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)
@@ -458,7 +458,7 @@ class Scheduler:
         queues = self._queues
         free = now + self._running.seconds(now)
         for lost in hopeless(queues.starts, self._models, self._memory.weights, free, now):
-            queues.shed(lost.entry, lost.lane, now, out)
+            queues.shed(lost.entry, lost.queue, now, out)
             if lost.cold:
                 self._loads.missed(lost.model)
         self._settle(now)
@@ -467,9 +467,9 @@ class Scheduler:
         """Whether a model is not launched ahead: without a pause it would never give way to who waits for room."""
         return self._loads.wants(self._models[name], self._discipline, now)
 
-    def _patience(self, lane: Lane, now: float) -> float:
+    def _patience(self, queue: VariantQueue, now: float) -> float:
         """Seconds that an execution of the front request may take, after what the device has to do before."""
-        deadline = lane.entries[0].request.deadline
+        deadline = queue.entries[0].request.deadline
         if deadline is None or not self._discipline.sheds:
             return inf
         return deadline - now - self._running.seconds(now) + SLACK
@@ -506,7 +506,7 @@ class Scheduler:
         """Expected device time until everything that waits or runs now is done; costs O(depth).
 
             `InFlight.seconds`
-            + sum over lanes of `Lane.seconds`
+            + sum over queues of `VariantQueue.seconds`
 
         Loads of weights are not in it: they run beside executions, and nobody has measured the first.
         """
@@ -525,10 +525,10 @@ class Scheduler:
                 no size for that many rows.
         """
         state = self._models.get(model)
-        lane = None if state is None else state.lanes.get(variant)
-        if state is None or lane is None:
+        queue = None if state is None else state.queues.get(variant)
+        if state is None or queue is None:
             raise CallerError(f"model {model!r} with variant {variant} is not loaded")
-        return lane.costs.request(rows, coalesce=state.program.coalesce)
+        return queue.costs.request(rows, coalesce=state.program.coalesce)
 
     def holds(self, model: str) -> bool:
         """Whether a model is loaded or draining: only when it is neither may its key be added again."""

@@ -15,22 +15,22 @@ _rows = attrgetter("rows")
 
 
 class Entry:
-    """A request in flight: queued while it has a lane, executing from then on."""
+    """A request in flight: queued while it has a queue, executing from then on."""
 
-    __slots__ = ("arrived", "lane", "place", "request", "rows")
+    __slots__ = ("arrived", "place", "queue", "request", "rows")
 
-    def __init__(self, request: Request, place: Place, lane: "Lane", now: float) -> None:
+    def __init__(self, request: Request, place: Place, queue: "VariantQueue", now: float) -> None:
         self.request = request
         self.rows = request.rows
         self.place = place
-        self.lane: Lane | None = lane
+        self.queue: VariantQueue | None = queue
         self.arrived = now
 
 
-class Lane:
+class VariantQueue:
     """The waiting requests of one variant, in the order of service.
 
-    Requests of one lane may share an execution; those of different lanes never do. Each lane keeps its
+    Requests of one queue may share an execution; those of different queues never do. Each queue keeps its
     own order, so a batch passes over older requests of other variants without disturbing anybody's turn.
     """
 
@@ -60,19 +60,19 @@ class Lane:
         # Places are unique: they end with the arrival's number.
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
-        entry.lane = None
+        entry.queue = None
 
     def move(self, entry: Entry, place: Place) -> None:
         """Put one that waits here in another place."""
         self.remove(entry)
-        entry.lane, entry.place = self, place
+        entry.queue, entry.place = self, place
         self.push(entry)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Take the first `count` requests out of the lane; their ids, in order."""
+        """Take the first `count` requests out of the queue; their ids, in order."""
         ids = []
         for entry in islice(self.entries, count):
-            entry.lane = None
+            entry.queue = None
             self.rows -= entry.rows
             ids.append(entry.request.id)
         del self.entries[:count]
@@ -129,13 +129,13 @@ class Deadlines:
     def clean(self, queued: int) -> None:
         """Forget those that left, if they are too many. `queued` is the number of requests that wait."""
         if len(self._heap) > _SMALL + 2 * queued:
-            self._heap = [item for item in self._heap if item[2].lane is not None]
+            self._heap = [item for item in self._heap if item[2].queue is not None]
             heapify(self._heap)
 
     def clear(self) -> None:
         self._heap.clear()
 
-    def due(self, now: float) -> Iterator[tuple[Entry, Lane]]:
+    def due(self, now: float) -> Iterator[tuple[Entry, VariantQueue]]:
         """The queued requests whose time is `now` or earlier, soonest first, and where they wait.
 
         They leave the heap.
@@ -143,16 +143,16 @@ class Deadlines:
         heap = self._heap
         while heap and heap[0][0] <= now:
             entry = heappop(heap)[2]
-            if entry.lane is not None:
-                yield entry, entry.lane
+            if entry.queue is not None:
+                yield entry, entry.queue
 
     def next(self) -> float | None:
         """The soonest time of a queued request."""
         heap = self._heap
-        while heap and heap[0][2].lane is None:
+        while heap and heap[0][2].queue is None:
             heappop(heap)
         return heap[0][0] if heap else None
 
     def entries(self) -> Iterator[Entry]:
         """The queued requests that have a time here, in no order."""
-        return (entry for _, _, entry in self._heap if entry.lane is not None)
+        return (entry for _, _, entry in self._heap if entry.queue is not None)

@@ -105,11 +105,11 @@ class Driver:
         self._runs: dict[int, list[int]] = {}
         self._numbers: dict[int, int] = {}
         self._latest = 0
-        #: runs that were asked for, those of them that wait and those under way; and how each left the gate.
+        #: runs that were asked for, those of them that wait and those under way; and how each stopped waiting.
         self.asked: dict[int, Run] = {}
-        self.at_the_gate: dict[int, Run] = {}
+        self.waiting_runs: dict[int, Run] = {}
         self.under_way: dict[int, Run] = {}
-        self.left_the_gate: dict[int, Admit | Finish | RunEnded] = {}
+        self.left_waiting: dict[int, Admit | Finish | RunEnded] = {}
         self.executing: dict[int, Execute] = {}
         self.resident: set[str] = set()
         #: models whose requests may be held back.
@@ -145,9 +145,9 @@ class Driver:
         if isinstance(event, RunsAsked):
             asked = {run.id: run for run in event.runs}
             self.asked |= asked
-            self.at_the_gate |= asked
-        if isinstance(event, RunEnded) and self.at_the_gate.pop(event.run, None) is not None:
-            self.left_the_gate[event.run] = event
+            self.waiting_runs |= asked
+        if isinstance(event, RunEnded) and self.waiting_runs.pop(event.run, None) is not None:
+            self.left_waiting[event.run] = event
         if isinstance(event, RunEnded):
             self.under_way.pop(event.run, None)
         if isinstance(event, ExecutionFinished):
@@ -204,9 +204,9 @@ class Driver:
         for instruction in out:
             self._watch(instruction)
         # Nobody waits beside a free place, or for longer than its deadline.
-        able = any(not self._stalled(run) for run in self.at_the_gate.values())
+        able = any(not self._stalled(run) for run in self.waiting_runs.values())
         assert not able or self._places_taken() >= self.settings.meta_concurrency
-        assert all(run.deadline is None or run.deadline > self.now for run in self.at_the_gate.values())
+        assert all(run.deadline is None or run.deadline > self.now for run in self.waiting_runs.values())
         return out
 
     def add(self, *programs: Program, resident: bool = True, warm_up: bool = False) -> None:
@@ -443,27 +443,27 @@ class Driver:
 
     def _watch_admit(self, id: int) -> None:
         assert self._places_taken() < self.settings.meta_concurrency
-        run = self.at_the_gate[id]
+        run = self.waiting_runs[id]
         assert not self._stalled(run)
         assert run.deadline is None or run.deadline > self.now
         # As requests are numbered, so are runs.
-        able = [one for one in self.at_the_gate.values() if not self._stalled(one)]
+        able = [one for one in self.waiting_runs.values() if not self._stalled(one)]
         assert self._run_order(run) == min(map(self._run_order, able))
-        assert id not in self.left_the_gate
-        self.under_way[id] = self.at_the_gate.pop(id)
-        self.left_the_gate[id] = Admit(id)
+        assert id not in self.left_waiting
+        self.under_way[id] = self.waiting_runs.pop(id)
+        self.left_waiting[id] = Admit(id)
 
     def _watch_refused_run(self, finish: Finish) -> None:
-        run = self.at_the_gate[finish.request]
-        waiting = sum(one.meta == run.meta for one in self.at_the_gate.values())
+        run = self.waiting_runs[finish.request]
+        waiting = sum(one.meta == run.meta for one in self.waiting_runs.values())
         if finish.outcome is Outcome.EXPIRED:
             assert run.deadline is not None
             assert run.deadline <= self.now
         else:
             assert (finish.outcome, finish.reason) == (Outcome.REFUSED, Reason.QUEUE_FULL)
             assert waiting > run.max_waiting
-        del self.at_the_gate[run.id]
-        self.left_the_gate[run.id] = finish
+        del self.waiting_runs[run.id]
+        self.left_waiting[run.id] = finish
 
     def _run_order(self, run: Run) -> tuple[int, float, int]:
         deadline = inf if run.deadline is None or self.settings.discipline != "edf" else run.deadline

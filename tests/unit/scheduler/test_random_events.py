@@ -43,7 +43,7 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.eviction import POLICIES
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.settings import Eviction, SchedulerSettings
 from tests.unit.scheduler.driver import Driver
 
 MODELS = ("a", "b", "c")
@@ -149,7 +149,7 @@ class RandomEvents(RuleBasedStateMachine):
         on_demand=st.booleans(),
     )
     def change_the_settings(
-        self, discipline: str, depth: int, budget: int | None, eviction: str, metas: int, on_demand: bool
+        self, discipline: str, depth: int, budget: int | None, eviction: Eviction, metas: int, on_demand: bool
     ) -> None:
         settings = replace(
             self.driver.settings,
@@ -310,7 +310,7 @@ class RandomEvents(RuleBasedStateMachine):
         self.driver.send(RunEnded(run), after=pause)
 
         assert run not in self.driver.under_way
-        assert run in self.driver.left_the_gate
+        assert run in self.driver.left_waiting
 
     @precondition(lambda self: self.driver.under_way)
     @rule(data=st.data(), models=st.lists(st.sampled_from(MODELS), min_size=1, max_size=4))
@@ -364,7 +364,7 @@ class RandomEvents(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             deadlines = [
                 deadline
-                for waiting in (self.driver.waiting, self.driver.at_the_gate)
+                for waiting in (self.driver.waiting, self.driver.waiting_runs)
                 for deadline in (one.deadline for one in waiting.values())
                 if deadline is not None
             ]
@@ -455,8 +455,8 @@ def _one_random_event(driver: Driver, chance: Random, load: int) -> None:
                 for _ in range(chance.randint(1, load))
             ]
             driver.send(RunsAsked(tuple(runs)), after=pause)
-        case "end" if driver.under_way or driver.at_the_gate:
-            run = chance.choice([*driver.under_way, *driver.at_the_gate])
+        case "end" if driver.under_way or driver.waiting_runs:
+            run = chance.choice([*driver.under_way, *driver.waiting_runs])
             driver.send(RunEnded(run), after=pause)
         case "cancel" if driver.waiting:
             driver.cancel(*chance.sample([*driver.waiting.values()], 1))
@@ -533,12 +533,12 @@ def _drain_and_replay(driver: Driver) -> None:
     invariants.check(driver.scheduler)
 
     assert driver.ended.keys() == driver.requests.keys()
-    # Each run that was asked for left the gate, once: admitted, finished or withdrawn. None is there any more.
-    assert driver.left_the_gate.keys() == driver.asked.keys()
+    # Each run that was asked for stopped waiting, once: admitted, finished or withdrawn. None is there any more.
+    assert driver.left_waiting.keys() == driver.asked.keys()
     metas = driver.scheduler.snapshot().metas.values()
     ways = [(sum(one.admitted for one in metas), Admit), (sum(one.withdrawn for one in metas), RunEnded)]
     for count, way in ways:
-        assert count == sum(isinstance(one, way) for one in driver.left_the_gate.values())
+        assert count == sum(isinstance(one, way) for one in driver.left_waiting.values())
 
     again = Scheduler(driver.first_settings)
     assert [again.handle(event, now) for event, now in driver.events] == driver.instructions

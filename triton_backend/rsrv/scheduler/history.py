@@ -36,7 +36,7 @@ _IDS = 16
 LENGTH = 50
 
 
-class Story:
+class History:
     """The latest records of one model."""
 
     __slots__ = ("_records",)

@@ -58,7 +58,7 @@ def check(scheduler: Scheduler) -> None:
         _check_model(scheduler, state)
     _check_requests(scheduler, states)
     _check_runs(scheduler, states)
-    _check_gate(scheduler)
+    _check_admission(scheduler)
     _check_executions(scheduler, states)
     _check_weights(scheduler, states)
     _check_sums(scheduler, states)
@@ -69,7 +69,7 @@ def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
         raise InvariantError(
             problem,
             None if state is None else state.name,
-            () if state is None else tuple(state.story.lines()),
+            () if state is None else tuple(state.history.lines()),
         )
 
 
@@ -172,26 +172,34 @@ def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(committed == oldest, "not each run's oldest request is committed, or others are (12)")
 
 
-def _check_gate(scheduler: Scheduler) -> None:
-    gate = scheduler._gate
-    _require(gate.taken <= gate.limit + gate.surplus, f"{gate.taken} places are taken (13)")
-    _require(not gate.surplus or gate.taken == gate.limit + gate.surplus, "too many count as too many (13)")
+def _check_admission(scheduler: Scheduler) -> None:
+    admission = scheduler._admission
+    _require(
+        admission.taken <= admission.limit + admission.surplus, f"{admission.taken} places are taken (13)"
+    )
+    _require(
+        not admission.surplus or admission.taken == admission.limit + admission.surplus,
+        "too many count as too many (13)",
+    )
     held = {state.name for state in scheduler._models.values() if state.held}
-    stalled = {id for id, run in gate.live.items() if held.intersection(run.models)}
-    _require(gate.stalled == stalled - gate.waiting.keys(), "a held model's runs take places (13)")
-    able = gate.waiting.keys() - stalled
-    _require(not able or gate.taken >= gate.limit, "a run waits that could be admitted (13)")
-    _require(gate.waiting.keys() <= gate.live.keys(), "a run waits that is not known (14)")
-    _require(gate.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
-    for name, meta in gate.snapshot().items():
-        own = [id for id, run in gate.live.items() if run.meta == name]
-        waiting = sum(id in gate.waiting for id in own)
+    stalled = {id for id, run in admission.live.items() if held.intersection(run.models)}
+    _require(admission.stalled == stalled - admission.waiting.keys(), "a held model's runs take places (13)")
+    able = admission.waiting.keys() - stalled
+    _require(not able or admission.taken >= admission.limit, "a run waits that could be admitted (13)")
+    _require(admission.waiting.keys() <= admission.live.keys(), "a run waits that is not known (14)")
+    _require(admission.live.keys().isdisjoint(scheduler._queues.live), "a run has the id of a request (14)")
+    for name, meta in admission.snapshot().items():
+        own = [id for id, run in admission.live.items() if run.meta == name]
+        waiting = sum(id in admission.waiting for id in own)
         _require((meta.waiting, meta.running) == (waiting, len(own) - waiting), f"runs of {name!r} (14)")
-    metas = gate.snapshot().values()
+    metas = admission.snapshot().values()
     ended = sum(one.admitted + one.expired + one.refused + one.withdrawn for one in metas)
-    _require(gate.asked == ended + len(gate.waiting), f"{gate.asked} asked, {ended} did not only wait (14)")
-    for id in gate.waiting:
-        deadline = gate.live[id].deadline
+    _require(
+        admission.asked == ended + len(admission.waiting),
+        f"{admission.asked} asked, {ended} did not only wait (14)",
+    )
+    for id in admission.waiting:
+        deadline = admission.live[id].deadline
         _require(deadline is None or deadline > scheduler._now, "a run that waits is due (14)")
 
 

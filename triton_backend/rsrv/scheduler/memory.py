@@ -144,7 +144,7 @@ class Memory:
         if model.weights.residency is Residency.RESIDENT:
             self.backoff.relieve()
             evict = self.weights.evict(model.weights)
-            model.story.add(now, "evict weights", evict)
+            model.history.add(now, "evict weights", evict)
             out.append(evict)
         self.weights.groups.leave(model.weights)
         self.loads.retry()
@@ -155,7 +155,7 @@ class Memory:
         changed = pinned != model.weights.pinned
         if changed:
             self.weights.pin(model.weights, pinned)
-            model.story.add(now, "pinned" if pinned else "unpinned", "")
+            model.history.add(now, "pinned" if pinned else "unpinned", "")
         if pinned:
             model.weights.asked = True
             model.weights.end_backoff()
@@ -176,7 +176,7 @@ class Memory:
 
     def prefetch(self, model: ModelState, now: float) -> None:
         """Bring a model's weights to the device, if they are not there or will not stay."""
-        model.story.add(now, "prefetch", "")
+        model.history.add(now, "prefetch", "")
         model.weights.end_backoff()
         self.leaving.pop(model, None)
         self._ask(model)
@@ -195,7 +195,7 @@ class Memory:
             weights = model.weights
             if weights.pinned:
                 continue
-            model.story.add(now, "to be evicted", "")
+            model.history.add(now, "to be evicted", "")
             weights.asked = False
             if not model.warm_up:
                 self._unwant(model)
@@ -291,7 +291,7 @@ class Memory:
                 model.totals.load.observe(event.seconds)
                 model.weights.fresh = model.place is not None
                 self.compaction.count(self.weights.loads, self._interval)
-                model.story.add(now, "weights loaded", event)
+                model.history.add(now, "weights loaded", event)
                 if not model.draining:
                     self._warm(model, out)
             case LoadAbandoned():
@@ -299,10 +299,10 @@ class Memory:
                 if model.weights.pinned and not model.draining:
                     self.loads.want(model)
                 self.weights.failed(model.weights, abandoned=True)
-                model.story.add(now, "load abandoned", "")
+                model.history.add(now, "load abandoned", "")
                 self.loads.retry()
             case LoadFailed():
-                model.story.add(now, "load failed", event)
+                model.history.add(now, "load failed", event)
                 self._failed(model, event, now, out)
         return model
 
@@ -374,7 +374,7 @@ class Memory:
             self.evict(victim, Cause.ROOM, now, out, heir=model.name, returns=returns)
         self.loads.started(model)
         self._queues.discipline.link(not victims)
-        model.story.add(now, "load weights", load)
+        model.history.add(now, "load weights", load)
         out.append(load)
         self._queues.touched[model] = None
 
@@ -385,7 +385,7 @@ class Memory:
             f"{model.weights.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
             f"{weights.budget}; evict or unpin other models first"
         )
-        model.story.add(now, "no room", "")
+        model.history.add(now, "no room", "")
         model.weights.asked = False
         self.loads.forget(model.name)
         self.loads.cold.discard(model.name)
@@ -394,7 +394,7 @@ class Memory:
 
     def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         abandon = self.weights.abandon(model.weights)
-        model.story.add(now, "abandon load", abandon)
+        model.history.add(now, "abandon load", abandon)
         out.append(abandon)
 
     def let_go(self, now: float, out: list[Instruction]) -> None:
@@ -464,7 +464,7 @@ class Memory:
         `returns`: they come back as soon as there is room, and what waits for them waits on.
         """
         evict = self.weights.evict(model.weights, heir)
-        model.story.add(now, "evict weights", evict)
+        model.history.add(now, "evict weights", evict)
         model.totals.evict(cause)
         self.leaving.pop(model, None)
         out.append(evict)

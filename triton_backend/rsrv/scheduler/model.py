@@ -7,7 +7,7 @@ from math import inf, isfinite
 from rsrv.scheduler.batching import Batch, VariantCosts, plan_batch
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
 from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Program, Request
-from rsrv.scheduler.history import Story
+from rsrv.scheduler.history import History
 from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import VariantQueue
 from rsrv.scheduler.weights import ModelWeights, Residency
@@ -51,7 +51,7 @@ def with_policy(program: Program, changed: PolicyChanged) -> Program:
 
 
 class ModelState:
-    """One loaded or draining model: its queues, weights, counters and story.
+    """One loaded or draining model: its queues, weights, counters and history.
 
     The scheduler writes it. It is the `Candidate` that disciplines see.
     """
@@ -65,6 +65,7 @@ class ModelState:
         "executions",
         "finishing",
         "front",
+        "history",
         "name",
         "paused",
         "place",
@@ -73,7 +74,6 @@ class ModelState:
         "queues",
         "ripe",
         "sizes",
-        "story",
         "totals",
         "turn_seconds",
         "warm_up",
@@ -122,7 +122,7 @@ class ModelState:
         self.ripe = -inf
         self.totals = Totals()
         self.sizes: dict[tuple[int, int], int] = {}
-        self.story = Story()
+        self.history = History()
 
     def obey(self, program: Program) -> None:
         """Be scheduled by these values from now on."""

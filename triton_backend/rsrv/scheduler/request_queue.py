@@ -72,7 +72,7 @@ class RequestQueues:
         self.departed = Counts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
-        """Refuse arrivals that nobody could account for; `runs` are the ids of runs at the gate or under way.
+        """Refuse arrivals that nobody could account for; `runs` are the ids of runs that wait for admission or are under way.
 
         Raises:
             CallerError: an id is in use already or given twice, or a number of rows is negative.
@@ -126,7 +126,7 @@ class RequestQueues:
             if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
                 model.totals.counts.expired += 1
                 model.totals.miss(Stage.ARRIVAL)
-                model.story.add(now, "expired on arrival", (request.id,))
+                model.history.add(now, "expired on arrival", (request.id,))
                 out.append(Finish(request.id, Outcome.EXPIRED))
                 continue
             if model.paused is not None and model.closed_to(request):  # (5)
@@ -164,7 +164,7 @@ class RequestQueues:
             if model.weights.residency is not Residency.RESIDENT:
                 model.totals.misses += len(ids)
             model.weights.uses = remember(model.weights.uses, len(ids), now)
-            model.story.add(now, "arrived", ids)
+            model.history.add(now, "arrived", ids)
         deadlines.clean(self.queued)
         self.starts.clean(self.queued)
         return full
@@ -187,7 +187,7 @@ class RequestQueues:
             if entry is not None and entry.queue is not None:
                 model = self._withdraw(entry, entry.queue)
                 model.totals.counts.cancelled += 1
-                model.story.add(now, "cancelled", (request,))
+                model.history.add(now, "cancelled", (request,))
                 out.append(Finish(request, Outcome.CANCELLED))
 
     def expire(self, now: float, out: list[Instruction]) -> None:
@@ -196,7 +196,7 @@ class RequestQueues:
             model = self._withdraw(entry, queue)
             model.totals.counts.expired += 1
             model.totals.miss(model.stage)
-            model.story.add(now, "expired", (entry.request.id,))
+            model.history.add(now, "expired", (entry.request.id,))
             out.append(Finish(entry.request.id, Outcome.EXPIRED))
 
     def shed(self, entry: Entry, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
@@ -206,7 +206,7 @@ class RequestQueues:
             queue.costs.doubt()
         model.totals.counts.shed += 1
         model.totals.miss(model.stage)
-        model.story.add(now, "shed", (entry.request.id,))
+        model.history.add(now, "shed", (entry.request.id,))
         out.append(Finish(entry.request.id, Outcome.SHED))
 
     def obey(self, discipline: Discipline) -> None:
@@ -265,11 +265,11 @@ class RequestQueues:
                 model.totals.miss(Stage.EXECUTE)
         if event.error is None:
             model.totals.counts.answered += len(requests)
-            model.story.add(now, "answered", event)
+            model.history.add(now, "answered", event)
             out.extend([Finish(request, _ANSWERED) for request in requests])
         else:
             model.totals.counts.failed += len(requests)
-            model.story.add(now, "failed", event)
+            model.history.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
 
     def _withdraw(self, entry: Entry, queue: VariantQueue) -> ModelState:
@@ -323,7 +323,7 @@ def _refuse(
 ) -> None:
     if ids:
         model.totals.counts.refuse(reason, len(ids))
-        model.story.add(now, f"refused {reason.value}", ids)
+        model.history.add(now, f"refused {reason.value}", ids)
         out.extend([Finish(request, Outcome.REFUSED, reason, retry_after) for request in ids])
 
 

@@ -55,9 +55,9 @@ from rsrv.scheduler.events import (
     WarmUpEnded,
     WeightsLoaded,
 )
-from rsrv.scheduler.gate import Gate
 from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.memory import Memory
+from rsrv.scheduler.meta_admission import MetaAdmission
 from rsrv.scheduler.model import ModelState, check_program, with_policy
 from rsrv.scheduler.ranking import Ranking
 from rsrv.scheduler.request_queue import SLACK, RequestQueues, hopeless
@@ -86,7 +86,7 @@ class Scheduler:
         self._past = PastTotals()
         self._discipline = disciplines[self.settings.discipline]()
         self._queues = RequestQueues(self._models, self._discipline)
-        self._gate = Gate(self._models, self._discipline, self.settings.meta_concurrency)
+        self._admission = MetaAdmission(self._models, self._discipline, self.settings.meta_concurrency)
         self._memory = Memory(self._models, self._draining, self._queues, self.settings)
         self._loads = self._memory.loads
         #: models that are held back for more requests, by when that ends.
@@ -118,9 +118,9 @@ class Scheduler:
             case RequestsCancelled():
                 self._queues.cancel(event.requests, now, out)
             case RunsAsked():
-                self._gate.ask(event.runs, now, out)
+                self._admission.ask(event.runs, now, out)
             case RunEnded():
-                self._gate.end(event.run)
+                self._admission.end(event.run)
             case WeightsLoaded() | LoadFailed() | LoadAbandoned():
                 model = self._memory.ended(event, now, out)
                 if model is not None and model.draining:
@@ -138,7 +138,7 @@ class Scheduler:
             case Paused():
                 for name in event.models:
                     self._pause(self._models[name], event.mode, now, out)
-                self._gate.reconsider()
+                self._admission.reconsider()
             case PolicyChanged():
                 self._change_policy(event, now)
             case Compact():
@@ -150,8 +150,8 @@ class Scheduler:
             case _:
                 assert_never(event)
         self._queues.expire(now, out)
-        if self._gate.waiting:
-            self._gate.proceed(now, out)
+        if self._admission.waiting:
+            self._admission.proceed(now, out)
         self._ripen(now)
         self._settle(now)
         if self._discipline.sheds:
@@ -175,11 +175,11 @@ class Scheduler:
             raise CallerError(f"time runs backwards: {now} after {self._now}")
         match event:
             case RequestsArrived():
-                self._queues.check(event.requests, self._gate.live.keys())
+                self._queues.check(event.requests, self._admission.live.keys())
             case ExecutionFinished():
                 self._running.check(event.dispatch)
             case RunsAsked():
-                self._gate.check(event.runs, self._queues.live.keys())
+                self._admission.check(event.runs, self._queues.live.keys())
             case ModelAdded():
                 check_program(event.program)
                 self._memory.weights.check(event.program)
@@ -251,7 +251,7 @@ class Scheduler:
             self._running.start(execute, model, now)
             model.started(execute)
             self._discipline.start(execute.dispatch, name, batch.seconds)
-            model.story.add(now, "execute", execute)
+            model.history.add(now, "execute", execute)
             out.append(execute)
             self._settle(now)
             if self._discipline.sheds:
@@ -267,7 +267,7 @@ class Scheduler:
         if execute.again:
             self._memory.compaction.retrying = False
         elif event.out_of_memory:
-            model.story.add(now, "no memory", event)
+            model.history.add(now, "no memory", event)
             self._memory.compaction.retries.append(running)
             return
         model.ended(execute)
@@ -288,22 +288,22 @@ class Scheduler:
         costs = self._variant_costs(program, program.costs)
         model = ModelState(program, costs, self._memory.weights.add(program), warm_up=event.warm_up)
         self._models[model.name] = model
-        model.story.add(now, "added", f"sizes={sorted(program.costs)}")
+        model.history.add(now, "added", f"sizes={sorted(program.costs)}")
         self._memory.admit(model, resident=event.resident, now=now, out=out)
-        self._gate.reconsider()
+        self._admission.reconsider()
 
     def _warmed_up(self, event: WarmUpEnded, now: float, out: list[Instruction]) -> None:
         model = self._models.get(event.model) or self._draining[event.model]
         compaction = self._memory.compaction
         again = compaction.warming is model
         if event.out_of_memory and not again:
-            model.story.add(now, "no memory to warm up", "")
+            model.history.add(now, "no memory to warm up", "")
             self._memory.warm_up_again(model)
             return
         if again:
             compaction.warming = None
         self._memory.warmed_up(model)
-        model.story.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
+        model.history.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
         if model.draining:
             self._drain(model, now, out)
         elif event.costs is not None:
@@ -313,8 +313,8 @@ class Scheduler:
         if mode is model.paused:
             return
         model.paused = mode
-        model.finishing = self._gate.under_way() if mode is Pause.DRAIN else ()
-        model.story.add(now, "goes on" if mode is None else f"paused: {mode.value}", "")
+        model.finishing = self._admission.under_way() if mode is Pause.DRAIN else ()
+        model.history.add(now, "goes on" if mode is None else f"paused: {mode.value}", "")
         if mode is Pause.REJECT:
             self._queues.refuse_all(model, Reason.PAUSED, now, out)
         elif mode is Pause.HOLD:
@@ -324,7 +324,7 @@ class Scheduler:
     def _change_policy(self, event: PolicyChanged, now: float) -> None:
         model = self._models[event.model]
         model.obey(with_policy(model.program, event))
-        model.story.add(now, "policy changed", event)
+        model.history.add(now, "policy changed", event)
         self._queues.touched[model] = None
 
     def _variant_costs(
@@ -345,17 +345,17 @@ class Scheduler:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)
             self._queues.obey(self._discipline)
-        self._gate.obey(self._discipline, settings.meta_concurrency)
+        self._admission.obey(self._discipline, settings.meta_concurrency)
         self._queues.touched.update(dict.fromkeys(self._models.values()))
 
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
-        model.story.add(now, "removed", "")
+        model.history.add(now, "removed", "")
         self._queues.refuse_all(model, Reason.UNLOADED, now, out)
         self._settle(now)
         self._discipline.forget(name)
         del self._models[name]
-        self._gate.reconsider()
+        self._admission.reconsider()
         model.draining = True
         self._draining[name] = model
         self._drain(model, now, out)
@@ -397,7 +397,7 @@ class Scheduler:
             self._queues.touched[first.model] = None
             again = replace(first.execute, dispatch=self._running.started + 1, again=True)
             self._running.start(again, first.model, now, charged=first.charged)
-            first.model.story.add(now, "execute again", again)
+            first.model.history.add(now, "execute again", again)
             out.append(again)
         self._settle(now)
 
@@ -483,7 +483,7 @@ class Scheduler:
         keeping a model back for more requests, or of keeping weights that others wait to replace; the next try of a
         pinned model that found no memory; the time to give the device its next execution.
         """
-        times = [self._queues.deadlines.next(), self._gate.next_deadline(), self._memory.backoff.next()]
+        times = [self._queues.deadlines.next(), self._admission.next_deadline(), self._memory.backoff.next()]
         if self._discipline.sheds:
             start = self._queues.starts.next()
             times.append(None if start is None else start + 2 * SLACK)
@@ -542,7 +542,7 @@ class Scheduler:
     def story(self, model: str) -> list[str]:
         """The latest events and instructions of a loaded or draining model, oldest first; [] for others."""
         state = self._models.get(model) or self._draining.get(model)
-        return [] if state is None else state.story.lines()
+        return [] if state is None else state.history.lines()
 
     def load(self) -> Load:
         """What `snapshot` says of loaded models, as far as it is asked for often. Costs O(models)."""
@@ -561,11 +561,11 @@ class Scheduler:
 
     def meta(self, name: str) -> MetaSnapshot | None:
         """Those of the runs of a meta model; None if nobody has ever asked for one."""
-        return self._gate.meta(name)
+        return self._admission.meta(name)
 
     def metas(self) -> dict[str, MetaSnapshot]:
         """Those of all of them."""
-        return self._gate.snapshot()
+        return self._admission.snapshot()
 
     def _states(self) -> list[ModelState]:
         return [*self._models.values(), *self._draining.values()]
@@ -582,7 +582,7 @@ class Scheduler:
             totals.add(counts)
         return Snapshot(
             models={state.name: state.snapshot() for state in states},
-            metas=self._gate.snapshot(),
+            metas=self._admission.snapshot(),
             arrived=self._queues.arrived,
             outcomes=totals.outcomes(),
             refused=totals.refused,

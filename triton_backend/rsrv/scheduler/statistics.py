@@ -247,7 +247,7 @@ class Load:
 class MetaSnapshot:
     """The runs of one meta model. All that were asked for are in one of these but `running`."""
 
-    #: runs that wait at the gate, and those under way.
+    #: runs that wait for admission, and those under way.
     waiting: int
     running: int
     #: those that were let in, ever; and those that were not, by why. Withdrawn: ended while they waited.

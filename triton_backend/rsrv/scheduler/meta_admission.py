@@ -1,4 +1,4 @@
-"""The gate: how many runs of meta models are under way at once, and which of those that wait comes next.
+"""Admission of runs of meta models: how many are under way at once, and which waiting one comes next.
 
 A run between two of its calls holds memory and nothing else, so a few of them keep the device busy, and more
 would only hold more. The others wait here, in the order that the discipline gives their requests: by priority,
@@ -42,7 +42,7 @@ class _Meta:
         )
 
 
-class Gate:
+class MetaAdmission:
     """Admits at most `limit` runs at a time. `models` are the scheduler's."""
 
     __slots__ = (

@@ -30,7 +30,7 @@ from tests.unit.scheduler.driver import Driver, program
 every_discipline = pytest.mark.parametrize("discipline", ["fair", "fifo", "edf"])
 
 
-def gate(discipline: str = "fair", concurrency: int = 1) -> Driver:
+def admission(discipline: str = "fair", concurrency: int = 1) -> Driver:
     return Driver(SchedulerSettings(discipline=discipline, meta_concurrency=concurrency))
 
 
@@ -57,7 +57,7 @@ def order(driver: Driver) -> list[int]:
 @every_discipline
 def test_as_many_as_may_run_are_admitted_at_once(discipline: str) -> None:
     """Of three runs two begin; the third does when the first is over."""
-    driver = gate(discipline, concurrency=2)
+    driver = admission(discipline, concurrency=2)
     first, second, third = (driver.run_of() for _ in range(3))
 
     assert driver.ask(first, second, third) == [Admit(first.id), Admit(second.id)]
@@ -76,7 +76,7 @@ def test_two_are_admitted_unless_the_settings_say_otherwise() -> None:
 @pytest.mark.parametrize("discipline", ["fair", "fifo"])
 def test_runs_begin_by_priority_and_arrival(discipline: str) -> None:
     """1 before 4 before none before 9, of whichever meta, and however soon a deadline is."""
-    driver = gate(discipline)
+    driver = admission(discipline)
     driver.ask(driver.run_of())
     runs = [driver.run_of(f"m{p}", priority=p, deadline=100.0 - n) for n, p in enumerate((9, 0, 4, 1, 0))]
     driver.ask(*runs[:2])
@@ -87,7 +87,7 @@ def test_runs_begin_by_priority_and_arrival(discipline: str) -> None:
 
 def test_edf_lets_the_soonest_deadline_in() -> None:
     """After priority; those without a deadline go last, in order of arrival."""
-    driver = gate("edf")
+    driver = admission("edf")
     driver.ask(driver.run_of())
     never, late, soon, also, urgent = (
         driver.run_of(deadline=deadline, priority=priority)
@@ -101,7 +101,7 @@ def test_edf_lets_the_soonest_deadline_in() -> None:
 
 def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
     """The free place goes to the soonest deadline, not to the first of the event."""
-    driver = gate("edf")
+    driver = admission("edf")
     late, soon = driver.run_of(deadline=9.0), driver.run_of(deadline=5.0)
     driver.ask(late, soon)
 
@@ -110,7 +110,7 @@ def test_runs_that_ask_together_begin_in_the_order_of_the_discipline() -> None:
 
 def test_a_change_of_discipline_changes_who_is_next() -> None:
     """They came by `fifo`; under `edf` the soonest deadline is first, and back again the oldest is."""
-    driver = gate("fifo")
+    driver = admission("fifo")
     driver.ask(driver.run_of())
     late, soon, later = (driver.run_of(deadline=deadline) for deadline in (8.0, 5.0, 9.0))
     driver.ask(late, soon, later)
@@ -125,7 +125,7 @@ def test_a_change_of_discipline_changes_who_is_next() -> None:
 @every_discipline
 def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
     """However many come with sooner deadlines, one that waits begins, or ends at its own."""
-    driver = gate(discipline)
+    driver = admission(discipline)
     driver.ask(driver.run_of())
     patient = driver.run_of(deadline=50.0)
     driver.ask(patient)
@@ -134,7 +134,7 @@ def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
         driver.now = float(n)
         driver.end(min(driver.under_way.values(), key=lambda run: run.id))
 
-    assert patient.id in driver.left_the_gate
+    assert patient.id in driver.left_waiting
 
 
 # --- runs that call a model which is held --------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_runs_do_not_hold_each_other_up_for_ever(discipline: str) -> None:
 @every_discipline
 def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -> None:
     """They came first, and wait; another meta's runs go by, one after the other. Then it is their turn."""
-    driver = gate(discipline)
+    driver = admission(discipline)
     driver.add(program("a"), program("b"))
     driver.pause(Pause.HOLD, "a")
     held = driver.run_of("m", models=("a", "b"))
@@ -157,7 +157,7 @@ def test_runs_that_call_a_held_model_leave_the_gate_to_others(discipline: str) -
 
 def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
     """Others begin beside them; when it goes on all finish, and the next begins when there is one less than may be."""
-    driver = gate()
+    driver = admission()
     driver.add(program("a"))
     stalled, other, late = driver.run_of("m", models=("a",)), driver.run_of("n"), driver.run_of("n")
     driver.ask(stalled, other, late)
@@ -170,7 +170,7 @@ def test_runs_under_way_that_call_a_held_model_take_no_place() -> None:
 
 def test_a_held_model_that_is_removed_holds_nobody_up() -> None:
     """What its runs make of that is up to them."""
-    driver = gate()
+    driver = admission()
     driver.add(program("a"))
     driver.pause(Pause.HOLD, "a")
     run = driver.run_of(models=("a",))
@@ -184,7 +184,7 @@ def test_a_held_model_that_is_removed_holds_nobody_up() -> None:
 
 def test_more_places_are_taken_at_once() -> None:
     """From one to three: two more begin with the change."""
-    driver = gate()
+    driver = admission()
     runs = [driver.run_of() for _ in range(4)]
     driver.ask(*runs)
 
@@ -193,7 +193,7 @@ def test_more_places_are_taken_at_once() -> None:
 
 def test_fewer_places_let_those_that_run_finish() -> None:
     """From three to one: the next begins when all three are over."""
-    driver = gate(concurrency=3)
+    driver = admission(concurrency=3)
     runs = [driver.run_of() for _ in range(5)]
     driver.ask(*runs)
     change(driver, meta_concurrency=1)
@@ -203,7 +203,7 @@ def test_fewer_places_let_those_that_run_finish() -> None:
 
 def test_places_that_went_and_came_back_are_used() -> None:
     """From three to one and, after one run has ended, to two: nobody begins until another one ends."""
-    driver = gate(concurrency=3)
+    driver = admission(concurrency=3)
     runs = [driver.run_of() for _ in range(5)]
     driver.ask(*runs)
     change(driver, meta_concurrency=1)
@@ -225,7 +225,7 @@ def test_a_limit_below_one_is_refused() -> None:
 @pytest.mark.parametrize("deadline", [-1.0, 0.0, nan])
 def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
     """Though there is a place: its deadline is now, has passed, or is no number."""
-    driver = gate()
+    driver = admission()
     late = Run(1, "m", deadline)
 
     assert driver.scheduler.handle(RunsAsked((late,)), 0.0) == [Finish(1, Outcome.EXPIRED)]
@@ -234,7 +234,7 @@ def test_a_run_that_comes_too_late_does_not_begin(deadline: float) -> None:
 
 def test_a_run_waits_until_its_deadline() -> None:
     """The scheduler asks for a tick then, the run ends, and the later one is next."""
-    driver = gate("fifo")
+    driver = admission("fifo")
     driver.ask(first := driver.run_of())
     soon, later = driver.run_of(deadline=2.0), driver.run_of(deadline=3.0)
     driver.ask(soon, later)
@@ -248,7 +248,7 @@ def test_a_run_waits_until_its_deadline() -> None:
 
 def test_a_place_that_comes_at_the_deadline_comes_too_late() -> None:
     """At one moment a place becomes free and the first in line is due: the one behind it begins."""
-    driver = gate("fifo")
+    driver = admission("fifo")
     driver.ask(first := driver.run_of())
     due, other = driver.run_of(deadline=2.0), driver.run_of()
     driver.ask(due, other)
@@ -259,17 +259,17 @@ def test_a_place_that_comes_at_the_deadline_comes_too_late() -> None:
 
 def test_a_run_under_way_has_no_deadline_here() -> None:
     """What it does in time is its own affair: it keeps its place until it ends."""
-    driver = gate()
+    driver = admission()
     driver.ask(driver.run_of(deadline=1.0), other := driver.run_of())
 
     assert driver.scheduler.next_wakeup() is None
     assert driver.tick(5.0) == []
-    assert list(driver.at_the_gate) == [other.id]
+    assert list(driver.waiting_runs) == [other.id]
 
 
 def test_so_many_of_a_meta_may_wait() -> None:
     """Two of `m` wait; the third is refused, one of another meta is not."""
-    driver = gate()
+    driver = admission()
     driver.ask(driver.run_of())
     driver.ask(driver.run_of(max_waiting=2), driver.run_of(max_waiting=2))
     third, other = driver.run_of(max_waiting=2), driver.run_of("n", max_waiting=2)
@@ -279,7 +279,7 @@ def test_so_many_of_a_meta_may_wait() -> None:
 
 def test_those_that_begin_at_once_do_not_wait() -> None:
     """Two places and one that may wait: of four that ask together the latest is refused."""
-    driver = gate(concurrency=2)
+    driver = admission(concurrency=2)
     runs = [driver.run_of(max_waiting=1) for _ in range(4)]
 
     assert driver.ask(*runs) == [
@@ -291,7 +291,7 @@ def test_those_that_begin_at_once_do_not_wait() -> None:
 
 def test_who_is_due_gives_its_place_in_line_to_who_comes() -> None:
     """The only one that may wait ends at the moment at which the next one asks."""
-    driver = gate()
+    driver = admission()
     driver.ask(driver.run_of())
     driver.ask(due := driver.run_of(deadline=1.0, max_waiting=1))
     driver.now = 1.0
@@ -301,7 +301,7 @@ def test_who_is_due_gives_its_place_in_line_to_who_comes() -> None:
 
 def test_a_run_that_waits_can_be_withdrawn() -> None:
     """Nothing is answered, it never begins, and its deadline wakes nobody."""
-    driver = gate()
+    driver = admission()
     driver.ask(first := driver.run_of())
     driver.ask(gone := driver.run_of(deadline=1.0), other := driver.run_of())
 
@@ -312,7 +312,7 @@ def test_a_run_that_waits_can_be_withdrawn() -> None:
 
 def test_the_end_of_an_unknown_run_is_ignored() -> None:
     """It was over already, was refused, or never was; nobody's place is free for it."""
-    driver = gate()
+    driver = admission()
     driver.ask(first := driver.run_of(), second := driver.run_of(max_waiting=5))
     driver.end(first)
 
@@ -325,7 +325,7 @@ def test_the_end_of_an_unknown_run_is_ignored() -> None:
 
 def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
     """They execute, the oldest still before an urgent one; so do those that come after it."""
-    driver = gate()
+    driver = admission()
     driver.add(program("a", {(0, 1): 0.001}))
     driver.arrive(driver.request())
     driver.ask(run := driver.run_of())
@@ -342,16 +342,16 @@ def test_the_end_of_a_run_leaves_its_requests_alone() -> None:
 
 def test_a_run_is_no_request() -> None:
     """To cancel its id as a request does nothing."""
-    driver = gate()
+    driver = admission()
     driver.ask(driver.run_of(), waits := driver.run_of())
     driver.send(RequestsCancelled((waits.id,)))
 
-    assert list(driver.at_the_gate) == [waits.id]
+    assert list(driver.waiting_runs) == [waits.id]
 
 
 def test_runs_and_requests_share_their_ids() -> None:
     """One that is in use, by either, is refused, and so is one given twice; nothing has changed by it."""
-    driver = gate()
+    driver = admission()
     driver.add(program("a"))
     driver.arrive(request := driver.request(deadline=10.0))
     running, waiting = driver.run_of(), driver.run_of()
@@ -381,12 +381,12 @@ def test_runs_and_requests_share_their_ids() -> None:
 def test_a_run_that_makes_no_sense_is_refused(run: Run, problem: str) -> None:
     """The caller is told what is wrong with it."""
     with pytest.raises(CallerError, match=problem):
-        gate().scheduler.handle(RunsAsked((run,)), 0.0)
+        admission().scheduler.handle(RunsAsked((run,)), 0.0)
 
 
 def test_what_became_of_runs_is_counted() -> None:
     """By meta, and for ever: two under way, one waits, and one each expired, was refused and withdrawn."""
-    driver = gate(concurrency=2)
+    driver = admission(concurrency=2)
     driver.ask(over := driver.run_of(), driver.run_of(), driver.run_of("n"))
     driver.ask(driver.run_of(deadline=1.0), gone := driver.run_of())
     driver.ask(driver.run_of(max_waiting=2))

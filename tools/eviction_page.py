@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from rsrv.scheduler.settings import Eviction
 from rsrv.sim.belady import most_hits
 from rsrv.sim.metrics import summarize
 from rsrv.sim.record import Record
@@ -27,7 +28,7 @@ from scheduler_page import DOCS, IMAGES, rewrite, save, table
 PAGE = DOCS / "eviction.md"
 IMAGE = IMAGES / "eviction.png"
 
-POLICIES = ("lru", "cost")
+POLICIES: tuple[Eviction, ...] = ("lru", "cost")
 EXPONENTS = (0.8, 1.1)
 #: room for weights, of those of all models.
 ROOMS = (0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
@@ -56,7 +57,7 @@ Asked = tuple[float, int]
 class Run:
     """One scenario under one policy."""
 
-    def __init__(self, scenario: Scenario, policy: str) -> None:
+    def __init__(self, scenario: Scenario, policy: Eviction) -> None:
         settings = replace(scenario.settings, eviction=policy)
         self.record: Record = simulate(replace(scenario, settings=settings))
 

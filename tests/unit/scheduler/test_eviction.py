@@ -17,7 +17,7 @@ from rsrv.scheduler.eviction import (
     make_room,
     rate,
 )
-from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.settings import Eviction, SchedulerSettings
 from rsrv.scheduler.weights import SharedTensorGroup, Uses, remember
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import program
@@ -48,7 +48,7 @@ def idle(name: str, uses: Uses, *, size: int = 100, load: float = 0.01, used: fl
     return Resident(name, [own(size)], used, None, load, uses)
 
 
-def order(*residents: Resident, now: float = NOW, policy: str = "cost") -> str:
+def order(*residents: Resident, now: float = NOW, policy: Eviction = "cost") -> str:
     """Their names, the first to give way first."""
     ranked = sorted(residents, key=lambda one: POLICIES[policy](one, now))
     return "".join(one.model for one in ranked)
@@ -150,7 +150,7 @@ _residents = st.lists(_resident, max_size=12).map(
 
 
 @given(_residents, st.integers(-10, 600), st.sampled_from(sorted(POLICIES)))
-def test_room_is_made_exactly(residents: list[Resident], missing: int, policy: str) -> None:
+def test_room_is_made_exactly(residents: list[Resident], missing: int, policy: Eviction) -> None:
     """Enough if there is enough, nobody in vain, and nobody with work while those without would do."""
     chosen = make_room(missing, residents, (), NOW, POLICIES[policy])
 
@@ -177,7 +177,7 @@ def test_policies_order_only_those_nobody_waits_for(residents: list[Resident], m
 
 @given(_residents, st.randoms(use_true_random=False), st.sampled_from(sorted(POLICIES)))
 def test_the_choice_does_not_depend_on_the_order_of_asking(
-    residents: list[Resident], random: Random, policy: str
+    residents: list[Resident], random: Random, policy: Eviction
 ) -> None:
     """Ties go by name: equal states give equal decisions."""
     some = [one for one in residents if one.rank is None]
@@ -190,7 +190,7 @@ def test_the_choice_does_not_depend_on_the_order_of_asking(
 # --- in the scheduler ----------------------------------------------------------------------------------------
 
 
-def popular_and_latest(eviction: str) -> Device:
+def popular_and_latest(eviction: Eviction) -> Device:
     """Room for two of three: `p` was asked for ten times, after that `q` once."""
     device = Device(SchedulerSettings(weight_budget_bytes=200, eviction=eviction))
     for name in "pqr":
@@ -239,4 +239,4 @@ def test_popularity_outlives_eviction() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     """By name, with those that exist."""
     with pytest.raises(ValueError, match=r"eviction must be one of \['cost', 'lru'\], not 'random'"):
-        SchedulerSettings(eviction="random")
+        SchedulerSettings(eviction="random")  # type: ignore[arg-type]

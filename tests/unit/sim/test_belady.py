@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.scheduler.eviction import POLICIES, Resident, make_room
+from rsrv.scheduler.settings import Eviction
 from rsrv.scheduler.weights import SharedTensorGroup, Uses, remember
 from rsrv.sim.belady import most_hits
 
@@ -37,7 +38,7 @@ def _own() -> SharedTensorGroup:
     return group
 
 
-def had(requests: str, room: int, policy: str) -> int:
+def had(requests: str, room: int, policy: Eviction) -> int:
     """The hits of a policy that loads at once, a second between two requests."""
     uses: dict[str, Uses] = {}
     there: dict[str, float] = {}
@@ -75,7 +76,7 @@ def test_nothing_that_can_be_tried_is_better(requests: str, room: int, resident:
 
 
 @given(st.text("abcdefgh", max_size=60), st.integers(1, 6), st.sampled_from(sorted(POLICIES)))
-def test_no_policy_has_more(requests: str, room: int, policy: str) -> None:
+def test_no_policy_has_more(requests: str, room: int, policy: Eviction) -> None:
     """Those of the scheduler, where they load at once."""
     assert had(requests, room, policy) <= most_hits(requests, room)
 

@@ -287,9 +287,9 @@ class Loop:
                 case ev.LoadWeights(key, epoch):
                     self._timeline.begins(instruction, now)
                     self._placement.load(key, epoch)
-                case ev.EvictWeights(key, _, heir):
+                case ev.EvictWeights(key, _, loading_for):
                     self._timeline.begins(instruction, now)
-                    self._placement.evict(key, heir)
+                    self._placement.evict(key, loading_for)
                 case ev.AbandonLoad(_, epoch):
                     self._placement.abandon(epoch)
                 case ev.WarmUp(key, again):

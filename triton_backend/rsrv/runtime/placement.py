@@ -141,15 +141,15 @@ class Placement:
         """Nobody waits for this load any more."""
         self._tiers.abandon(epoch)
 
-    def evict(self, key: str, heir: str | None) -> None:
+    def evict(self, key: str, loading_for: str | None) -> None:
         """Give the memory of a model's weights back, but for what the next load needs; nothing executes on them."""
         self._catalog.moved(key, "absent")
         model = self._catalog.get(key)
-        self._tiers.free(model, None if heir is None else self._catalog.get(heir))
-        if heir is None:
+        self._tiers.free(model, None if loading_for is None else self._catalog.get(loading_for))
+        if loading_for is None:
             log.info("%s: weights evicted", key, extra=about(model, event="evicted"))
         else:
-            self._evicted.setdefault(heir, []).append(key)
+            self._evicted.setdefault(loading_for, []).append(key)
 
     def when_moved(self, action: Callable[[], None]) -> None:
         """Do something on the loop when all that was asked for before has been loaded or freed."""

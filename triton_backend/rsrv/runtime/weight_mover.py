@@ -68,15 +68,15 @@ class DeviceWeights:
             self._held[key].users += 1
         return [self._held[tensor.key].buffer for tensor in weights.tensors]
 
-    def free(self, weights: HostWeights, heir: HostWeights | None = None) -> None:
+    def free(self, weights: HostWeights, loading_for: HostWeights | None = None) -> None:
         """A loaded model needs its weights no longer, and nothing executes on them.
 
-        `heir`: what is loaded next; what both have is kept for it.
+        `loading_for`: what is loaded next; what both have is kept for it.
         """
         for key in weights.distinct:
             self._held[key].users -= 1
-        kept = () if heir is None else heir.distinct
-        self._drop((key for key in weights.distinct if key not in kept), reuse=heir is not None)
+        kept = () if loading_for is None else loading_for.distinct
+        self._drop((key for key in weights.distinct if key not in kept), reuse=loading_for is not None)
 
     def _drop(self, keys: Iterable[TensorKey], *, reuse: bool = False) -> None:
         """Free those that nobody uses."""
@@ -181,11 +181,11 @@ class WeightMover:
         if epoch == self._epoch:
             self._abandoned = True
 
-    def free(self, model: Model, heir: Model | None) -> None:
-        """Give the memory of a model's loaded weights back, but for what `heir`, loaded next, has too."""
+    def free(self, model: Model, loading_for: Model | None) -> None:
+        """Give the memory of a model's loaded weights back, but for what `loading_for`, loaded next, has too."""
         assert model.weights is not None, "the scheduler evicts resident weights only"
         model.weights = None
-        weights, next_weights = model.host, None if heir is None else heir.host
+        weights, next_weights = model.host, None if loading_for is None else loading_for.host
         self._mover.put(lambda: self.device.free(weights, next_weights))
 
     def when_moved(self, action: Callable[[], None]) -> None:

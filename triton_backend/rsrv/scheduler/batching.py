@@ -76,11 +76,11 @@ class VariantCosts:
                 seconds[other] -= RELAX * excess
         self.best = self._cheapest(None)
 
-    def obey(self, alpha: float) -> None:
+    def reconfigure(self, alpha: float) -> None:
         """Learn with another `alpha` from now on."""
         self._alpha = alpha
 
-    def doubt(self) -> None:
+    def relax(self) -> None:
         """A request was turned away because of these estimates, so nothing may be measured again.
 
         Those above their seeds sink a little, until a request is tried and the measurement decides.

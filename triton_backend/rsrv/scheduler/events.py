@@ -360,7 +360,7 @@ class EvictWeights:
     model: str
     epoch: int
     #: whose load, the next one, needs the room: what both have stays. A remark, which the load makes superfluous.
-    heir: str | None = field(default=None, compare=False)
+    loading_for: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

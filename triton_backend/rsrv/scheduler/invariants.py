@@ -231,8 +231,8 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
     _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
     if not running and not scheduler._memory.compaction.pauses:
         for state in states:
-            ripe = state.ready and state.ripe <= scheduler._now
-            _require(not ripe, "it could execute, and the device has nothing to do (7)", state)
+            dispatchable = state.ready and state.dispatchable_at <= scheduler._now
+            _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
 
 
 def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
@@ -305,11 +305,11 @@ def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
 
 
 def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:
-    _require(not scheduler._queues.touched, "an event left work undone")
+    _require(not scheduler._queues.dirty, "an event left work undone")
     for state in states:
-        before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)
+        before = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.dispatchable_at)
         state.recount()
-        after = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.ripe)
+        after = (state.front, state.place, state.backlog_seconds, state.turn_seconds, state.dispatchable_at)
         _require(before == after, f"its derived values were {before}, are {after} (11)", state)
     backlog = sum(state.backlog_seconds for state in states)
     turns = sum(state.turn_seconds for state in states)

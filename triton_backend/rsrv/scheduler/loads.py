@@ -40,6 +40,7 @@ class Loads:
     """The models whose weights should come to the device, and the choice among them."""
 
     __slots__ = (
+        "_blocked_head",
         "_changed",
         "_factor",
         "_hope_again",
@@ -47,7 +48,6 @@ class Loads:
         "_models",
         "_policy",
         "_retry_at",
-        "_stuck",
         "_yields",
         "cold",
         "hoped",
@@ -82,7 +82,7 @@ class Loads:
         self.later: list[str] = []
         #: the first one, if it found no room when that was looked for. Looking costs O(models), so it is
         #: not done again before `_retry_at`, unless one of `_changed` may give way now.
-        self._stuck: str | None = None
+        self._blocked_head: str | None = None
         self._retry_at = inf
         self._changed: dict[ModelState, None] = {}
 
@@ -91,7 +91,7 @@ class Loads:
     def wait(self, model: ModelState, rank: Rank) -> None:
         """A model has work and no weights."""
         self.cold.set(model.name, rank)
-        if model.name == self._stuck:
+        if model.name == self._blocked_head:
             self.retry()
 
     def want(self, model: ModelState) -> None:
@@ -122,19 +122,19 @@ class Loads:
             self.later.remove(name)
 
     def changed(self, model: ModelState) -> None:
-        """A model was touched that may have become one to give way."""
-        if self._stuck is not None:
+        """A model changed that may have become one to evict."""
+        if self._blocked_head is not None:
             self._changed[model] = None
         if model.place is None:
             self._hope_again = True
 
     def retry(self) -> None:
         """There may be room now."""
-        self._stuck = None
+        self._blocked_head = None
         self._hope_again = True
         self._changed.clear()
 
-    def obey(self, settings: SchedulerSettings) -> None:
+    def reconfigure(self, settings: SchedulerSettings) -> None:
         """The settings have changed, or the discipline: all ranks will be told again."""
         self._factor = settings.residency_factor
         self._policy = POLICIES[settings.eviction]
@@ -163,7 +163,7 @@ class Loads:
             return None
         name = self.first()
         if name is None:
-            self._stuck = None
+            self._blocked_head = None
             return self._plan_hoped(now) or self._plan_later()
         planned = self._plan_first(name, discipline, now)
         if planned is None and self._yields and self.wanted:
@@ -174,12 +174,12 @@ class Loads:
 
     def _plan_first(self, name: str, discipline: Discipline, now: float) -> Plan | None:
         """As `plan`, for one that is to come next."""
-        if name == self._stuck:
+        if name == self._blocked_head:
             self._reconsider(name, discipline, now)
-            if name == self._stuck:
+            if name == self._blocked_head:
                 return None
         planned, self._retry_at = self.search(discipline, now)
-        self._stuck = name if planned is None else None
+        self._blocked_head = name if planned is None else None
         self._changed.clear()
         return planned
 
@@ -222,9 +222,13 @@ class Loads:
 
     def wants(self, model: ModelState, discipline: Discipline, now: float) -> bool:
         """Whether somebody waits for room that a model with work would make if it did not execute."""
-        if self._stuck is None or self._stuck != self.first() or self.weights.loading is not None:
+        if (
+            self._blocked_head is None
+            or self._blocked_head != self.first()
+            or self.weights.loading is not None
+        ):
             return False
-        return self._would_give_way(model, self._models[self._stuck], discipline) <= now
+        return self._would_give_way(model, self._models[self._blocked_head], discipline) <= now
 
     def without_room(self) -> ModelState | None:
         """Who is next in line, if it does not fit beside what is there and nobody gives way for it."""
@@ -251,7 +255,7 @@ class Loads:
         if self.weights.loading is not None:
             return None
         at = inf
-        if self._stuck is not None:
+        if self._blocked_head is not None:
             at = self._retry_at
         elif self.hoped and self.first() is None:
             at = self._hope_at
@@ -276,7 +280,7 @@ class Loads:
                 self._retry_at = min(self._retry_at, when)
         self._changed.clear()
         if self._retry_at <= now:
-            self._stuck = None
+            self._blocked_head = None
 
     def _gives_way(self, model: ModelState, cold: ModelState, discipline: Discipline) -> float:
         """From when on it gives way to another, if nothing else happens; inf: it does not."""

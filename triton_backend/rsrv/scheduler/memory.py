@@ -1,7 +1,7 @@
 """The device's memory: carries out what `Loads` decides, and takes in how loads end.
 
 Nothing else changes what is on the device. Models are the scheduler's; whatever changes of one is marked in
-`RequestQueues.touched`, so that the scheduler settles it.
+`RequestQueues.dirty`, so that the scheduler settles it.
 """
 
 from collections import deque
@@ -171,7 +171,7 @@ class Memory:
                 self._unwant(model)
             if not self.loads.on_demand:
                 self.leave([model], now, out)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
         self.loads.retry()
 
     def prefetch(self, model: ModelState, now: float) -> None:
@@ -180,7 +180,7 @@ class Memory:
         model.weights.end_backoff()
         self.leaving.pop(model, None)
         self._ask(model)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
 
     def _ask(self, model: ModelState) -> None:
         """Somebody wants it to be there."""
@@ -208,7 +208,7 @@ class Memory:
                 self._abandon(model, now, out)
             if weights.residency is not Residency.RESIDENT:
                 self._turn_away(model, now, out)
-            self._queues.touched[model] = None
+            self._queues.dirty[model] = None
 
     def _turn_away(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Refuse what waits for weights that do not come by themselves."""
@@ -232,7 +232,7 @@ class Memory:
         self.warming -= 1
         if not (self.loads.on_demand or model.weights.asked):
             self.leaving[model] = False
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
 
     def check_warm_up(self, name: str) -> None:
         """Refuse the end of a warm-up that is not under way.
@@ -249,12 +249,12 @@ class Memory:
         self.warming -= 1
         self.compaction.warm_ups.append(model)
 
-    def obey(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
+    def reconfigure(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
         """Decide by other settings, or by another discipline."""
         self.weights.budget = settings.weight_budget_bytes
         self._interval = settings.compaction_interval
         handed_over = self.loads.on_demand and not settings.on_demand
-        self.loads.obey(settings)
+        self.loads.reconfigure(settings)
         if handed_over:
             self._hand_over(now, out)
 
@@ -283,7 +283,7 @@ class Memory:
         if model.weights.residency is not Residency.LOADING:
             return None
         self._queues.discipline.link(False)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
         match event:
             case WeightsLoaded():
                 self.loads.forget(model.name)
@@ -371,12 +371,12 @@ class Memory:
         # Where all residency was asked for, who makes room for a warm-up comes back after it.
         returns = not self.loads.on_demand and model.warm_up
         for victim in victims:
-            self.evict(victim, Cause.ROOM, now, out, heir=model.name, returns=returns)
+            self.evict(victim, Cause.ROOM, now, out, loading_for=model.name, returns=returns)
         self.loads.started(model)
         self._queues.discipline.link(not victims)
         model.history.add(now, "load weights", load)
         out.append(load)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
 
     def _turn_down(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """It was asked for and does not fit, and nobody gives way by himself."""
@@ -456,19 +456,19 @@ class Memory:
         now: float,
         out: list[Instruction],
         *,
-        heir: str | None = None,
+        loading_for: str | None = None,
         returns: bool = False,
     ) -> None:
-        """Free a model's resident weights, but for what `heir`, whose load comes next, has too.
+        """Free a model's resident weights, but for what `loading_for`, whose load comes next, has too.
 
         `returns`: they come back as soon as there is room, and what waits for them waits on.
         """
-        evict = self.weights.evict(model.weights, heir)
+        evict = self.weights.evict(model.weights, loading_for)
         model.history.add(now, "evict weights", evict)
         model.totals.evict(cause)
         self.leaving.pop(model, None)
         out.append(evict)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
         if returns:
             self._ask(model)
         else:

@@ -145,7 +145,7 @@ class MetaAdmission:
             self.stalled.discard(id)
             self._recount()
 
-    def obey(self, discipline: Discipline, limit: int) -> None:
+    def reconfigure(self, discipline: Discipline, limit: int) -> None:
         """Admit by other settings from now on. What runs stays."""
         self.limit = limit
         self._recount()

@@ -58,8 +58,9 @@ class ModelState:
 
     __slots__ = (
         "backlog_seconds",
-        "barred",
         "batch_seconds",
+        "blocked_until",
+        "dispatchable_at",
         "draining",
         "executing",
         "executions",
@@ -72,7 +73,6 @@ class ModelState:
         "program",
         "queued",
         "queues",
-        "ripe",
         "sizes",
         "totals",
         "turn_seconds",
@@ -91,7 +91,7 @@ class ModelState:
         warm_up: bool,
     ) -> None:
         self.name = program.model
-        self.obey(program)
+        self.reconfigure(program)
         #: variant -> its waiting requests; one queue for each compiled variant, for good.
         self.queues = {variant: VariantQueue(variant, table) for variant, table in costs.items()}
         #: requests that wait, over all queues.
@@ -108,7 +108,7 @@ class ModelState:
         #: runs of meta models whose calls are let in while it drains: those that were under way when that began.
         self.finishing: Collection[int] = ()
         #: until when it does not execute, because others gave way for it and shall get their turn.
-        self.barred = -inf
+        self.blocked_until = -inf
         # The next six are derived from the queues and costs by `recount`. Who is held has no work to speak of.
         #: the queue whose front request is first in the order of service, and where that stands.
         self.front: VariantQueue | None = None
@@ -118,20 +118,20 @@ class ModelState:
         self.turn_seconds = 0.0
         #: expected device time of a full execution of the front queue.
         self.batch_seconds = 0.0
-        #: until when it is held back: it is barred, or more requests can share its next execution.
-        self.ripe = -inf
+        #: until when it is held back: it is blocked, or more requests can share its next execution.
+        self.dispatchable_at = -inf
         self.totals = Totals()
         self.sizes: dict[tuple[int, int], int] = {}
         self.history = History()
 
-    def obey(self, program: Program) -> None:
+    def reconfigure(self, program: Program) -> None:
         """Be scheduled by these values from now on."""
         self.program = program
         self.weight = program.weight
 
     @property
     def ready(self) -> bool:
-        """Whether it has work that the device could take now, or as soon as it is ripe."""
+        """Whether it has work that the device could take now, or as soon as it is not held back."""
         return self.place is not None and self.weights.residency is Residency.RESIDENT and not self.warming
 
     @property
@@ -170,7 +170,7 @@ class ModelState:
         if not self.queued or self.held:
             self.front = self.place = None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
-            self.ripe = -inf
+            self.dispatchable_at = -inf
             return
         front: VariantQueue | None = None
         first: Place | None = None
@@ -186,11 +186,11 @@ class ModelState:
         # The next execution is one of the size that is cheapest when full, unless less than that waits.
         self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
         self.turn_seconds = min(backlog, self.batch_seconds)
-        self.ripe = self.barred
+        self.dispatchable_at = self.blocked_until
         if self.program.max_delay and front is not None:
-            self.ripe = max(self.ripe, self._ripe(front))
+            self.dispatchable_at = max(self.dispatchable_at, self._delay_ends(front))
 
-    def _ripe(self, front: VariantQueue) -> float:
+    def _delay_ends(self, front: VariantQueue) -> float:
         """When the front request has waited for others long enough: -inf if there is nothing to wait for."""
         costs, entries = front.costs, front.entries
         if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:

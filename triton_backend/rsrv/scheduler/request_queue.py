@@ -40,12 +40,12 @@ class RequestQueues:
         "arrived",
         "deadlines",
         "departed",
+        "dirty",
         "discipline",
         "live",
         "queued",
         "runs",
         "starts",
-        "touched",
     )
 
     def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
@@ -67,7 +67,7 @@ class RequestQueues:
         #: run of a meta model -> its requests that wait, oldest first: that one is committed, the others are not.
         self.runs: dict[int, list[Entry]] = {}
         #: models of which something changed since the scheduler settled (a dictionary for its order).
-        self.touched: dict[ModelState, None] = {}
+        self.dirty: dict[ModelState, None] = {}
         #: requests that ended without a model, or with one that is gone.
         self.departed = Counts()
 
@@ -158,7 +158,7 @@ class RequestQueues:
             ids.append(request.id)
         for model, ids in queued.items():
             self.queued += len(ids)
-            self.touched[model] = None
+            self.dirty[model] = None
             if model.queued == len(ids) and not model.executions:
                 model.weights.needed(now)
             if model.weights.residency is not Residency.RESIDENT:
@@ -203,18 +203,18 @@ class RequestQueues:
         """End one that waits and whose deadline cannot be met any more."""
         model = self._withdraw(entry, queue)
         if not model.held:
-            queue.costs.doubt()
+            queue.costs.relax()
         model.totals.counts.shed += 1
         model.totals.miss(model.stage)
         model.history.add(now, "shed", (entry.request.id,))
         out.append(Finish(entry.request.id, Outcome.SHED))
 
-    def obey(self, discipline: Discipline) -> None:
+    def reconfigure(self, discipline: Discipline) -> None:
         """Order all that wait by another discipline."""
         self.discipline = discipline
         self.starts.clear()
         for model in self._models.values():
-            self.touched[model] = None
+            self.dirty[model] = None
             for queue in model.queues.values():
                 for entry in queue.entries:
                     request = entry.request
@@ -238,7 +238,7 @@ class RequestQueues:
     def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
         """Take the first `count` of a queue for an execution: in flight still, but not queued."""
         self.queued -= count
-        self.touched[model] = None
+        self.dirty[model] = None
         observe = model.totals.queue_wait.observe
         for entry in queue.entries[:count]:
             observe(now - entry.arrived)
@@ -278,7 +278,7 @@ class RequestQueues:
         self.queued -= 1
         model = self._models[entry.request.model]
         model.queued -= 1
-        self.touched[model] = None
+        self.dirty[model] = None
         if entry.request.run:
             self._promote((entry,))
         return model
@@ -302,7 +302,7 @@ class RequestQueues:
                 first.queue.move(
                     first, self.discipline.place(COMMITTED_LEVEL, request.deadline, self._number)
                 )
-                self.touched[self._models[request.model]] = None
+                self.dirty[self._models[request.model]] = None
 
     def _withdraw_all(self, model: ModelState) -> list[int]:
         """Their ids, in the order of their numbers."""

@@ -90,7 +90,7 @@ class Scheduler:
         self._memory = Memory(self._models, self._draining, self._queues, self.settings)
         self._loads = self._memory.loads
         #: models that are held back for more requests, by when that ends.
-        self._unripe: Ranking[str] = Ranking()
+        self._delayed: Ranking[str] = Ranking()
         #: at most `depth` executions.
         self._running = InFlight()
         #: sums of `backlog_seconds` and of `turn_seconds` over all models.
@@ -152,7 +152,7 @@ class Scheduler:
         self._queues.expire(now, out)
         if self._admission.waiting:
             self._admission.proceed(now, out)
-        self._ripen(now)
+        self._end_delays(now)
         self._settle(now)
         if self._discipline.sheds:
             self._shed(now, out)
@@ -279,7 +279,7 @@ class Scheduler:
         if model.draining:
             self._drain(model, now, out)
         else:
-            self._queues.touched[model] = None
+            self._queues.dirty[model] = None
 
     # --- models and weights ------------------------------------------------------------------------------
 
@@ -319,13 +319,13 @@ class Scheduler:
             self._queues.refuse_all(model, Reason.PAUSED, now, out)
         elif mode is Pause.HOLD:
             self._memory.hold(model)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
 
     def _change_policy(self, event: PolicyChanged, now: float) -> None:
         model = self._models[event.model]
-        model.obey(with_policy(model.program, event))
+        model.reconfigure(with_policy(model.program, event))
         model.history.add(now, "policy changed", event)
-        self._queues.touched[model] = None
+        self._queues.dirty[model] = None
 
     def _variant_costs(
         self, program: Program, costs: Mapping[tuple[int, int], float]
@@ -337,16 +337,16 @@ class Scheduler:
         """Decide by other settings. A new discipline knows nothing of what models had before."""
         changed = settings.discipline != self.settings.discipline
         self.settings = settings
-        self._memory.obey(settings, now, out)
+        self._memory.reconfigure(settings, now, out)
         for model in self._models.values():
             for queue in model.queues.values():
-                queue.costs.obey(settings.cost_ema_alpha)
+                queue.costs.reconfigure(settings.cost_ema_alpha)
         if changed:
             self._discipline = self._disciplines[settings.discipline]()
             self._discipline.advance(now)
-            self._queues.obey(self._discipline)
-        self._admission.obey(self._discipline, settings.meta_concurrency)
-        self._queues.touched.update(dict.fromkeys(self._models.values()))
+            self._queues.reconfigure(self._discipline)
+        self._admission.reconfigure(self._discipline, settings.meta_concurrency)
+        self._queues.dirty.update(dict.fromkeys(self._models.values()))
 
     def _remove(self, name: str, now: float, out: list[Instruction]) -> None:
         model = self._models[name]
@@ -393,8 +393,8 @@ class Scheduler:
             compaction.retrying = True
             # If it never finds memory, those who gave way would not execute before they give way again.
             turn = first.execute.seconds + (1.0 + self.settings.residency_factor) * back
-            first.model.barred = max(first.model.barred, now + turn)
-            self._queues.touched[first.model] = None
+            first.model.blocked_until = max(first.model.blocked_until, now + turn)
+            self._queues.dirty[first.model] = None
             again = replace(first.execute, dispatch=self._running.started + 1, again=True)
             self._running.start(again, first.model, now, charged=first.charged)
             first.model.history.add(now, "execute again", again)
@@ -405,14 +405,14 @@ class Scheduler:
 
     def _settle(self, now: float) -> None:
         """Bring the sums, the discipline and the loads up to date with the models that changed."""
-        for model in self._queues.touched:
+        for model in self._queues.dirty:
             self._backlog -= model.backlog_seconds
             self._round -= model.turn_seconds
             model.recount()
             self._backlog += model.backlog_seconds
             self._round += model.turn_seconds
             self._enlist(model, now)
-        self._queues.touched.clear()
+        self._queues.dirty.clear()
         if not self._queues.queued:
             # Rounding errors of the sums do not outlive a pause.
             self._backlog = self._round = 0.0
@@ -420,7 +420,7 @@ class Scheduler:
     def _enlist(self, model: ModelState, now: float) -> None:
         """Tell the discipline and the loads what a model waits for now."""
         name, discipline = model.name, self._discipline
-        self._unripe.discard(name)
+        self._delayed.discard(name)
         if model.place is None:
             (discipline.hold if model.queued else discipline.remove)(name)
             self._loads.cold.discard(name)
@@ -432,11 +432,11 @@ class Scheduler:
                     discipline.wait(model, claims=False)
                 elif self._memory.stops(model):
                     discipline.wait(model, claims=True)
-                elif model.ripe <= now:
+                elif model.dispatchable_at <= now:
                     discipline.update(model)
                 else:
                     discipline.wait(model, claims=False)
-                    self._unripe.set(name, model.ripe)
+                    self._delayed.set(name, model.dispatchable_at)
                 self._loads.changed(model)
             case Residency.LOADING:
                 discipline.wait(model, claims=True)
@@ -445,11 +445,11 @@ class Scheduler:
                 discipline.wait(model, claims=True)
                 self._loads.wait(model, discipline.rank(model))
 
-    def _ripen(self, now: float) -> None:
+    def _end_delays(self, now: float) -> None:
         """Models that were held back for long enough may execute."""
-        while (name := self._unripe.first()) is not None and self._unripe.rank(name) <= now:
-            self._unripe.discard(name)
-            self._queues.touched[self._models[name]] = None
+        while (name := self._delayed.first()) is not None and self._delayed.rank(name) <= now:
+            self._delayed.discard(name)
+            self._queues.dirty[self._models[name]] = None
 
     # --- deadlines that cannot be met ------------------------------------------------------------------------
 
@@ -487,9 +487,9 @@ class Scheduler:
         if self._discipline.sheds:
             start = self._queues.starts.next()
             times.append(None if start is None else start + 2 * SLACK)
-        unripe = self._unripe.first()
-        if unripe is not None:
-            times.append(self._unripe.rank(unripe))
+        delayed = self._delayed.first()
+        if delayed is not None:
+            times.append(self._delayed.rank(delayed))
         if not self._memory.compaction.pauses:
             times += [self._loads.next_try(), self._next_launch()]
         return min((time for time in times if time is not None), default=None)

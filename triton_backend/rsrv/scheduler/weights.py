@@ -393,11 +393,11 @@ class Weights:
         weights.residency = Residency.ABSENT
         self._give(weights)
 
-    def evict(self, weights: ModelWeights, heir: str | None = None) -> EvictWeights:
-        """Free resident weights on which nothing executes. `heir`: whose load, just started, needs the room."""
+    def evict(self, weights: ModelWeights, loading_for: str | None = None) -> EvictWeights:
+        """Free resident weights on which nothing executes. `loading_for`: whose load, just started, needs the room."""
         weights.residency = Residency.ABSENT
         self._give(weights)
-        return EvictWeights(weights.model, weights.epoch, heir)
+        return EvictWeights(weights.model, weights.epoch, loading_for)
 
     def pin(self, weights: ModelWeights, pinned: bool) -> None:
         """From now on they stay on the device, or no longer."""

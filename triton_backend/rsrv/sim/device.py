@@ -174,8 +174,8 @@ class Device:
         self._push(end, _LOADED, WeightsLoaded(load.model, load.epoch, seconds))
 
     def _evict(self, evict: EvictWeights, now: float) -> None:
-        if evict.heir is not None:
-            self._claim(evict.heir)
+        if evict.loading_for is not None:
+            self._claim(evict.loading_for)
         self.record.evictions.append((evict.model, now))
         self.resident.remove(evict.model)
         self._release(evict.model)

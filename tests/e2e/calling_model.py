@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from rsrv.stub.bls import Bls, limit, read_pool_size
-from rsrv.stub.dlpack import make_capsule
 from rsrv.stub.replies import Failure
-from rsrv.stub.tensors import Tensors
+from rsrv.stub.tensors import Tensors, make_capsule
 from rsrv.wire.layout import NUMPY
 
 #: seconds that a call may take

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.stub.dlpack import make_capsule, read_capsule
-from rsrv.stub.tensors import BrokenPairing, Tensors
+from rsrv.stub.tensors import BrokenPairing, Tensors, make_capsule, read_capsule
 from tests.fakes import FakePbUtils, FakeTensor
 
 DTYPES = {

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.dlpack import _TYPES
+from rsrv.stub.tensors import _TYPES
 from rsrv.wire.layout import ALIGNMENT, ITEMSIZE, NUMPY, Block, Interface, Tensor, Variant
 from rsrv_bundle import dtypes
 

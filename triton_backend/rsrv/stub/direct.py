@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rsrv.stub.calls import GRACE_NS, Keep, Results
-from rsrv.stub.endpoint import Array, check_results
+from rsrv.stub.endpoint import Array, ExecutionPlan, check_results
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import STUCK
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import DOWN
-from rsrv.stub.shapes import Plan
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.stub.tracing import Trace, end_call
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
@@ -74,7 +73,7 @@ class _Sent:
     """A call that the runtime has."""
 
     stage: Stage
-    plan: Plan
+    plan: ExecutionPlan
     client_rows: int | None
     #: held until it is over: the runtime reads them
     inputs: list[Array]

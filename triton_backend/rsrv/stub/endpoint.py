@@ -14,11 +14,10 @@ from rsrv.logs import of_request, shorten
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
-from rsrv.stub.shapes import BadShape, Plan, WrongAxis, resolve
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.tracing import Trace
 from rsrv.wire.frames import Status
-from rsrv.wire.layout import NUMPY, Interface
+from rsrv.wire.layout import NUMPY, Interface, Tensor, Variant
 
 log = logging.getLogger("rsrv.stub")
 
@@ -55,6 +54,99 @@ class WireTensor:
         )
 
 
+# --- shapes: which compiled variant, and how many rows -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """How requests of certain shapes are executed, and how much memory one takes; worked out once."""
+
+    index: int  # of the variant
+    rows: int
+    inputs: tuple[tuple[Tensor, int], ...]  # with each one's offset in the inputs' block, in bytes
+    outputs: tuple[tuple[Tensor, int], ...]
+    input_bytes: int
+    output_bytes: int
+
+
+class BadShape(Exception):
+    """No execution takes these shapes; the message names the input, what was expected and what came."""
+
+
+class WrongAxis(BadShape):
+    """An axis that the model fixes differs: never the number of rows or a choice among variants."""
+
+
+def resolve(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> ExecutionPlan:
+    """The plan for the executable inputs' shapes, in the order of registration. Raises BadShape.
+
+    Rows are the extent of the batch axis, the same in every input; 1 where there is none.
+    """
+    for index, variant in enumerate(interface.variants):
+        if all(_fits(t, s) for t, s in zip(variant.inputs.tensors, shapes, strict=True)):
+            rows = {
+                s[t.batch_axis]
+                for t, s in zip(variant.inputs.tensors, shapes, strict=True)
+                if t.batch_axis is not None
+            }
+            if len(rows) > 1:
+                raise BadShape(f"the inputs disagree on the number of rows: {sorted(rows)}")
+            count = rows.pop() if rows else 1
+            _check_rows(count, variant.sizes, interface.exact)
+            return _plan(index, variant, count)
+    raise _mismatch(interface, shapes)
+
+
+def _plan(index: int, variant: Variant, rows: int) -> ExecutionPlan:
+    input_offsets, input_bytes = variant.inputs.places(rows)
+    output_offsets, output_bytes = variant.outputs.places(rows)
+    return ExecutionPlan(
+        index,
+        rows,
+        tuple(zip(variant.inputs.tensors, input_offsets, strict=True)),
+        tuple(zip(variant.outputs.tensors, output_offsets, strict=True)),
+        input_bytes,
+        output_bytes,
+    )
+
+
+def _fits(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(tensor.dims) and all(
+        want in (-1, got) for want, got in zip(tensor.dims, shape, strict=True)
+    )
+
+
+def _check_rows(rows: int, sizes: tuple[int, ...], exact: bool) -> None:
+    compiled = ", ".join(map(str, sizes))
+    if rows > sizes[-1]:
+        raise BadShape(
+            f"{rows} rows exceed the largest compiled batch size; compiled are {compiled}. Send fewer rows a request"
+        )
+    if exact and rows not in sizes:
+        raise BadShape(f"{rows} rows: this model runs at its compiled batch sizes only: {compiled}")
+
+
+def _mismatch(interface: Interface, shapes: Sequence[tuple[int, ...]]) -> BadShape:
+    if len(interface.variants) > 1:
+        compiled = "; ".join(
+            ", ".join(f"{t.name} {list(t.dims)}" for t in v.inputs.tensors) for v in interface.variants
+        )
+        came = ", ".join(
+            f"{t.name} {list(s)}" for t, s in zip(interface.variants[0].inputs.tensors, shapes, strict=True)
+        )
+        return BadShape(f"no module is compiled for {came}; compiled are {compiled} (-1 is the batch)")
+    for tensor, shape in zip(interface.variants[0].inputs.tensors, shapes, strict=True):
+        if not _fits(tensor, shape):
+            batch = "" if tensor.batch_axis is None else f" (axis {tensor.batch_axis} is the batch)"
+            return WrongAxis(
+                f"input {tensor.name!r}: expected shape {list(tensor.dims)}{batch}, got {list(shape)}"
+            )
+    raise AssertionError("called for shapes that fit")
+
+
+# --- the model ------------------------------------------------------------------------------------------------
+
+
 class Endpoint:
     """Turns one request's tensors into those of the module, and the module's results into what clients get.
 
@@ -69,13 +161,13 @@ class Endpoint:
         self._measure = measure
         self._guard = guard
         self._interface = interface
-        self._plans: dict[tuple[tuple[int, ...], ...], Plan] = {}
+        self._plans: dict[tuple[tuple[int, ...], ...], ExecutionPlan] = {}
         self.preprocess_seconds = 0.0
         self.postprocess_seconds = 0.0
 
     def prepare(
         self, arrays: Mapping[str, Value], who: str, trace: Trace | None = None
-    ) -> tuple[list[Any], Plan]:
+    ) -> tuple[list[Any], ExecutionPlan]:
         """The module's inputs, in its order, and how they are executed; hooks are parts of `trace`. Raises Failure."""
         if self.hooks.preprocess is not None:
             arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, who, trace)
@@ -90,7 +182,7 @@ class Endpoint:
             inputs.append(array)
         return inputs, self._resolve(tuple([array.shape for array in inputs]), who)
 
-    def _resolve(self, shapes: tuple[tuple[int, ...], ...], who: str) -> Plan:
+    def _resolve(self, shapes: tuple[tuple[int, ...], ...], who: str) -> ExecutionPlan:
         plan = self._plans.get(shapes)
         if plan is None:
             try:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rsrv.stub.endpoint import ExecutionPlan
 from rsrv.stub.lane import Array, Lane, Slab
 from rsrv.stub.replies import Failure
 from rsrv.stub.request import Request
-from rsrv.stub.shapes import Plan
 from rsrv.wire.frames import Completion, Status, Submission
 
 
@@ -18,7 +18,7 @@ class Job:
     lane: Lane
     #: what the request asks for, once its shapes are known
     inputs: Sequence[Array] = ()
-    plan: Plan | None = None
+    plan: ExecutionPlan | None = None
     client_rows: int = 0  # as the client counts them, if Triton batches
     #: where its inputs and outputs lie, bytes from the segment's start
     slab: Slab | None = None

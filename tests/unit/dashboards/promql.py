@@ -15,7 +15,7 @@ from rsrv.control.metric_catalog import FAMILIES
 from rsrv.placement.contract import DURATION_BOUNDS, Counts, Durations, WorkerView
 from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus
 from rsrv.placement.status import Status as GatewayStatus
-from rsrv.stub.mirror import TritonMirror
+from rsrv.stub.metrics import TritonMirror
 from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
 

@@ -14,7 +14,7 @@ from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.meta import MetaEngine
-from rsrv.stub.reporting import Reporting
+from rsrv.stub.metrics import Reporting
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed
 from tests.fakes import FakeError, FakeRequest

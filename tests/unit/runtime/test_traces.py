@@ -20,7 +20,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
-from rsrv.stub.reporting import Reporting
+from rsrv.stub.metrics import Reporting
 from rsrv.wire.calls import Call
 from rsrv.wire.traces import Attributes, Mark, Span
 from tests.fakes import FakeRequest

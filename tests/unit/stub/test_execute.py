@@ -7,7 +7,7 @@ import pytest
 
 from rsrv.stub.endings import Endings
 from rsrv.stub.execute import Entry
-from rsrv.stub.meters import Meters
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Reply, Responses
 from rsrv.stub.request import Request
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse

@@ -4,7 +4,7 @@ import threading
 import time
 
 from rsrv.histogram import SECONDS, Histogram
-from rsrv.stub.meters import Meters
+from rsrv.stub.metrics import Meters
 from rsrv.wire.frames import Status
 
 THREADS, EACH = 4, 500

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.mirror import TritonMirror, make_mirror
+from rsrv.stub.metrics import TritonMirror, make_mirror
 
 OUTCOMES = ("answered", "refused", "expired", "shed", "cancelled", "failed")
 
@@ -164,7 +164,7 @@ def test_a_server_without_metrics_gets_none(
     """Its command line says so."""
     proc = tmp_path / "cmdline"
     proc.write_bytes(b"\0".join(word.encode() for word in ["tritonserver", *arguments, ""]))
-    monkeypatch.setattr("rsrv.stub.mirror.Path", lambda _: proc)
+    monkeypatch.setattr("rsrv.stub.metrics.Path", lambda _: proc)
 
     assert (make_mirror(server(), os.getpid(), "m", "1") is not None) is shown
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rsrv.logs import of_request
 from rsrv.stub.complaints import Complaints
-from rsrv.stub.meters import Meters
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.request import Request
 from rsrv.stub.tracing import Spans, end_request

@@ -21,7 +21,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
-from rsrv.stub.meters import Meters
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.request import Request
 from rsrv.stub.session import DOWN, Link, Session

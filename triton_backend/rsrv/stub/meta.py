@@ -27,7 +27,7 @@ from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
-from rsrv.stub.meters import Meters
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.request import Request
 from rsrv.stub.routes import Routes

@@ -14,9 +14,8 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import HookError, load_hooks
 from rsrv.stub.launch import Launcher, LaunchError, server_pid
-from rsrv.stub.mirror import TritonMirror, make_mirror
+from rsrv.stub.metrics import Reporting, TritonMirror, make_mirror
 from rsrv.stub.replies import Responses
-from rsrv.stub.reporting import Reporting
 from rsrv.stub.session import UNREACHABLE, Session
 from rsrv.stub.tensors import BrokenPairing, Tensors
 

@@ -11,7 +11,7 @@ from rsrv.stub.calls import Keep
 from rsrv.stub.endpoint import Endpoint
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.meters import Meters
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import Remote
 from rsrv.wire.frames import Status

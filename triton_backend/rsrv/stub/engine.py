@@ -18,12 +18,11 @@ from rsrv.stub.execute import Entry
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.job import Job
 from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure, Responses
-from rsrv.stub.request import Request
+from rsrv.stub.request import ModelRequest, Request
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ProtocolError, Status
@@ -77,7 +76,7 @@ class Engine:
         #: the lane for answers in place; None while it is handed over
         self._direct: Lane | None = None
         self._link = link = session.begin()
-        self._later: Later[Job] = Later(
+        self._later: Later[ModelRequest] = Later(
             session,
             responses,
             Lane.submit,
@@ -213,7 +212,9 @@ class Engine:
         slab.users = users
         return slab
 
-    def _hand_over(self, link: Link, lane: Lane, jobs: list[Job], waiting: dict[int, Job]) -> None:
+    def _hand_over(
+        self, link: Link, lane: Lane, jobs: list[ModelRequest], waiting: dict[int, ModelRequest]
+    ) -> None:
         """It takes longer than predicted: let execute() return, and the lane and its memory with it."""
         self._direct = self._slab = None
         for job in jobs:
@@ -240,7 +241,7 @@ class Engine:
         for job in jobs:
             self._later.run(partial(self._submit_later, link, [job]))
 
-    def _submit_later(self, link: Link, jobs: list[Job]) -> None:
+    def _submit_later(self, link: Link, jobs: list[ModelRequest]) -> None:
         placed = self._place_all(jobs, link.later, Lane.take)
         waiting = {job.id for job in placed}
         for job in jobs:
@@ -251,18 +252,20 @@ class Engine:
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _receive(self, lane: Lane, requests: list[Request]) -> list[Job]:
+    def _receive(self, lane: Lane, requests: list[Request]) -> list[ModelRequest]:
         """Return jobs for all requests; some of these have failed."""
         if self._internal:
             for request in requests:
                 if request.failure is None and not request.terms.run:
                     request.failure = Failure(Status.NOT_FOUND, _INTERNAL)
         ids = lane.next_ids(len(requests))
-        return [Job(id, request, lane) for id, request in zip(ids, requests, strict=True)]
+        return [ModelRequest(id, request, lane) for id, request in zip(ids, requests, strict=True)]
 
-    def _place_all(self, jobs: list[Job], lane: Lane, take: Callable[[Lane, int, int], Slab]) -> list[Job]:
+    def _place_all(
+        self, jobs: list[ModelRequest], lane: Lane, take: Callable[[Lane, int, int], Slab]
+    ) -> list[ModelRequest]:
         """Those of the jobs that need the device, with a place in shared memory; others may fail."""
-        resolved: list[Job] = []
+        resolved: list[ModelRequest] = []
         nbytes = 0
         for job in jobs:
             if job.request.failure is not None:
@@ -286,7 +289,7 @@ class Engine:
             job.put(slab)
         return [job for job in resolved if job.plan is not None and job.plan.rows]
 
-    def _resolve_job(self, job: Job, at: int) -> int:
+    def _resolve_job(self, job: ModelRequest, at: int) -> int:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
         request = job.request
         if request.reply is not None and request.reply.sent:
@@ -300,7 +303,7 @@ class Engine:
         job.outputs_at = at + plan.input_bytes
         return plan.input_bytes + plan.output_bytes
 
-    def _respond(self, job: Job) -> Any:
+    def _respond(self, job: ModelRequest) -> Any:
         """The response of a job whose outcome is known; never raises."""
         request = job.request
         if request.failure is None and request.reply is not None and request.reply.sent:
@@ -320,7 +323,7 @@ class Engine:
             why = Failure(Status.INTERNAL, "the answer could not be made; the server's log says why")
             return self._endings.failed(request, why, job.attributes)
 
-    def _outputs_of(self, job: Job) -> list[Any]:
+    def _outputs_of(self, job: ModelRequest) -> list[Any]:
         assert job.plan is not None
         assert job.slab is not None
         arrays = {
@@ -337,7 +340,7 @@ class Engine:
         ]
 
 
-def _mark(lane: Lane, jobs: Sequence[Job]) -> None:
+def _mark(lane: Lane, jobs: Sequence[ModelRequest]) -> None:
     """Tell the runtime which of the jobs that come next are traced."""
     marks = [job.request.trace.mark(job.id) for job in jobs if job.request.trace is not None]
     if marks:

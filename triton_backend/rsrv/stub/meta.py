@@ -29,13 +29,12 @@ from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure, Responses
-from rsrv.stub.request import Request
+from rsrv.stub.request import MetaRequest, Request
 from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.triton import ThroughTriton
-from rsrv.stub.visit import Visit
 from rsrv.wire.calls import Leaving
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import Closed
@@ -88,7 +87,7 @@ class MetaEngine:
         self._seconds = _MAX_BLOCK
         self._underway = 0
         #: those that were answered in place last: Triton reads their responses after execute() has returned
-        self._answered: list[Visit] = []
+        self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
         #: connections that no run uses now, and the stages, of one link
         self._lanes: list[Lane] = []
@@ -97,7 +96,7 @@ class MetaEngine:
         self._stub_settings = link.settings["stub"]
         threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
         self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
-        self._later: Later[Visit] = Later(
+        self._later: Later[MetaRequest] = Later(
             session, responses, Lane.enter, self._respond, threads, self._farewell
         )
         self._entry = Entry(self._answer, self._endings, self._later.reply, self._farewell)
@@ -147,7 +146,9 @@ class MetaEngine:
             down = Failure(Status.RUNTIME_DOWN, self._session.down)
             return [self._endings.failed(request, request.failure or down) for request in requests]
         ids = link.later.next_ids(len(requests))
-        visits = [Visit(id, request, link, link.later) for id, request in zip(ids, requests, strict=True)]
+        visits = [
+            MetaRequest(id, request, link, link.later) for id, request in zip(ids, requests, strict=True)
+        ]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
         if not waiting and self._seconds <= limit:
@@ -162,7 +163,7 @@ class MetaEngine:
             self._later.submit(link, waiting)
         return None
 
-    def _divide(self, visits: list[Visit]) -> tuple[list[Visit], list[Visit]]:
+    def _divide(self, visits: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
         """Those that run at once, and those that wait for the others' ends; not those that have failed."""
         well = [visit for visit in visits if visit.request.failure is None]
         with self._lock:
@@ -171,12 +172,12 @@ class MetaEngine:
             self._underway += len(at_once)
         return at_once, waiting
 
-    def _start(self, visits: list[Visit]) -> None:
+    def _start(self, visits: list[MetaRequest]) -> None:
         for visit in visits:
             self._later.run(partial(self._attend, visit))
 
-    def _in_place(self, visits: list[Visit], running: list[Visit]) -> list[Any] | None:
-        inbox: queue.SimpleQueue[Visit] = queue.SimpleQueue()
+    def _in_place(self, visits: list[MetaRequest], running: list[MetaRequest]) -> list[Any] | None:
+        inbox: queue.SimpleQueue[MetaRequest] = queue.SimpleQueue()
         for visit in running:
             visit.inbox = inbox
         self._start(running)
@@ -193,7 +194,7 @@ class MetaEngine:
         self._answered = visits
         return [visit.response or self._failed(visit) for visit in visits]
 
-    def _hand_over(self, visit: Visit) -> None:
+    def _hand_over(self, visit: MetaRequest) -> None:
         with visit.lock:
             self._later.reply(visit.request)
             ended = visit.response is not None or visit.request.failure is not None
@@ -202,7 +203,7 @@ class MetaEngine:
 
     # --- one run, on a sending thread ---------------------------------------------------------------------
 
-    def _attend(self, visit: Visit) -> None:
+    def _attend(self, visit: MetaRequest) -> None:
         """A run that was started at once; whoever it is for is told."""
         response = self._serve(visit)
         with visit.lock:
@@ -215,7 +216,7 @@ class MetaEngine:
             reply.send(response, visit.nbytes)
             visit.release()
 
-    def _respond(self, visit: Visit) -> Any:
+    def _respond(self, visit: MetaRequest) -> Any:
         """The response of a visit that was let in, or turned away; never raises."""
         if visit.request.failure is not None:
             return self._failed(visit)
@@ -223,11 +224,11 @@ class MetaEngine:
             self._underway += 1
         return self._serve(visit)
 
-    def _failed(self, visit: Visit) -> Any:
+    def _failed(self, visit: MetaRequest) -> Any:
         assert visit.request.failure is not None
         return self._endings.failed(visit.request, visit.request.failure)
 
-    def _serve(self, visit: Visit) -> Any:
+    def _serve(self, visit: MetaRequest) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
@@ -248,7 +249,7 @@ class MetaEngine:
                 weight = _FALL if seconds < self._seconds else _RISE
                 self._seconds += weight * (min(seconds, 4 * self._seconds) - self._seconds)
 
-    def _run_one(self, visit: Visit) -> list[Any]:
+    def _run_one(self, visit: MetaRequest) -> list[Any]:
         lane, request = self._take_lane(visit), visit.request
         trace = None if request.trace is None else request.trace.child()
         deadline_ns, priority, _ = request.terms
@@ -269,7 +270,7 @@ class MetaEngine:
                 self._withdraw(visit, status)
             self._give_lane(visit.link, lane, broken=run.broken)
 
-    def _results(self, visit: Visit, run: DirectRun) -> list[Any]:
+    def _results(self, visit: MetaRequest, run: DirectRun) -> list[Any]:
         arrays = read_inputs(self._tensors, visit.request.triton, visit.link.inputs)
         rows = len(next(iter(arrays.values()))) if self._batched else None
         results = self._call_user(visit, run, arrays)
@@ -280,7 +281,7 @@ class MetaEngine:
             for wire, array in zip(self._outputs, checked, strict=True)
         ]
 
-    def _call_user(self, visit: Visit, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
+    def _call_user(self, visit: MetaRequest, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
         who, deadline_ns = visit.request.id, visit.request.terms.deadline_ns
         triton = None if self._bls is None else ThroughTriton(self._bls, deadline_ns, who, run.trace)
         stages = Routes(
@@ -317,7 +318,7 @@ class MetaEngine:
 
     # --- connections --------------------------------------------------------------------------------------
 
-    def _take_lane(self, visit: Visit) -> Lane:
+    def _take_lane(self, visit: MetaRequest) -> Lane:
         link = visit.link
         with self._lock:
             if link is not self._link:
@@ -332,7 +333,7 @@ class MetaEngine:
             self._withdraw(visit, Status.RUNTIME_DOWN)
             raise Failure(Status.RUNTIME_DOWN, DOWN) from None
 
-    def _withdraw(self, visit: Visit, status: Status) -> None:
+    def _withdraw(self, visit: MetaRequest, status: Status) -> None:
         """Have a run leave that has no connection of its own, or lost it, by the one that it asked on."""
         if visit.let_in:
             try:

@@ -1,15 +1,23 @@
-"""A client's request: read once when it arrives, and answered once, whatever goes wrong."""
+"""Requests of a stub: as a client sent them, and on their way through a model or a meta model."""
 
 import json
 import logging
+import queue
+import secrets
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rsrv.logs import ID, of_request, shorten
+from rsrv.stub.endpoint import Array, ExecutionPlan
+from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.replies import Failure, Reply
+from rsrv.stub.session import Link
 from rsrv.stub.tracing import Spans, Trace
-from rsrv.wire.frames import Status, request_tag
+from rsrv.wire.calls import Entrance
+from rsrv.wire.frames import Completion, Status, Submission, request_tag
 
 log = logging.getLogger("rsrv.stub")
 
@@ -19,6 +27,8 @@ RUN = "rsrv_run"
 _REACTANT_TIMEOUT = "reactant_timeout_ns"
 #: the latest deadline that a frame can carry, in ns
 _NEVER = (1 << 63) - 1
+#: seconds between looks whether a run's client is still there; each costs up to 0.2 ms
+_CHECK = 0.05
 
 #: what a client hears of a fault that is not its own
 OUR_FAULT = "the request could not be handled; the server's log says why"
@@ -130,3 +140,132 @@ def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -
             f"parameter {name} must be an integer from {first} below {limit}, got {value!r:.50}",
         )
     return value
+
+
+@dataclass(slots=True, eq=False)
+class ModelRequest:
+    """One request of a model on its way through the stub."""
+
+    id: int  # unique on its lane
+    request: Request
+    lane: Lane
+    #: what the request asks for, once its shapes are known
+    inputs: Sequence[Array] = ()
+    plan: ExecutionPlan | None = None
+    client_rows: int = 0  # as the client counts them, if Triton batches
+    #: where its inputs and outputs lie, bytes from the segment's start
+    slab: Slab | None = None
+    inputs_at: int = 0
+    outputs_at: int = 0
+    execute_ns: int = 0  # of the execution it was part of
+    response: Any = None  # if it was made before the rest of its batch was done
+    checked: float = 0.0  # when its client was last asked after
+    cancelling: bool = False
+
+    def put(self, slab: Slab) -> None:
+        """Give it its part of a batch's memory, in which `inputs_at` and `outputs_at` were counted from 0."""
+        self.slab = slab
+        self.inputs_at += slab.place.offset
+        self.outputs_at += slab.place.offset
+
+    def write(self) -> Submission:
+        """Copy the inputs to shared memory; what to send then."""
+        plan, slab = self.plan, self.slab
+        assert plan is not None
+        assert slab is not None
+        for (spec, offset), array in zip(plan.inputs, self.inputs, strict=True):
+            slab.view(self.inputs_at + offset, spec, plan.rows)[...] = array
+        self.inputs = ()
+        deadline_ns, priority, run = self.request.terms
+        return Submission(
+            self.id,
+            deadline_ns,
+            plan.rows,
+            plan.index,
+            priority,
+            slab.place.segment,
+            self.inputs_at,
+            self.outputs_at,
+            run,
+            self.request.tag,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of the answer, about, as far as it may be sent in two steps.
+
+        Not that of a sub-call: the second one would end the server (24.10 takes it for another answer), while an answer
+        that finds no room is missed by its caller for as long as a call through Triton may take.
+        """
+        return self.plan.output_bytes if self.plan and not self.request.terms.run else 0
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """What its span tells of it."""
+        return {} if self.plan is None else {"rsrv.rows": self.plan.rows}
+
+    def release(self) -> None:
+        """It is answered: its memory serves others."""
+        if self.slab is not None:
+            self.lane.release(self.slab)
+
+    def finish(self, done: Completion) -> None:
+        self.execute_ns = done.execute_ns
+        if done.status is not Status.OK:
+            self.fail(done.status, done.text)
+
+    def fail(self, status: Status, text: str) -> None:
+        self.request.failure = Failure(status, text)
+
+
+@dataclass(slots=True, eq=False)
+class MetaRequest:
+    """One request of a meta model on its way through the stub."""
+
+    id: int  # of its ENTER
+    request: Request
+    link: Link
+    lane: Lane  # that its ENTER goes by, if it has to wait
+    #: random, so that nobody else can name it
+    token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
+    let_in: bool = False
+    response: Any = None
+    checked: float = 0.0
+    cancelling: bool = False
+    #: arrays that the response may refer to
+    results: Sequence[Array] = ()
+    #: where execute() waits for it
+    inbox: queue.SimpleQueue["MetaRequest"] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def write(self) -> Entrance:
+        deadline_ns, priority, _ = self.request.terms
+        return Entrance(self.id, self.token, deadline_ns, priority, self.request.tag)
+
+    def finish(self, done: Completion) -> None:
+        self.let_in = done.status is Status.OK
+        if self.request.trace is not None:
+            self.request.trace.part("queue", self.request.since, done.text)
+        if not self.let_in:
+            self.fail(done.status, done.text)
+
+    def fail(self, status: Status, text: str) -> None:
+        self.request.failure = Failure(status, text)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.results)
+
+    def release(self) -> None:
+        self.request.triton, self.results = None, ()
+
+    def check(self) -> None:
+        """Raises Failure when nobody needs the answer any more."""
+        if 0 < self.request.terms.deadline_ns <= time.monotonic_ns():
+            raise Failure(Status.DEADLINE, "the deadline passed before it was called")
+        now = time.monotonic()
+        reply = self.request.reply
+        if reply is not None and now - self.checked > _CHECK:
+            self.checked = now
+            if reply.cancelled():
+                raise Failure(Status.CANCELLED, "the request was cancelled")

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from rsrv import logs
 from rsrv.limits import raise_limit
-from rsrv.stub.complaints import Complaints
+from rsrv.stub.outcomes import FailureLog
 from rsrv.stub.request import Now, Request
 from rsrv.throttle import LineLimit
 from rsrv.wire.frames import Status
@@ -328,7 +328,7 @@ def test_a_complaint_about_megabytes_is_short(status: Status, caplog: pytest.Log
     """An id and a text of a client's may be as long as its request: what is said of them has a length."""
     request = Request(FakeRequest({}, id="i" * 10_000_000), Now.read())
     with caplog.at_level(logging.INFO, "rsrv.stub"):
-        Complaints().ended(status, "t" * 1_000_000, request.id)
+        FailureLog().ended(status, "t" * 1_000_000, request.id)
     (record,) = caplog.records
     assert len(record.getMessage()) < 1000
     assert len(record.__dict__["fields"]["request"]) < 250
@@ -372,7 +372,7 @@ def test_every_process_that_logs_limits_lines_about_requests(root: logging.Logge
 def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     """With the others' number; each way to end has its own lines, and a failure of ours always has one."""
     now = [100.0]
-    complaints = Complaints(lambda: now[0])
+    failures = FailureLog(lambda: now[0])
     with caplog.at_level(logging.INFO, "rsrv.stub"):
         for moment, status, who in [
             (0.0, Status.QUEUE_FULL, "a"),
@@ -385,7 +385,7 @@ def test_of_a_crowd_that_is_refused_one_a_second_has_a_line(caplog: pytest.LogCa
             (1.1, Status.INVALID, "g"),
         ]:
             now[0] = 100.0 + moment
-            complaints.ended(status, "why", who)
+            failures.ended(status, "why", who)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "request 'a': QUEUE_FULL: why"),
         ("WARNING", "request 'c': DEADLINE: why"),

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rsrv.stub.endings import Endings
-from rsrv.stub.execute import Entry
 from rsrv.stub.metrics import Meters
+from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import Reply, Responses
 from rsrv.stub.request import Request
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse
@@ -27,9 +26,9 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raise_it
 
 
-def entry(answer: Callable[[list[Request]], Sequence[Any] | None], **other: Any) -> Entry:
+def entry(answer: Callable[[list[Request]], Sequence[Any] | None], **other: Any) -> EntryPoint:
     parts = {"reply": reply, "end": raising(AssertionError("the process ends")), **other}
-    return Entry(answer, Endings(Meters(), RESPONSES), **parts)
+    return EntryPoint(answer, Outcomes(Meters(), RESPONSES), **parts)
 
 
 def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str]:

@@ -12,15 +12,14 @@ from functools import partial
 from typing import Any
 
 from rsrv.logs import of_request
-from rsrv.stub.endings import Endings, blame
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
-from rsrv.stub.execute import Entry
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
 from rsrv.stub.metrics import Meters
+from rsrv.stub.outcomes import EntryPoint, Outcomes, blame
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.request import ModelRequest, Request
 from rsrv.stub.session import DOWN, Link, Session
@@ -67,7 +66,7 @@ class Engine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
-        self._endings = Endings(self.meters, responses)
+        self._outcomes = Outcomes(self.meters, responses)
         self._farewell = Farewell(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
@@ -84,7 +83,7 @@ class Engine:
             link.settings["stub"]["sender_threads"],
             self._farewell,
         )
-        self._entry = Entry(self._answer, self._endings, self._later.reply, self._farewell)
+        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._farewell)
         session.on_link = self._later.watch
         self._later.watch(link)
         self._switch(link)
@@ -94,7 +93,7 @@ class Engine:
         if self._direct is not None:
             self._direct.close()
         self._link, self._direct, self._slab = link, link.direct, None
-        self._endings.serve(link.key, traced=link.settings["traces"]["enabled"])
+        self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
         (model,) = link.models
         self._largest = model.interface.variants[0].sizes[-1]
         self._endpoint = endpoint = Endpoint(
@@ -124,15 +123,15 @@ class Engine:
     # --- execute ------------------------------------------------------------------------------------------
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        """As `Entry.execute`."""
+        """As `EntryPoint.execute`."""
         return self._entry.execute(requests)
 
     def _answer(self, requests: list[Request]) -> list[Any] | None:
-        """As `execute.Answer`."""
+        """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
             down = Failure(Status.RUNTIME_DOWN, self._session.down)
-            return [self._endings.failed(request, request.failure or down) for request in requests]
+            return [self._outcomes.failed(request, request.failure or down) for request in requests]
         if link is not self._link:
             self._switch(link)
         if self._direct is link.direct and self._soon(link, len(requests)):
@@ -309,19 +308,19 @@ class Engine:
         if request.failure is None and request.reply is not None and request.reply.sent:
             job.fail(Status.DEADLINE, LATE)
         if request.failure is not None:
-            return self._endings.failed(request, request.failure, job.attributes)
+            return self._outcomes.failed(request, request.failure, job.attributes)
         if job.execute_ns:
             self._learn(job.execute_ns)
         try:
             response = self._responses.answer(self._outputs_of(job))
-            self._endings.ended(request, Status.OK, attributes=job.attributes)
+            self._outcomes.ended(request, Status.OK, attributes=job.attributes)
             return response
         except Failure as failure:
-            return self._endings.failed(request, failure, job.attributes)
+            return self._outcomes.failed(request, failure, job.attributes)
         except Exception:
             log.exception("request %r: answering failed", request.id, extra=of_request(request.id))
             why = Failure(Status.INTERNAL, "the answer could not be made; the server's log says why")
-            return self._endings.failed(request, why, job.attributes)
+            return self._outcomes.failed(request, why, job.attributes)
 
     def _outputs_of(self, job: ModelRequest) -> list[Any]:
         assert job.plan is not None

@@ -19,15 +19,14 @@ from rsrv.logs import of_request
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
 from rsrv.stub.direct import DirectRun
-from rsrv.stub.endings import Endings
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
-from rsrv.stub.execute import Entry
 from rsrv.stub.farewell import Farewell
 from rsrv.stub.guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
 from rsrv.stub.metrics import Meters
+from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.request import MetaRequest, Request
 from rsrv.stub.routes import Routes
@@ -74,7 +73,7 @@ class MetaEngine:
         self._session = session
         self._guard = HookGuard()
         self.meters = Meters()
-        self._endings = Endings(self.meters, responses)
+        self._outcomes = Outcomes(self.meters, responses)
         self._farewell = Farewell(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
@@ -99,7 +98,7 @@ class MetaEngine:
         self._later: Later[MetaRequest] = Later(
             session, responses, Lane.enter, self._respond, threads, self._farewell
         )
-        self._entry = Entry(self._answer, self._endings, self._later.reply, self._farewell)
+        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._farewell)
         session.on_link = self._watch
         self._watch(link)
 
@@ -107,7 +106,7 @@ class MetaEngine:
         with self._lock:
             old, self._lanes = self._lanes, [link.direct]
             self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard, self.meters)
-            self._endings.serve(link.key, traced=link.settings["traces"]["enabled"])
+            self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
         for lane in old:
             lane.close()
         self._later.watch(link)
@@ -136,15 +135,15 @@ class MetaEngine:
     # --- execute ------------------------------------------------------------------------------------------
 
     def execute(self, requests: list[Any]) -> list[Any] | None:
-        """As `Entry.execute`."""
+        """As `EntryPoint.execute`."""
         return self._entry.execute(requests)
 
     def _answer(self, requests: list[Request]) -> list[Any] | None:
-        """As `execute.Answer`."""
+        """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
             down = Failure(Status.RUNTIME_DOWN, self._session.down)
-            return [self._endings.failed(request, request.failure or down) for request in requests]
+            return [self._outcomes.failed(request, request.failure or down) for request in requests]
         ids = link.later.next_ids(len(requests))
         visits = [
             MetaRequest(id, request, link, link.later) for id, request in zip(ids, requests, strict=True)
@@ -226,22 +225,22 @@ class MetaEngine:
 
     def _failed(self, visit: MetaRequest) -> Any:
         assert visit.request.failure is not None
-        return self._endings.failed(visit.request, visit.request.failure)
+        return self._outcomes.failed(visit.request, visit.request.failure)
 
     def _serve(self, visit: MetaRequest) -> Any:
         """One run, which counts as under way until it is over."""
         started = time.perf_counter()
         try:
             response = self._responses.answer(self._run_one(visit))
-            self._endings.ended(visit.request, Status.OK)
+            self._outcomes.ended(visit.request, Status.OK)
             return response
         except Failure as failure:
-            return self._endings.failed(visit.request, failure)
+            return self._outcomes.failed(visit.request, failure)
         except Exception:
             who = visit.request.id
             log.exception("request %r: its run failed", who, extra=of_request(who))
             text = "the request failed; the server's log says why"
-            return self._endings.failed(visit.request, Failure(Status.INTERNAL, text))
+            return self._outcomes.failed(visit.request, Failure(Status.INTERNAL, text))
         finally:
             seconds = time.perf_counter() - started
             with self._lock:

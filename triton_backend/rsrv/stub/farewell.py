@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from rsrv.stub.machine import lift_limit
+from rsrv.stub.memory_limits import lift_limit
 from rsrv.stub.replies import Responses
 from rsrv.wire.frames import Status
 

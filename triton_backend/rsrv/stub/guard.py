@@ -26,7 +26,7 @@ from typing import Any
 
 from rsrv.logs import fields
 from rsrv.stub.farewell import Backstop, Faulthandler
-from rsrv.stub.machine import can_have, limit_private_bytes, stack_bytes, total_memory
+from rsrv.stub.memory_limits import can_have, limit_private_bytes, stack_bytes, total_memory
 
 log = logging.getLogger("rsrv.stub")
 

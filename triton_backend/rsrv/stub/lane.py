@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsrv.stub.launch import Greeted
-from rsrv.stub.machine import spare_memory
+from rsrv.stub.memory_limits import spare_memory
 from rsrv.wire import frames
 from rsrv.wire.calls import (
     Call,

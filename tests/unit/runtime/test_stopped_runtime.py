@@ -273,15 +273,15 @@ def test_every_request_is_heard_whose_stub_ends(runtime: Runtime, start_engine: 
     """Those that wait for the runtime are told why, and what comes later is told to come again."""
     engine = start_engine()
     left: list[int] = []
-    engine._farewell._leave = left.append
-    engine._farewell._backstop = FakeBackstop()
+    engine._drain_and_exit._leave = left.append
+    engine._drain_and_exit._backstop = FakeBackstop()
     with stopped(runtime):
         give_up_direct(engine)
         requests = [FakeRequest({"x": rows(1)}) for _ in range(5)]
         for one in requests:
             assert engine.execute([one]) is None
 
-        engine._farewell("the model's hook hangs")
+        engine._drain_and_exit("the model's hook hangs")
 
         for one in requests:
             assert_fails(answer_of(one), FakeError.INTERNAL, "the model's hook hangs")

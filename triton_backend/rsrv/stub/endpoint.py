@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rsrv.hooks import BadInput
 from rsrv.logs import of_request, shorten
-from rsrv.stub.guard import HookGuard
+from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
 from rsrv.stub.replies import Failure
 from rsrv.stub.tensors import Tensors

@@ -13,8 +13,7 @@ from typing import Any
 
 from rsrv.logs import of_request
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
-from rsrv.stub.farewell import Farewell
-from rsrv.stub.guard import HookGuard
+from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
@@ -67,7 +66,7 @@ class Engine:
         self._guard = HookGuard()
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
-        self._farewell = Farewell(session.stop, responses)
+        self._drain_and_exit = DrainAndExit(session.stop, responses)
         self._execute_ns = 0.0
         #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
         #: answers when the next one comes
@@ -81,9 +80,9 @@ class Engine:
             Lane.submit,
             self._respond,
             link.settings["stub"]["sender_threads"],
-            self._farewell,
+            self._drain_and_exit,
         )
-        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._farewell)
+        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._drain_and_exit)
         session.on_link = self._later.watch
         self._later.watch(link)
         self._switch(link)
@@ -113,7 +112,9 @@ class Engine:
         """See to it that hooks hurt nobody but this model, by what is done to the whole process."""
         if self._hooks.preprocess or self._hooks.postprocess:
             settings = self._link.settings["stub"]
-            self._guard.start(settings, settings["sender_threads"], self._farewell, self._session.abandon)
+            self._guard.start(
+                settings, settings["sender_threads"], self._drain_and_exit, self._session.abandon
+            )
 
     def close(self) -> None:
         self._guard.close()

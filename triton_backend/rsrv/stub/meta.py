@@ -20,8 +20,7 @@ from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
-from rsrv.stub.farewell import Farewell
-from rsrv.stub.guard import HookGuard
+from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
@@ -74,7 +73,7 @@ class MetaEngine:
         self._guard = HookGuard()
         self.meters = Meters()
         self._outcomes = Outcomes(self.meters, responses)
-        self._farewell = Farewell(session.stop, responses)
+        self._drain_and_exit = DrainAndExit(session.stop, responses)
         #: whether runs have to be let in: those that call nobody in the runtime do not use the device
         self._gated = bool(hooks)
         link = session.begin()
@@ -96,9 +95,9 @@ class MetaEngine:
         threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
         self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
         self._later: Later[MetaRequest] = Later(
-            session, responses, Lane.enter, self._respond, threads, self._farewell
+            session, responses, Lane.enter, self._respond, threads, self._drain_and_exit
         )
-        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._farewell)
+        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._drain_and_exit)
         session.on_link = self._watch
         self._watch(link)
 
@@ -118,7 +117,7 @@ class MetaEngine:
 
     def guard_hooks(self) -> None:
         """As `Engine`'s."""
-        self._guard.start(self._stub_settings, self._threads, self._farewell, self._session.abandon)
+        self._guard.start(self._stub_settings, self._threads, self._drain_and_exit, self._session.abandon)
 
     def close(self) -> None:
         self._guard.close()

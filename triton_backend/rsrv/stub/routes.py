@@ -10,7 +10,7 @@ import numpy as np
 from rsrv.stub.calls import Keep, Pending, grace
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array
-from rsrv.stub.guard import HookGuard
+from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import Failure
 from rsrv.stub.stages import Stage
 from rsrv.stub.triton import ThroughTriton

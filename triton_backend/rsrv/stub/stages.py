@@ -9,7 +9,7 @@ import numpy as np
 
 from rsrv.stub.calls import Keep
 from rsrv.stub.endpoint import Endpoint
-from rsrv.stub.guard import HookGuard
+from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.stub.guard import LOOKS, HookGuard, Seen, Stretch, find_hung, look
+from rsrv.stub.hook_guard import LOOKS, HookGuard, HookInterval, Seen, find_hung, look
 from tests.fakes import FakeBackstop
 
 #: seconds; for what should happen at once
@@ -30,7 +30,7 @@ def test_a_thread_hangs_when_too_many_looks_in_a_row_find_it_in_one_stretch(
         if kind == "none":
             stretch = None
         elif kind == "new" or stretch is None:
-            stretch, in_a_row = Stretch("run", "r"), 0
+            stretch, in_a_row = HookInterval("run", "r"), 0
         in_a_row = in_a_row + 1 if stretch is not None else 0
 
         seen = look(seen, {7: stretch, 8: None})
@@ -124,7 +124,7 @@ _START = """
 import ctypes, os, sys, time
 import numpy as np
 from rsrv.stub.endpoint import run_hook
-from rsrv.stub.guard import HookGuard
+from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import Failure
 
 def end(text):

@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from rsrv.stub.farewell import Farewell
+from rsrv.stub.hook_guard import DrainAndExit
 from rsrv.stub.replies import Reply, Responses
 from tests.fakes import FakeBackstop, FakeError, FakePbUtils, FakeRequest
 
@@ -17,7 +17,7 @@ def test_whoever_waits_is_told_before_the_process_ends() -> None:
     replies.pop(1)  # dropped
     order: list[object] = []
 
-    Farewell(lambda: order.append("stop"), responses, order.append, FakeBackstop())("it hangs")
+    DrainAndExit(lambda: order.append("stop"), responses, order.append, FakeBackstop())("it hangs")
 
     assert order == ["stop", 1]
     assert requests[0].answers.get(timeout=1) == "an answer"  # type: ignore[comparison-overlap]
@@ -41,14 +41,14 @@ def test_an_answer_that_cannot_be_sent_does_not_keep_the_others_from_theirs() ->
     replies = [Reply(Full(), responses), Reply(request.get_response_sender(), responses)]
     left: list[int] = []
 
-    Farewell(lambda: None, responses, left.append, FakeBackstop())("it hangs")
+    DrainAndExit(lambda: None, responses, left.append, FakeBackstop())("it hangs")
 
     assert left == [1]
     assert request.answers.get(timeout=1).error is not None
     assert all(reply.sent for reply in replies)
 
 
-def test_of_several_threads_one_says_farewell() -> None:
+def test_of_several_threads_one_ends_the_process() -> None:
     """The others go on until it has."""
     inside, go = threading.Event(), threading.Event()
     left: list[int] = []
@@ -57,12 +57,12 @@ def test_of_several_threads_one_says_farewell() -> None:
         inside.set()
         go.wait(30)
 
-    farewell = Farewell(stop, Responses(FakePbUtils), left.append, FakeBackstop())
-    first = threading.Thread(target=farewell, args=["one"])
+    end = DrainAndExit(stop, Responses(FakePbUtils), left.append, FakeBackstop())
+    first = threading.Thread(target=end, args=["one"])
     first.start()
     inside.wait(30)
 
-    farewell("another")
+    end("another")
 
     assert left == []
     go.set()

@@ -19,7 +19,7 @@ from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import load_settings
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.stub.launch import Greeted, greet
 from rsrv.wire import frames
 from rsrv.wire.frames import Kind, ProtocolError, Status, Submission
@@ -89,8 +89,8 @@ class _Served:
         self.is_well()
         self._descriptors = _descriptors()
 
-    def _lane(self) -> Lane:
-        return Lane(greet(connect(self._path)))
+    def _lane(self) -> RuntimeConnection:
+        return RuntimeConnection(greet(connect(self._path)))
 
     def is_well(self) -> None:
         """The witness is served, and nothing is left of the others. Raises AssertionError."""
@@ -227,11 +227,11 @@ def _fds_with(kind: Kind, rng: Random, stack: ExitStack) -> list[int]:
     return [fd]
 
 
-def _lane(sock: socket.socket) -> Lane:
+def _lane(sock: socket.socket) -> RuntimeConnection:
     fd = create_sealed(4096, "board")
     board = read_board(fd)
     os.close(fd)
-    return Lane(Greeted(sock, Receiver(sock), board))
+    return RuntimeConnection(Greeted(sock, Receiver(sock), board))
 
 
 def _be_greeted(sock: socket.socket) -> str:

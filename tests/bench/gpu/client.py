@@ -17,7 +17,7 @@ from rsrv.runtime.loop import Loop
 from rsrv.runtime.policy import scheduler_settings
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.launch import greet
 from rsrv.wire.frames import Status, Submission
 from rsrv.wire.layout import Interface
@@ -40,7 +40,7 @@ class Client:
     def __init__(self, socket: Path, model: Model) -> None:
         self.model = model
         self.busy = threading.Lock()
-        self._lane = Lane(greet(connect(socket)))
+        self._lane = RuntimeConnection(greet(connect(socket)))
         document = self._lane.register({"model": model.name, "bundle": str(model.path)})
         self._variant = Interface.from_json(document["models"][0]["interface"]).variants[0]
         self._slab = self._lane.take(

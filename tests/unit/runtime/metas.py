@@ -271,7 +271,7 @@ def memory_of(engine: MetaEngine) -> tuple[int, int]:
     """Bytes of its connections' memory, which no run uses now, and how many of them are taken."""
     gc.collect()
     total = taken = 0
-    for lane in engine._lanes:
+    for lane in engine._connections:
         lane.array((1,), np.dtype(np.uint8))  # takes back what nothing refers to any more
         while lane._returned:
             lane._arena.give(lane._returned.popleft())

@@ -13,7 +13,7 @@ from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
 from rsrv.scheduler import events as ev
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
 from rsrv.wire.frames import Completion, Status
@@ -27,7 +27,7 @@ from tests.unit.runtime.metas import write_meta
 class Peer:
     """A connection of a meta model that calls `a` and `b`, and memory for one row."""
 
-    lane: Lane
+    lane: RuntimeConnection
 
     def __post_init__(self) -> None:
         self.memory = self.lane.array((64, 3), np.dtype(np.float32))
@@ -72,10 +72,10 @@ class Peer:
 def join(runtime: Runtime, doublings: dict[str, Path], tmp_path: Path) -> Iterator[Callable[[], Peer]]:
     """Open one more connection of the same meta model."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
-    lanes: list[Lane] = []
+    lanes: list[RuntimeConnection] = []
 
     def join() -> Peer:
-        lane = Lane(runtime.open())
+        lane = RuntimeConnection(runtime.open())
         lane.register(
             {"model": "meta", "bundle": str(meta), "calls": {name: str(doublings[name]) for name in "ab"}}
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
 from rsrv.wire.frames import HEADER, Kind, Status, Submission
 from rsrv.wire.layout import Interface
@@ -21,7 +21,7 @@ class Client:
     """A registered lane and a place for one request of one row."""
 
     def __init__(self, runtime: Runtime, bundle: Path) -> None:
-        self.lane = Lane(runtime.open())
+        self.lane = RuntimeConnection(runtime.open())
         body = self.lane.register({"model": "doubling", "bundle": str(bundle)})
         variant = Interface.from_json(body["models"][0]["interface"]).variants[0]
         self.inputs = variant.inputs.places(1)[1]
@@ -151,9 +151,9 @@ def test_stubs_that_die_while_their_answers_are_under_way_disturb_nobody(
 
 def test_a_bundle_that_is_not_there_is_refused_with_its_reason(runtime: Runtime, tmp_path: Path) -> None:
     """The stub passes it to Triton as the reason why the model does not load."""
-    from rsrv.stub.lane import Rejected
+    from rsrv.stub.connection import Rejected
 
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
 
     with pytest.raises(Rejected, match=r"manifest\.yaml|not a directory|no such"):
         lane.register({"model": "x", "bundle": str(tmp_path / "missing")})

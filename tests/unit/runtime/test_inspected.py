@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv_bundle.inspection import Inspector
 from rsrv_bundle.modules import Signature
 from tests.unit.bundle.forge import seal
@@ -31,7 +31,7 @@ def test_a_bundle_that_crashes_the_parser_is_refused_and_the_others_are_served(
     bad = shutil.copytree(doubling, tmp_path / "bad")
     (bad / "model.b4.mlir").write_bytes(CRASHING)
     seal(bad)
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
 
     with pytest.raises(Rejected, match=f"model.b4.mlir: ({CRASHED})"):
         lane.register({"model": "bad", "bundle": str(bad)})
@@ -72,7 +72,7 @@ def test_a_module_that_is_exchanged_while_it_is_looked_at_is_not_compiled(
 
     with closing(Exchanging()) as exchanging:
         runtime = start_runtime(inspector=exchanging)
-        lane = Lane(runtime.open())
+        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected, match=r"model\.b8\.mlir: was written to while the model was loaded"):
             lane.register({"model": "m", "bundle": str(bundle)})
         lane.close()

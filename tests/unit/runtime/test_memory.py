@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rsrv.stub.connection import Rejected
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Rejected
 from rsrv.stub.launch import Launcher
 from rsrv.stub.replies import Responses
 from rsrv.stub.request import Now, Request

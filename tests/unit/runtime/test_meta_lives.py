@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.session import Session
 from rsrv.wire.socket import Closed
@@ -120,13 +120,13 @@ def test_the_runtime_dies_when_a_run_was_just_let_in(
     assert engine.execute(requests[2:]) is None
     until(lambda: status_of()["waiting"] == 1)
 
-    def open_lane(session: Session, key: str) -> Lane:
+    def open_connection(session: Session, key: str) -> RuntimeConnection:
         runtime.stop()
         until(lambda: not engine.ready)
         raise Closed("the runtime is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "open_lane", open_lane)
+        patch.setattr(Session, "open_connection", open_connection)
         configure(os.getpid(), {"meta_concurrency": 3})
         until(lambda: sum(not one.answers.empty() for one in requests) == 1)
     pause.go(2)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartMeta
 from tests.unit.runtime.metas import (
@@ -25,13 +25,13 @@ from tests.unit.runtime.metas import (
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of all arrays that are made in shared memory."""
     made: list[tuple[int, ...]] = []
-    real = Lane.array
+    real = RuntimeConnection.array
 
-    def array(self: Lane, shape: tuple[int, ...], dtype: Any) -> Any:
+    def array(self: RuntimeConnection, shape: tuple[int, ...], dtype: Any) -> Any:
         made.append(shape)
         return real(self, shape, dtype)
 
-    monkeypatch.setattr(Lane, "array", array)
+    monkeypatch.setattr(RuntimeConnection, "array", array)
     return made
 
 

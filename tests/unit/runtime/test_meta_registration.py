@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import send
@@ -37,7 +37,7 @@ def lanes(runtime: Runtime) -> Iterator[ExitStack]:
 
 
 def register(runtime: Runtime, lanes: ExitStack, meta: Path, calls: Mapping[str, Any]) -> dict[str, Any]:
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     lanes.callback(lane.close)
     body: dict[str, Any] = lane.register(
         {
@@ -104,7 +104,7 @@ def test_a_stub_that_leaves_while_its_callees_are_built_leaves_nothing(
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     other = write_meta(tmp_path / "other", CHAIN, ["b"])
     runtime.device.compiles.clear()
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     calls = {name: str(doublings[name]) for name in "ab"}
     send(lane.sock, pack_json(Kind.REGISTER, {"model": "meta", "bundle": str(meta), "calls": calls}))
     assert runtime.device.compiles.waiting.wait(10)
@@ -128,7 +128,7 @@ def test_a_meta_model_that_comes_back_while_its_callees_leave_is_served(
     meta = write_meta(tmp_path / "meta", CHAIN, ["a", "b"])
     calls = {name: doublings[name] for name in "ab"}
     runtime.device.seconds = 0.01  # on the device's thread
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     lane.register({"model": "meta", "bundle": str(meta), "calls": {n: str(p) for n, p in calls.items()}})
     memory = lane.array((1, 3), np.dtype(np.float32))
     place = lane.locate(memory)

@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.status import read_status
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import write_meta
@@ -16,7 +16,7 @@ def test_a_meta_model_shows_while_those_that_it_calls_are_built(
     """Nobody runs yet, and the status is answered."""
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
     runtime.device.compiles.clear(after=1)  # no size of `b`, and not all of `a`
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     calls = {name: str(doublings[name]) for name in "ab"}
     loading = threading.Thread(
         target=lane.register, args=[{"model": "meta", "bundle": str(meta), "calls": calls}]

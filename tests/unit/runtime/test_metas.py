@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire.status import read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime
@@ -130,13 +130,13 @@ def test_what_lies_in_shared_memory_is_not_copied_again(
     )
     with meta_engine(runtime, meta, {n: doublings[n] for n in "ab"}) as engine:
         made: list[tuple[int, ...]] = []
-        real = Lane.array
+        real = RuntimeConnection.array
 
-        def array(self: Lane, shape: tuple[int, ...], dtype: Any) -> Any:
+        def array(self: RuntimeConnection, shape: tuple[int, ...], dtype: Any) -> Any:
             made.append(shape)
             return real(self, shape, dtype)
 
-        monkeypatch.setattr(Lane, "array", array)
+        monkeypatch.setattr(RuntimeConnection, "array", array)
         (answer,) = ask(engine, FakeRequest({"x": rows(2, 5)}))
         assert answer.error is None, answer.error.message
         np.testing.assert_array_equal(answer.arrays["y"], rows(2, 24))

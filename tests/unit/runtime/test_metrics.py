@@ -195,7 +195,7 @@ def test_a_report_of_something_else_ends_its_connection_alone(
     engine = make_engine(runtime, doublings["a"], name="a")
     link = engine._session.link
     assert link is not None
-    lane = engine._session.open_lane(link.key)
+    lane = engine._session.open_connection(link.key)
 
     with pytest.raises(Closed):
         lane.report(report, 10)

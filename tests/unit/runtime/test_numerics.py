@@ -18,7 +18,7 @@ from rsrv.runtime.device import Array, DeviceError, Executable, Hardware, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import OVERRIDE, Computes, hardware_of, judge, probe, treatment
 from rsrv.settings import Numerics, SettingsError, load_settings
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.status import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import Signature, signature_of
@@ -295,7 +295,7 @@ def test_a_runtime_on_a_cpu_serves_in_f32_and_says_so(start_runtime: StartRuntim
         load_settings(settings_text("f32")),
         compute=lambda inputs, weights: [inputs[0] @ weights[0] @ weights[0]],
     )
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     lane.register({"model": "products", "bundle": str(products)})
 
     status = read_status(os.getpid())
@@ -313,7 +313,7 @@ def test_a_runtime_refuses_every_model_where_tf32_is_wanted_and_not_there(
     """A GPU was meant, and jax fell back to the CPU: each model's load says so."""
     runtime = start_runtime(load_settings(settings_text("tf32")))
     for _ in range(2):
-        lane = Lane(runtime.open())
+        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected, match="numerics is tf32, and the models would run on a CPU"):
             lane.register({"model": "doubling", "bundle": str(doubling)})
         lane.close()

@@ -14,7 +14,7 @@ from rsrv.runtime.host import HostStore
 from rsrv.runtime.host_memory import PrivateMemory
 from rsrv.runtime.models import build, identify
 from rsrv.settings import load_settings
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv_bundle import BundleError
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeDevice
@@ -88,7 +88,7 @@ def test_a_runtime_refuses_torn_weights_by_name_until_they_fit_again(
     file = path / "weights.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
 
     with pytest.raises(
         Rejected, match=r"weights\.safetensors does not match the manifest: it is being written"

@@ -10,8 +10,8 @@ import pytest
 
 from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
 from rsrv.settings import load_settings
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.stub.engine import Engine
-from rsrv.stub.lane import Lane, Rejected
 from rsrv.wire.socket import Closed
 from tests.fakes import FakeRequest
 from tests.runtime_commands import compact
@@ -80,7 +80,7 @@ def test_weights_upload_while_a_model_is_compiled(
     """A compilation takes seconds; a load waits for none."""
     a, *_ = engines
     runtime.device.compiles.clear()
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     registering = threading.Thread(
         target=lane.register, args=({"model": "d", "bundle": str(doublings["d"])},)
     )
@@ -200,7 +200,7 @@ def answered(request: FakeRequest) -> float:
 class Registering:
     """A stub that waits for its model on a thread."""
 
-    lane: Lane
+    lane: RuntimeConnection
     thread: threading.Thread
     rejected: list[str]
 
@@ -210,7 +210,7 @@ class Registering:
 
 
 def register(runtime: Runtime, name: str, path: Path) -> Registering:
-    lane, rejected = Lane(runtime.open()), []
+    lane, rejected = RuntimeConnection(runtime.open()), []
 
     def wait() -> None:
         try:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rsrv.runtime.crash_history import BlackBox, Death
 from rsrv.runtime.state_feed import Entry, StateFeed
 from rsrv.settings import load_settings
-from rsrv.stub.lane import Lane, Rejected
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, send
 from rsrv_bundle import read_bundle
@@ -36,9 +36,9 @@ def broken(path: Path, good: Path) -> Path:
     return path
 
 
-def register(runtime: Runtime, name: str, bundle: Path) -> Lane:
+def register(runtime: Runtime, name: str, bundle: Path) -> RuntimeConnection:
     """A connection for a model. Raises Rejected."""
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     try:
         lane.register({"model": name, "bundle": str(bundle)})
     except BaseException:
@@ -185,7 +185,7 @@ def test_a_meta_model_fails_with_what_it_calls(
     meta = write_meta(tmp_path / "meta", "def run(inputs, call): ...", ["a", "b"])
     calls = {"a": str(doublings["a"]), "b": str(broken(tmp_path / "b", doublings["b"]))}
     with Watcher(runtime) as watcher:
-        lane = Lane(runtime.open())
+        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected) as caught:
             lane.register({"model": "meta", "bundle": str(meta), "calls": calls})
 
@@ -210,7 +210,7 @@ def test_what_is_not_tried_any_more_is_seen_to_have_failed(
         for _ in range(2):
             with pytest.raises(Rejected) as caught:
                 register(runtime, "a", doublings["a"])
-        lane = Lane(runtime.open())
+        lane = RuntimeConnection(runtime.open())
         with pytest.raises(Rejected, match="it hung"):
             lane.register({"model": "meta", "bundle": str(meta), "calls": {"a": str(doublings["a"])}})
         lane.close()
@@ -298,7 +298,7 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
     folder = tmp_path_factory.mktemp("models")
     bundles = {**doublings, "x": broken(folder / "x", doublings["a"])}
     runtime = start_runtime(load_settings(f"runtime: {{weight_budget_bytes: {_BYTES}}}"))
-    lanes: list[Lane] = []
+    lanes: list[RuntimeConnection] = []
     with ExitStack() as stack:
         watcher = stack.enter_context(Watcher(runtime))
         operator = stack.enter_context(Operator(runtime))
@@ -330,9 +330,9 @@ def test_changes_lead_to_what_a_new_watcher_is_given(
     runtime.stop()
 
 
-def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> Lane:
+def ask_for(runtime: Runtime, wanted: dict[str, Any]) -> RuntimeConnection:
     """A connection that has asked for something, and does not wait for the answer."""
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     assert lane._send(pack_json(Kind.REGISTER, wanted), 1.0)
     return lane
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rsrv.settings import load_settings
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Lane
 from rsrv.stub.launch import Greeted
 from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
@@ -206,7 +206,7 @@ def test_runs_that_wait_to_be_let_in_keep_their_deadline(
 
 def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, doubling: Path) -> None:
     """A send that finds no room is made up for by the next one, in order."""
-    lane = Lane(runtime.open())
+    lane = RuntimeConnection(runtime.open())
     body = lane.register({"model": "doubling", "bundle": str(doubling)})
     assert body["key"]
     with stopped(runtime):
@@ -233,7 +233,7 @@ def test_segments_are_announced_once_however_often_it_takes(runtime: Runtime, do
 
 def test_a_lane_knows_that_somebody_closed_its_socket(runtime: Runtime) -> None:
     """Not when it was closed itself."""
-    well, robbed, closed = (Lane(runtime.open()) for _ in range(3))
+    well, robbed, closed = (RuntimeConnection(runtime.open()) for _ in range(3))
     os.close(robbed.sock.fileno())
     closed.close()
 
@@ -246,7 +246,7 @@ def test_a_connection_that_is_closed_while_it_is_looked_at_was_not_robbed(
     start_runtime: StartRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads find out at once that the runtime is gone: what the one closes is no crime to the other."""
-    lane = Lane(start_runtime().open())
+    lane = RuntimeConnection(start_runtime().open())
     real = os.fstat
 
     def meanwhile(fd: int) -> os.stat_result:
@@ -261,8 +261,8 @@ def test_memory_that_the_machine_does_not_have_is_not_asked_for(
     runtime: Runtime, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its pages would come when they are touched, and then whoever is largest is killed."""
-    monkeypatch.setattr("rsrv.stub.lane.spare_memory", lambda: 3 << 20)
-    lane = Lane(runtime.open())
+    monkeypatch.setattr("rsrv.stub.connection.spare_memory", lambda: 3 << 20)
+    lane = RuntimeConnection(runtime.open())
     assert lane.array((1 << 20,), np.dtype(np.uint8)).nbytes == 1 << 20
     with pytest.raises(OSError, match="has no"):
         lane.array((4 << 20,), np.dtype(np.uint8))

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 
 from rsrv.settings import load_settings
+from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Lane, Slab
 from rsrv.wire.memory import Arena, Place
 from tests.fakes import FakeError, FakeRequest, FakeResponse, FakeSender
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartRuntime, until
@@ -520,7 +520,7 @@ def test_memory_that_was_refused_once_is_asked_for_anew(
     first = engine.execute([FakeRequest({"x": rows(1)})])
     assert first is not None
 
-    def full(lane: Lane, nbytes: int, users: int) -> Slab:
+    def full(lane: RuntimeConnection, nbytes: int, users: int) -> Slab:
         raise OSError("no memory")
 
     given: list[Place] = []
@@ -535,7 +535,7 @@ def test_memory_that_was_refused_once_is_asked_for_anew(
         patched.setattr(
             "rsrv.stub.engine._KEEP", -(1 << 30)
         )  # nothing is worth keeping: each batch asks anew
-        patched.setattr(Lane, "take", full)
+        patched.setattr(RuntimeConnection, "take", full)
         for _ in range(2):
             (refusal,) = ask(engine, FakeRequest({"x": rows(1)}))
             assert refused(refusal, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL]")

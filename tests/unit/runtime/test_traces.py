@@ -16,9 +16,9 @@ from rsrv.runtime.traces import Traces
 from rsrv.scheduler import events as ev
 from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Lane
 from rsrv.stub.meta import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.calls import Call
@@ -280,14 +280,14 @@ def test_spans_that_a_runtime_does_not_take_are_counted(
 ) -> None:
     """Those of the frame that it did not read; the next runtime's connection tells of them."""
     engine, tried = start_engine(), threading.Event()
-    real = Lane.tell_spans
+    real = RuntimeConnection.tell_spans
 
-    def stuck(lane: Lane, *_: object) -> None:
-        monkeypatch.setattr(Lane, "tell_spans", real)
+    def stuck(lane: RuntimeConnection, *_: object) -> None:
+        monkeypatch.setattr(RuntimeConnection, "tell_spans", real)
         tried.set()
         raise TimeoutError
 
-    monkeypatch.setattr(Lane, "tell_spans", stuck)
+    monkeypatch.setattr(RuntimeConnection, "tell_spans", stuck)
     ask(engine, FakeRequest({"x": rows(1)}, traceparent=SAMPLED))
     reporting = Reporting(engine._session, engine.meters, None, pause=0.01)
     assert tried.wait(10)

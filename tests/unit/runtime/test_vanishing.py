@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from rsrv.stub.lane import Rejected
+from rsrv.stub.connection import Rejected
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, until
 from tests.unit.runtime.test_stub_and_runtime import ask, make_engine, rows

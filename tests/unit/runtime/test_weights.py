@@ -18,8 +18,8 @@ from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host import HostStore
 from rsrv.runtime.models import identify
 from rsrv.settings import load_settings
+from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
-from rsrv.stub.lane import Rejected
 from rsrv.wire.frames import Kind, read_header
 from rsrv.wire.status import read_status
 from rsrv_bundle.weights import WeightsFile

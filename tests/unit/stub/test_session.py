@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rsrv.stub.lane import Rejected
+from rsrv.stub.connection import Rejected
 from rsrv.stub.launch import Greeted, LaunchError
 from rsrv.stub.session import DOWN, Session
 from rsrv.wire.socket import Closed

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rsrv.stub.calls import GRACE_NS, Keep, Results
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.endpoint import Array, ExecutionPlan, check_results
-from rsrv.stub.lane import Lane
 from rsrv.stub.later import STUCK
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import DOWN
@@ -96,7 +96,7 @@ class DirectRun:
 
     def __init__(
         self,
-        lane: Lane,
+        connection: RuntimeConnection,
         token: int,
         deadline_ns: int,
         priority: int,
@@ -105,7 +105,7 @@ class DirectRun:
         trace: Trace | None = None,
     ) -> None:
         """`tag` and `who`: what stands for its client's id in frames, and in the log. `trace`: what calls are parts of."""
-        self._lane = lane
+        self._connection = connection
         self.trace = trace
         self._token = token
         self._deadline_ns = deadline_ns
@@ -134,10 +134,10 @@ class DirectRun:
         if self.entered:
             return
         self.entered = True
-        (self._entering,) = self._lane.next_ids(1)
+        (self._entering,) = self._connection.next_ids(1)
         self._asked = time.perf_counter()
         entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, self._tag)
-        if not self._guard(lambda: self._lane.enter([entrance])):
+        if not self._guard(lambda: self._connection.enter([entrance])):
             self._lose(Failure(Status.QUEUE_FULL, STUCK))
             raise Failure(Status.QUEUE_FULL, STUCK)
 
@@ -158,7 +158,7 @@ class DirectRun:
         try:
             while self._sent:
                 self._pump(until_ns)
-            self._guard(lambda: self._lane.leave(Leaving(self._token, status)))
+            self._guard(lambda: self._connection.leave(Leaving(self._token, status)))
             while self._entering is not None:
                 self._pump(until_ns)
         except Failure:
@@ -182,7 +182,7 @@ class DirectRun:
         kept = check_keep(stage, keep)
         values, plan = stage.endpoint.prepare(arrays, self._who, trace)
         rows = arrays[stage.remote.inputs[0].name].shape[0] if stage.remote.batched else None
-        (id,) = self._lane.next_ids(1)
+        (id,) = self._connection.next_ids(1)
         sent = _Sent(stage, plan, rows, [], {}, since, trace)
         try:
             spots = [
@@ -200,14 +200,14 @@ class DirectRun:
         self.enter()
         self._sent[id] = sent
         if trace is not None:
-            self._lane.mark([trace.mark(id)])
+            self._connection.mark([trace.mark(id)])
         call = Call(id, self._token, stage.index, plan.index, plan.rows, spots, targets)
-        self._guard(lambda: self._lane.call([call], self._releases()))
+        self._guard(lambda: self._connection.call([call], self._releases()))
         return _Waiting(self, sent)
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         try:
-            return self._lane.array(shape, dtype)
+            return self._connection.array(shape, dtype)
         except OSError:
             raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
 
@@ -217,12 +217,12 @@ class DirectRun:
     def _place(self, value: Any, tensor: Tensor, rows: int, held: list[Array]) -> Spot:
         if isinstance(value, DeviceTensor):
             return value.spot(self, tensor, rows)
-        place = self._lane.locate(value)
+        place = self._connection.locate(value)
         if place is None:
             # It came from elsewhere: the client, or numpy.
-            copy = self._lane.array(value.shape, value.dtype)
+            copy = self._connection.array(value.shape, value.dtype)
             copy[...] = value
-            value, place = copy, self._lane.locate(copy)
+            value, place = copy, self._connection.locate(copy)
             assert place is not None
         held.append(value)
         return Spot(Where.MEMORY, *place)
@@ -232,9 +232,9 @@ class DirectRun:
             number = next(self._numbers)
             sent.outputs[tensor.name] = DeviceTensor(self, number, tensor, rows)
             return Spot(Where.DEVICE, 0, number)
-        array = self._lane.array(tensor.shape(rows), NUMPY[tensor.dtype])
+        array = self._connection.array(tensor.shape(rows), NUMPY[tensor.dtype])
         sent.outputs[tensor.name] = array
-        place = self._lane.locate(array)
+        place = self._connection.locate(array)
         assert place is not None
         return Spot(Where.MEMORY, *place)
 
@@ -264,7 +264,7 @@ class DirectRun:
                 raise Failure(Status.DEADLINE, _LATE) from None
 
     def _receive(self, timeout: float) -> None:
-        for completion in self._guard(lambda: self._lane.receive(timeout)):
+        for completion in self._guard(lambda: self._connection.receive(timeout)):
             self._take(completion)
 
     def _take(self, done: Completion) -> None:
@@ -307,7 +307,7 @@ class DirectRun:
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take what the runtime says while the event loop runs."""
-        fd = self._lane.sock.fileno()
+        fd = self._connection.sock.fileno()
         loop.add_reader(fd, self._read_now, loop, fd)
 
     def _read_now(self, loop: asyncio.AbstractEventLoop, fd: int) -> None:

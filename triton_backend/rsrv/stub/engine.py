@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from rsrv.logs import of_request
+from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.later import LATE, STUCK, Later
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes, blame
@@ -37,7 +37,7 @@ _SLOW_HOOK = 0.001
 _QUEUE_FACTOR = 5
 #: share of a longer execution in the learned length
 _RISE = 0.01
-#: bytes of the direct lane's memory: the least, and how much of it stays after a large batch
+#: bytes of the direct connection's memory: the least, and how much of it stays after a large batch
 _LEAST, _KEEP = 64 << 10, 16 << 20
 _INTERNAL = "this model is a part of meta models and not served by itself; `public: true` in its manifest changes that"
 
@@ -68,16 +68,16 @@ class Engine:
         self._outcomes = Outcomes(self.meters, responses)
         self._drain_and_exit = DrainAndExit(session.stop, responses)
         self._execute_ns = 0.0
-        #: memory for answers in place: only one batch is ever under way on that lane, and Triton has copied its
+        #: memory for answers in place: only one batch is ever under way on that connection, and Triton has copied its
         #: answers when the next one comes
         self._slab: Slab | None = None
-        #: the lane for answers in place; None while it is handed over
-        self._direct: Lane | None = None
+        #: the connection for answers in place; None while it is handed over
+        self._direct: RuntimeConnection | None = None
         self._link = link = session.begin()
         self._later: Later[ModelRequest] = Later(
             session,
             responses,
-            Lane.submit,
+            RuntimeConnection.submit,
             self._respond,
             link.settings["stub"]["sender_threads"],
             self._drain_and_exit,
@@ -139,7 +139,8 @@ class Engine:
             try:
                 return self._in_place(link, link.direct, requests)
             except BaseException:
-                self._later.lose(link)  # what it left on the lane must not be taken for the next batch's
+                # What is left on the connection must not be taken for the next batch's.
+                self._later.lose(link)
                 raise
         self._answer_later(link, requests)
         return None
@@ -168,11 +169,13 @@ class Engine:
         else:
             self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
-    def _in_place(self, link: Link, lane: Lane, requests: list[Request]) -> list[Any] | None:
-        jobs = self._receive(lane, requests)
-        placed = self._place_all(jobs, lane, self._take_direct)
+    def _in_place(
+        self, link: Link, connection: RuntimeConnection, requests: list[Request]
+    ) -> list[Any] | None:
+        jobs = self._receive(connection, requests)
+        placed = self._place_all(jobs, connection, self._take_direct)
         waiting = {job.id: job for job in placed}
-        _mark(lane, placed)
+        _mark(connection, placed)
         # As many at a time as one execution takes: the device works on the first while the next are written,
         # and on the last while the first are answered.
         step = self._largest
@@ -180,20 +183,20 @@ class Engine:
         try:
             for at in range(0, len(placed), step):
                 sending = placed[at : at + step]
-                sent = lane.submit([job.write() for job in sending])
+                sent = connection.submit([job.write() for job in sending])
                 if sent < len(sending):
                     for job in placed[at + sent :]:
                         waiting.pop(job.id).fail(Status.QUEUE_FULL, STUCK)
                     break
             while waiting:
-                done = lane.receive(until - time.monotonic())
+                done = connection.receive(until - time.monotonic())
                 for completion in done:
                     waiting[completion.request].finish(completion)
                 for completion in done:
                     job = waiting.pop(completion.request)
                     job.response = self._respond(job)
         except TimeoutError:
-            self._hand_over(link, lane, jobs, waiting)
+            self._hand_over(link, connection, jobs, waiting)
             return None
         except (Closed, ProtocolError, OSError):
             self._later.lose(link)
@@ -201,30 +204,34 @@ class Engine:
                 job.fail(Status.RUNTIME_DOWN, DOWN)
         return [job.response or self._respond(job) for job in jobs]
 
-    def _take_direct(self, lane: Lane, nbytes: int, users: int) -> Slab:
-        """The direct lane's one slab, made anew when it is too small, or far too large to keep."""
+    def _take_direct(self, connection: RuntimeConnection, nbytes: int, users: int) -> Slab:
+        """The direct connection's one slab, made anew when it is too small, or far too large to keep."""
         slab = self._slab
         if slab is None or not nbytes <= slab.place.nbytes <= _KEEP + 8 * nbytes:
             if slab is not None:
                 self._slab = None  # also if nothing takes its place: what was given back is not ours to reuse
-                lane.release(slab, slab.users)
-            slab = self._slab = lane.take(max(nbytes, _LEAST), users)
+                connection.release(slab, slab.users)
+            slab = self._slab = connection.take(max(nbytes, _LEAST), users)
         slab.users = users
         return slab
 
     def _hand_over(
-        self, link: Link, lane: Lane, jobs: list[ModelRequest], waiting: dict[int, ModelRequest]
+        self,
+        link: Link,
+        connection: RuntimeConnection,
+        jobs: list[ModelRequest],
+        waiting: dict[int, ModelRequest],
     ) -> None:
-        """It takes longer than predicted: let execute() return, and the lane and its memory with it."""
+        """It takes longer than predicted: let execute() return, and the connection and its memory with it."""
         self._direct = self._slab = None
         for job in jobs:
             self._later.reply(job.request)
 
         def idle() -> None:
             if self._link is link:
-                self._direct = lane
+                self._direct = connection
 
-        self._later.adopt(link, lane, waiting.values(), idle)
+        self._later.adopt(link, connection, waiting.values(), idle)
         for job in jobs:
             if job.id not in waiting:
                 self._later.finish(job)
@@ -242,7 +249,7 @@ class Engine:
             self._later.run(partial(self._submit_later, link, [job]))
 
     def _submit_later(self, link: Link, jobs: list[ModelRequest]) -> None:
-        placed = self._place_all(jobs, link.later, Lane.take)
+        placed = self._place_all(jobs, link.later, RuntimeConnection.take)
         waiting = {job.id for job in placed}
         for job in jobs:
             if job.id not in waiting:
@@ -252,17 +259,20 @@ class Engine:
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _receive(self, lane: Lane, requests: list[Request]) -> list[ModelRequest]:
+    def _receive(self, connection: RuntimeConnection, requests: list[Request]) -> list[ModelRequest]:
         """Return jobs for all requests; some of these have failed."""
         if self._internal:
             for request in requests:
                 if request.failure is None and not request.terms.run:
                     request.failure = Failure(Status.NOT_FOUND, _INTERNAL)
-        ids = lane.next_ids(len(requests))
-        return [ModelRequest(id, request, lane) for id, request in zip(ids, requests, strict=True)]
+        ids = connection.next_ids(len(requests))
+        return [ModelRequest(id, request, connection) for id, request in zip(ids, requests, strict=True)]
 
     def _place_all(
-        self, jobs: list[ModelRequest], lane: Lane, take: Callable[[Lane, int, int], Slab]
+        self,
+        jobs: list[ModelRequest],
+        connection: RuntimeConnection,
+        take: Callable[[RuntimeConnection, int, int], Slab],
     ) -> list[ModelRequest]:
         """Those of the jobs that need the device, with a place in shared memory; others may fail."""
         resolved: list[ModelRequest] = []
@@ -279,7 +289,7 @@ class Engine:
         if not resolved:
             return []
         try:
-            slab = take(lane, nbytes, len(resolved))
+            slab = take(connection, nbytes, len(resolved))
         except OSError:
             log.exception("no memory for %d bytes of requests", nbytes, extra=of_request(""))
             for job in resolved:
@@ -340,8 +350,8 @@ class Engine:
         ]
 
 
-def _mark(lane: Lane, jobs: Sequence[ModelRequest]) -> None:
+def _mark(connection: RuntimeConnection, jobs: Sequence[ModelRequest]) -> None:
     """Tell the runtime which of the jobs that come next are traced."""
     marks = [job.request.trace.mark(job.id) for job in jobs if job.request.trace is not None]
     if marks:
-        lane.mark(marks)
+        connection.mark(marks)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.replies import Reply, Responses
 from rsrv.stub.request import Request
 from rsrv.stub.session import DOWN, UNLOADED, Link, Session
@@ -40,8 +40,8 @@ _BROKEN = "the model's process cannot go on; it is being restarted"
 class Waiting(Protocol):
     """A request that will be answered after execute() returned."""
 
-    id: int  # unique on its lane
-    lane: Lane
+    id: int  # unique on its connection
+    connection: RuntimeConnection
     request: Request
     #: if it was made already
     response: Any
@@ -67,14 +67,14 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Later(Generic[W]):
-    """`send` writes what jobs ask for to a lane, and says for how many it could; `respond` turns a finished job into
+    """`send` writes what jobs ask for to a connection, and says for how many it could; `respond` turns a finished job into
     a Triton response, and must not raise; `end` ends the process when it cannot go on."""
 
     def __init__(
         self,
         session: Session,
         responses: Responses,
-        send: Callable[[Lane, list[Any]], int],
+        send: Callable[[RuntimeConnection, list[Any]], int],
         respond: Callable[[W], Any],
         threads: int,
         end: Callable[[str], object],
@@ -88,12 +88,12 @@ class Later(Generic[W]):
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
-        #: lanes that this object reads: their pending jobs by id, their link, and what to do when none is left
-        self._lanes: dict[Lane, dict[int, W]] = {}
-        self._links: dict[Lane, Link] = {}
-        self._when_idle: dict[Lane, Callable[[], None]] = {}
+        #: connections that this object reads: their pending jobs by id, their link, and what to do when none is left
+        self._connections: dict[RuntimeConnection, dict[int, W]] = {}
+        self._links: dict[RuntimeConnection, Link] = {}
+        self._when_idle: dict[RuntimeConnection, Callable[[], None]] = {}
         self._poll = select.poll()
-        self._by_fd: dict[int, Lane] = {}
+        self._by_fd: dict[int, RuntimeConnection] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.POLLIN)
         self._closed = False
@@ -106,12 +106,14 @@ class Later(Generic[W]):
     # --- from execute() and from reconnecting -------------------------------------------------------------
 
     def watch(self, link: Link) -> None:
-        """Read a new link's lane from now on; also notices at once when the runtime dies."""
+        """Read a new link's connection from now on; also notices at once when the runtime dies."""
         self._add(link, link.later, {})
 
-    def adopt(self, link: Link, lane: Lane, jobs: Iterable[W], when_idle: Callable[[], None]) -> None:
-        """Take over a lane with submitted jobs; `when_idle` is called when the last of them is answered."""
-        self._add(link, lane, {job.id: job for job in jobs}, when_idle)
+    def adopt(
+        self, link: Link, connection: RuntimeConnection, jobs: Iterable[W], when_idle: Callable[[], None]
+    ) -> None:
+        """Take over a connection with submitted jobs; `when_idle` is called when the last of them is answered."""
+        self._add(link, connection, {job.id: job for job in jobs}, when_idle)
 
     def reply(self, request: Request) -> Reply:
         """Give a request that is answered later its reply. From now on it is looked after."""
@@ -122,10 +124,10 @@ class Later(Generic[W]):
         return reply
 
     def submit(self, link: Link, jobs: Sequence[W]) -> None:
-        """Send prepared jobs on the link's lane; each is answered in time, whatever happens to the runtime."""
+        """Send prepared jobs on the link's connection; each is answered in time, whatever happens to the runtime."""
         submissions = [job.write() for job in jobs]
         with self._lock:
-            pending = self._lanes.get(link.later)
+            pending = self._connections.get(link.later)
             if pending is not None:
                 pending.update((job.id, job) for job in jobs)
         try:
@@ -152,8 +154,10 @@ class Later(Generic[W]):
             )
             self._end(_BROKEN)
         with self._lock:
-            handed_over = link.direct in self._lanes
-            jobs = [job for lane in (link.later, link.direct) for job in self._forget(lane).values()]
+            handed_over = link.direct in self._connections
+            jobs = [
+                job for connection in (link.later, link.direct) for job in self._forget(connection).values()
+            ]
         self._session.lost(link)
         link.later.close()
         if handed_over:
@@ -187,7 +191,9 @@ class Later(Generic[W]):
         os.eventfd_write(self._wake, 1)
         self._reader.join(timeout=5)
         with self._lock:
-            jobs = [job for lane in list(self._lanes) for job in self._forget(lane).values()]
+            jobs = [
+                job for connection in list(self._connections) for job in self._forget(connection).values()
+            ]
         self._fail(jobs, Status.RUNTIME_DOWN, UNLOADED)
         for _ in range(self._started):
             self._work.put(None)
@@ -195,15 +201,19 @@ class Later(Generic[W]):
     # --- the reading thread -------------------------------------------------------------------------------
 
     def _add(
-        self, link: Link, lane: Lane, pending: dict[int, W], when_idle: Callable[[], None] | None = None
+        self,
+        link: Link,
+        connection: RuntimeConnection,
+        pending: dict[int, W],
+        when_idle: Callable[[], None] | None = None,
     ) -> None:
         with self._lock:
-            self._lanes[lane] = pending
-            self._links[lane] = link
+            self._connections[connection] = pending
+            self._links[connection] = link
             if when_idle is not None:
-                self._when_idle[lane] = when_idle
-            self._by_fd[lane.sock.fileno()] = lane
-            self._poll.register(lane.sock, select.POLLIN)
+                self._when_idle[connection] = when_idle
+            self._by_fd[connection.sock.fileno()] = connection
+            self._poll.register(connection.sock, select.POLLIN)
         os.eventfd_write(self._wake, 1)
 
     def _read(self) -> None:
@@ -226,22 +236,22 @@ class Later(Generic[W]):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
                 continue
-            lane = self._by_fd.get(fd)
-            if lane is not None:
-                self._receive(lane)
+            connection = self._by_fd.get(fd)
+            if connection is not None:
+                self._receive(connection)
         if waiting:
             self._look_for_late()
             self._look_for_cancelled()
 
     # What goes wrong with one of them must not end the thread.
 
-    def _receive(self, lane: Lane) -> None:
+    def _receive(self, connection: RuntimeConnection) -> None:
         with self._lock:
-            link = self._links.get(lane)
+            link = self._links.get(connection)
         if link is None:
             return  # another thread found out first
         try:
-            completions = lane.receive(0)
+            completions = connection.receive(0)
         except TimeoutError:
             return
         except (Closed, ProtocolError, OSError) as error:
@@ -255,11 +265,11 @@ class Later(Generic[W]):
             return
         idle = None
         with self._lock:
-            pending = self._lanes.get(lane, {})
+            pending = self._connections.get(connection, {})
             jobs = [(pending.pop(done.request), done) for done in completions if done.request in pending]
-            if not pending and lane in self._when_idle:
-                idle = self._when_idle.pop(lane)
-                self._forget(lane)
+            if not pending and connection in self._when_idle:
+                idle = self._when_idle.pop(connection)
+                self._forget(connection)
         for job, done in jobs:
             job.finish(done)
             self.finish(job)
@@ -282,7 +292,7 @@ class Later(Generic[W]):
         with self._lock:
             due = [
                 job
-                for pending in self._lanes.values()
+                for pending in self._connections.values()
                 for job in pending.values()
                 if not job.cancelling and now - job.checked > _CANCEL_ROUND
             ]
@@ -291,17 +301,17 @@ class Later(Generic[W]):
             job.checked = now
             try:
                 if job.request.reply is not None and job.request.reply.cancelled():
-                    job.cancelling = job.lane.cancel([job.id])
+                    job.cancelling = job.connection.cancel([job.id])
             except Exception:
                 log.exception("looking whether a client is still there")
 
-    def _forget(self, lane: Lane) -> dict[int, W]:
+    def _forget(self, connection: RuntimeConnection) -> dict[int, W]:
         """Under the lock."""
-        pending = self._lanes.pop(lane, {})
-        self._links.pop(lane, None)
-        self._when_idle.pop(lane, None)
+        pending = self._connections.pop(connection, {})
+        self._links.pop(connection, None)
+        self._when_idle.pop(connection, None)
         for fd, other in list(self._by_fd.items()):
-            if other is lane:
+            if other is connection:
                 del self._by_fd[fd]
                 self._poll.unregister(fd)
         return pending

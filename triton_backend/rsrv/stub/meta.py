@@ -18,11 +18,11 @@ import numpy as np
 from rsrv.logs import of_request
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.lane import Lane
 from rsrv.stub.later import Later
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes
@@ -88,14 +88,14 @@ class MetaEngine:
         self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
         #: connections that no run uses now, and the stages, of one link
-        self._lanes: list[Lane] = []
+        self._connections: list[RuntimeConnection] = []
         self._link: Link | None = None
         self._stages: dict[str, Stage] = {}
         self._stub_settings = link.settings["stub"]
         threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
         self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
         self._later: Later[MetaRequest] = Later(
-            session, responses, Lane.enter, self._respond, threads, self._drain_and_exit
+            session, responses, RuntimeConnection.enter, self._respond, threads, self._drain_and_exit
         )
         self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._drain_and_exit)
         session.on_link = self._watch
@@ -103,11 +103,11 @@ class MetaEngine:
 
     def _watch(self, link: Link) -> None:
         with self._lock:
-            old, self._lanes = self._lanes, [link.direct]
+            old, self._connections = self._connections, [link.direct]
             self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard, self.meters)
             self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
-        for lane in old:
-            lane.close()
+        for connection in old:
+            connection.close()
         self._later.watch(link)
 
     @property
@@ -124,12 +124,12 @@ class MetaEngine:
         self._later.close()
         if self._bls is not None:
             self._bls.close()
-        # Runs under way end on their lanes: one that is closed wakes nobody who waits for it to become readable.
+        # Runs under way end on their connections: one that is closed wakes nobody who waits for it to become readable.
         self._session.close(direct=False)
         with self._lock:
-            lanes, self._lanes, self._link = self._lanes, [], None
-        for lane in lanes:
-            lane.close()
+            connections, self._connections, self._link = self._connections, [], None
+        for connection in connections:
+            connection.close()
 
     # --- execute ------------------------------------------------------------------------------------------
 
@@ -248,10 +248,10 @@ class MetaEngine:
                 self._seconds += weight * (min(seconds, 4 * self._seconds) - self._seconds)
 
     def _run_one(self, visit: MetaRequest) -> list[Any]:
-        lane, request = self._take_lane(visit), visit.request
+        connection, request = self._take_connection(visit), visit.request
         trace = None if request.trace is None else request.trace.child()
         deadline_ns, priority, _ = request.terms
-        run = DirectRun(lane, visit.token, deadline_ns, priority, request.tag, request.id, trace)
+        run = DirectRun(connection, visit.token, deadline_ns, priority, request.tag, request.id, trace)
         run.entered = visit.let_in
         status = Status.INTERNAL
         try:
@@ -266,7 +266,7 @@ class MetaEngine:
             run.leave(status, grace(deadline_ns))
             if run.broken:
                 self._withdraw(visit, status)
-            self._give_lane(visit.link, lane, broken=run.broken)
+            self._give_connection(visit.link, connection, broken=run.broken)
 
     def _results(self, visit: MetaRequest, run: DirectRun) -> list[Any]:
         arrays = read_inputs(self._tensors, visit.request.triton, visit.link.inputs)
@@ -316,15 +316,15 @@ class MetaEngine:
 
     # --- connections --------------------------------------------------------------------------------------
 
-    def _take_lane(self, visit: MetaRequest) -> Lane:
+    def _take_connection(self, visit: MetaRequest) -> RuntimeConnection:
         link = visit.link
         with self._lock:
             if link is not self._link:
                 raise Failure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
-            if self._lanes:
-                return self._lanes.pop()
+            if self._connections:
+                return self._connections.pop()
         try:
-            return self._session.open_lane(link.key)
+            return self._session.open_connection(link.key)
         except UNREACHABLE as error:
             who = visit.request.id
             log.error("request %r: no connection for its run: %s", who, error, extra=of_request(who))
@@ -336,19 +336,19 @@ class MetaEngine:
         if visit.let_in:
             try:
                 # Without waiting: execute() sends on that connection, too.
-                visit.lane.leave(Leaving(visit.token, status), patience=0)
+                visit.connection.leave(Leaving(visit.token, status), patience=0)
             except (Closed, OSError):
                 # Else the runtime would count the run as under way for ever.
                 self._later.lose(visit.link)
 
-    def _give_lane(self, link: Link, lane: Lane, *, broken: bool) -> None:
+    def _give_connection(self, link: Link, connection: RuntimeConnection, *, broken: bool) -> None:
         if not broken:
-            lane.tidy()
+            connection.tidy()
         with self._lock:
             if link is self._link and not broken:
-                self._lanes.append(lane)
+                self._connections.append(connection)
                 return
-        lane.close()
+        connection.close()
 
 
 def _failure_of(error: BaseException, who: str, guard: HookGuard) -> Failure:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rsrv.histogram import SECONDS, Histogram
-from rsrv.stub.lane import Lane
+from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.session import UNREACHABLE, Link, Session
 from rsrv.stub.tracing import Spans
 from rsrv.wire.frames import Status
@@ -111,7 +111,7 @@ class Reporting:
         self._mirror = mirror
         self._pause, self._long_pause = pause, long_pause
         self._link: Link | None = None
-        self._lane: Lane | None = None
+        self._connection: RuntimeConnection | None = None
         self._closed = threading.Event()
         #: what was shown last
         self._shown: Mapping[str, Any] | None = None
@@ -165,28 +165,28 @@ class Reporting:
         if link is None:
             return None
         try:
-            if self._lane is None:
-                self._lane, self._link = self._session.open_lane(link.key), link
-            self._tell_spans(self._lane)
-            return self._lane.report({**report, "figures": self._mirror is not None}, _PATIENCE)
+            if self._connection is None:
+                self._connection, self._link = self._session.open_connection(link.key), link
+            self._tell_spans(self._connection)
+            return self._connection.report({**report, "figures": self._mirror is not None}, _PATIENCE)
         except (TimeoutError, *UNREACHABLE) as error:
             log.info("a report is lost: %s", error)
             self._drop()
             return None
 
-    def _tell_spans(self, lane: Lane) -> None:
+    def _tell_spans(self, connection: RuntimeConnection) -> None:
         while (told := self._meters.spans.take()) != ([], 0):
             try:
-                lane.tell_spans(*told, _PATIENCE)
+                connection.tell_spans(*told, _PATIENCE)
             except Exception:
                 spans, dropped = told
                 self._meters.spans.lost(len(spans) + dropped)
                 raise
 
     def _drop(self) -> None:
-        lane, self._lane, self._link = self._lane, None, None
-        if lane is not None:
-            lane.close()
+        connection, self._connection, self._link = self._connection, None, None
+        if connection is not None:
+            connection.close()
 
 
 # --- Triton's metrics ---------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rsrv.logs import ID, of_request, shorten
+from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.endpoint import Array, ExecutionPlan
-from rsrv.stub.lane import Lane, Slab
 from rsrv.stub.replies import Failure, Reply
 from rsrv.stub.session import Link
 from rsrv.stub.tracing import Spans, Trace
@@ -146,9 +146,9 @@ def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -
 class ModelRequest:
     """One request of a model on its way through the stub."""
 
-    id: int  # unique on its lane
+    id: int  # unique on its connection
     request: Request
-    lane: Lane
+    connection: RuntimeConnection
     #: what the request asks for, once its shapes are known
     inputs: Sequence[Array] = ()
     plan: ExecutionPlan | None = None
@@ -207,7 +207,7 @@ class ModelRequest:
     def release(self) -> None:
         """It is answered: its memory serves others."""
         if self.slab is not None:
-            self.lane.release(self.slab)
+            self.connection.release(self.slab)
 
     def finish(self, done: Completion) -> None:
         self.execute_ns = done.execute_ns
@@ -225,7 +225,7 @@ class MetaRequest:
     id: int  # of its ENTER
     request: Request
     link: Link
-    lane: Lane  # that its ENTER goes by, if it has to wait
+    connection: RuntimeConnection  # that its ENTER goes by, if it has to wait
     #: random, so that nobody else can name it
     token: int = field(default_factory=lambda: secrets.randbits(64) or 1)
     let_in: bool = False

@@ -1,4 +1,4 @@
-"""The stub's tie to the runtime: its lanes, the model's registration, and coming back after the runtime died."""
+"""The stub's tie to the runtime: its connections, the model's registration, and coming back after the runtime died."""
 
 import logging
 import threading
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
+from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.stub.endpoint import WireTensor
-from rsrv.stub.lane import Lane, Rejected
 from rsrv.stub.launch import Greeted, LaunchError
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.layout import Interface
@@ -79,9 +79,9 @@ class Link:
     #: sections of rsrv.yaml
     settings: dict[str, dict[str, Any]]
     #: for what is done inside execute(), used by one thread
-    direct: Lane
+    direct: RuntimeConnection
     #: for answers after execute() returned
-    later: Lane
+    later: RuntimeConnection
 
 
 class Session:
@@ -101,7 +101,7 @@ class Session:
             self._wanted["calls"] = dict(calls)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._lanes: WeakSet[Lane] = WeakSet()
+        self._connections: WeakSet[RuntimeConnection] = WeakSet()
         self.link: Link | None = None
         self.down = DOWN
         self.on_link: Callable[[Link], None] = lambda link: None
@@ -128,11 +128,11 @@ class Session:
 
     def establish(self) -> Link:
         """Reach the runtime and register. Raises one of UNREACHABLE."""
-        direct = self._open_lane()
+        direct = self._connect()
         try:
             body = direct.register(self._wanted)
             try:
-                later = self.open_lane(body["key"])
+                later = self.open_connection(body["key"])
             except Rejected as error:
                 # It was there a moment ago: this is another runtime.
                 raise Closed(f"the runtime that had it is gone: {error}") from None
@@ -158,20 +158,20 @@ class Session:
         self.on_change()
         return link
 
-    def open_lane(self, key: str) -> Lane:
+    def open_connection(self, key: str) -> RuntimeConnection:
         """A further connection for what is registered by that key. Raises one of UNREACHABLE."""
-        lane = self._open_lane()
+        connection = self._connect()
         try:
-            lane.register({"key": key})
+            connection.register({"key": key})
         except BaseException:
-            lane.close()
+            connection.close()
             raise
-        return lane
+        return connection
 
-    def _open_lane(self) -> Lane:
-        lane = Lane(self._open())
-        self._lanes.add(lane)
-        return lane
+    def _connect(self) -> RuntimeConnection:
+        connection = RuntimeConnection(self._open())
+        self._connections.add(connection)
+        return connection
 
     @property
     def ready(self) -> bool:
@@ -222,11 +222,11 @@ class Session:
 
     def abandon(self) -> None:
         """In a process that was forked: let go of the connections, as the runtime must see the end of its parent."""
-        for lane in self._lanes:
-            lane.abandon()
+        for connection in self._connections:
+            connection.abandon()
 
     def close(self, *, direct: bool = True) -> None:
-        """`direct`: that lane, too; whoever has lent it to a thread closes it when that is done with it."""
+        """`direct`: that connection, too; whoever has lent it to a thread closes it when that is done with it."""
         link = self.stop()
         if link is not None:
             link.later.close()

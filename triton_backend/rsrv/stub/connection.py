@@ -1,4 +1,4 @@
-"""A lane: one connection to the runtime, and the memory that the requests on it live in."""
+"""One connection to the runtime, and the memory that the requests on it live in."""
 
 import os
 import select
@@ -72,7 +72,7 @@ class _Held(np.ndarray[Any, np.dtype[np.uint8]]):
     """The memory of one array. A type of its own, so that numpy does not go past it to what it lies in."""
 
 
-class Lane:
+class RuntimeConnection:
     """Sends from any thread; receives from one thread at a time."""
 
     def __init__(self, greeted: Greeted) -> None:
@@ -113,7 +113,7 @@ class Lane:
                 os.close(fd)
 
     def report(self, report: dict[str, Any], patience: float) -> dict[str, Any]:
-        """Say what was measured; what the runtime answers. On a lane for nothing else.
+        """Say what was measured; what the runtime answers. On a connection for nothing else.
 
         Raises TimeoutError when it says nothing for `patience` seconds, Closed, ProtocolError.
         """
@@ -129,7 +129,7 @@ class Lane:
         return frames.unpack_json(frame)
 
     def tell_spans(self, spans: Sequence[Span], dropped: int, patience: float) -> None:
-        """What was seen of traced requests, on a lane as `report`'s. Raises TimeoutError, Closed."""
+        """What was seen of traced requests, on a connection as `report`'s. Raises TimeoutError, Closed."""
         if not all(self._send(frame, patience) for frame in pack_spans(spans, dropped)):
             raise TimeoutError("the runtime does not read")
 
@@ -160,7 +160,7 @@ class Lane:
         return np.ndarray(shape, dtype, held)
 
     def tidy(self) -> None:
-        """The lane is not used for a while: give up the memory of large arrays that nothing refers to."""
+        """The connection is not used for a while: give up the memory of large arrays that nothing refers to."""
         with self._lock:
             self._take_back()
             self._drop()
@@ -176,7 +176,7 @@ class Lane:
                 self._announce(0)  # later ones tell what this one could not
 
     def locate(self, array: Array) -> tuple[int, int] | None:
-        """(segment, offset in bytes) of an array that lies in this lane's memory as the runtime reads it; else None."""
+        """(segment, offset in bytes) of an array that lies in this connection's memory as the runtime reads it; else None."""
         if not array.flags.c_contiguous:
             return None
         with self._lock:

@@ -69,7 +69,7 @@ def give_up_direct(engine: Engine) -> FakeRequest:
 
 def idle(engine: Engine) -> bool:
     """Whether no request has memory on the connection for later answers."""
-    return engine._link.later._arena.idle
+    return engine._link.deferred._arena.idle
 
 
 def test_deadlines_are_kept_while_the_runtime_is_stopped(runtime: Runtime, start_engine: StartEngine) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from rsrv.stub.calls import GRACE_NS, Keep, Results
 from rsrv.stub.connection import RuntimeConnection
+from rsrv.stub.deferred import STUCK
 from rsrv.stub.endpoint import Array, ExecutionPlan, check_results
-from rsrv.stub.later import STUCK
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import DOWN
 from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep

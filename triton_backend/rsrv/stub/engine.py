@@ -13,10 +13,10 @@ from typing import Any
 
 from rsrv.logs import of_request
 from rsrv.stub.connection import RuntimeConnection, Slab
+from rsrv.stub.deferred import LATE, STUCK, DeferredReplies
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.later import LATE, STUCK, Later
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes, blame
 from rsrv.stub.replies import Failure, Responses
@@ -74,7 +74,7 @@ class Engine:
         #: the connection for answers in place; None while it is handed over
         self._direct: RuntimeConnection | None = None
         self._link = link = session.begin()
-        self._later: Later[ModelRequest] = Later(
+        self._deferred: DeferredReplies[ModelRequest] = DeferredReplies(
             session,
             responses,
             RuntimeConnection.submit,
@@ -82,9 +82,9 @@ class Engine:
             link.settings["stub"]["sender_threads"],
             self._drain_and_exit,
         )
-        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._drain_and_exit)
-        session.on_link = self._later.watch
-        self._later.watch(link)
+        self._entry = EntryPoint(self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit)
+        session.on_link = self._deferred.watch
+        self._deferred.watch(link)
         self._switch(link)
 
     def _switch(self, link: Link) -> None:
@@ -118,7 +118,7 @@ class Engine:
 
     def close(self) -> None:
         self._guard.close()
-        self._later.close()
+        self._deferred.close()
         self._session.close()
 
     # --- execute ------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Engine:
                 return self._in_place(link, link.direct, requests)
             except BaseException:
                 # What is left on the connection must not be taken for the next batch's.
-                self._later.lose(link)
+                self._deferred.lose(link)
                 raise
         self._answer_later(link, requests)
         return None
@@ -199,7 +199,7 @@ class Engine:
             self._hand_over(link, connection, jobs, waiting)
             return None
         except (Closed, ProtocolError, OSError):
-            self._later.lose(link)
+            self._deferred.lose(link)
             for job in waiting.values():
                 job.fail(Status.RUNTIME_DOWN, DOWN)
         return [job.response or self._respond(job) for job in jobs]
@@ -225,37 +225,37 @@ class Engine:
         """It takes longer than predicted: let execute() return, and the connection and its memory with it."""
         self._direct = self._slab = None
         for job in jobs:
-            self._later.reply(job.request)
+            self._deferred.reply(job.request)
 
         def idle() -> None:
             if self._link is link:
                 self._direct = connection
 
-        self._later.adopt(link, connection, waiting.values(), idle)
+        self._deferred.adopt(link, connection, waiting.values(), idle)
         for job in jobs:
             if job.id not in waiting:
-                self._later.finish(job)
+                self._deferred.finish(job)
 
     def _answer_later(self, link: Link, requests: list[Request]) -> None:
-        jobs = self._receive(link.later, requests)
+        jobs = self._receive(link.deferred, requests)
         now = time.monotonic()
         for job in jobs:
-            self._later.reply(job.request)
+            self._deferred.reply(job.request)
             job.checked = now
         if self._endpoint.preprocess_seconds * len(jobs) < _SLOW_HOOK:
             self._submit_later(link, jobs)
             return
         for job in jobs:
-            self._later.run(partial(self._submit_later, link, [job]))
+            self._deferred.run(partial(self._submit_later, link, [job]))
 
     def _submit_later(self, link: Link, jobs: list[ModelRequest]) -> None:
-        placed = self._place_all(jobs, link.later, RuntimeConnection.take)
+        placed = self._place_all(jobs, link.deferred, RuntimeConnection.take)
         waiting = {job.id for job in placed}
         for job in jobs:
             if job.id not in waiting:
-                self._later.finish(job)
-        _mark(link.later, placed)
-        self._later.submit(link, placed)
+                self._deferred.finish(job)
+        _mark(link.deferred, placed)
+        self._deferred.submit(link, placed)
 
     # --- one request --------------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ from rsrv.logs import of_request
 from rsrv.stub.bls import Bls
 from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
 from rsrv.stub.connection import RuntimeConnection
+from rsrv.stub.deferred import DeferredReplies
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.later import Later
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import Failure, Responses
@@ -94,10 +94,10 @@ class MetaEngine:
         self._stub_settings = link.settings["stub"]
         threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
         self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
-        self._later: Later[MetaRequest] = Later(
+        self._deferred: DeferredReplies[MetaRequest] = DeferredReplies(
             session, responses, RuntimeConnection.enter, self._respond, threads, self._drain_and_exit
         )
-        self._entry = EntryPoint(self._answer, self._outcomes, self._later.reply, self._drain_and_exit)
+        self._entry = EntryPoint(self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit)
         session.on_link = self._watch
         self._watch(link)
 
@@ -108,7 +108,7 @@ class MetaEngine:
             self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
         for connection in old:
             connection.close()
-        self._later.watch(link)
+        self._deferred.watch(link)
 
     @property
     def ready(self) -> bool:
@@ -121,7 +121,7 @@ class MetaEngine:
 
     def close(self) -> None:
         self._guard.close()
-        self._later.close()
+        self._deferred.close()
         if self._bls is not None:
             self._bls.close()
         # Runs under way end on their connections: one that is closed wakes nobody who waits for it to become readable.
@@ -143,22 +143,22 @@ class MetaEngine:
         if link is None:
             down = Failure(Status.RUNTIME_DOWN, self._session.down)
             return [self._outcomes.failed(request, request.failure or down) for request in requests]
-        ids = link.later.next_ids(len(requests))
+        ids = link.deferred.next_ids(len(requests))
         visits = [
-            MetaRequest(id, request, link, link.later) for id, request in zip(ids, requests, strict=True)
+            MetaRequest(id, request, link, link.deferred) for id, request in zip(ids, requests, strict=True)
         ]
         at_once, waiting = self._divide(visits)
         limit = link.settings["stub"]["in_place_ms"] / 1e3
         if not waiting and self._seconds <= limit:
             return self._in_place(visits, at_once)
         for visit in visits:
-            self._later.reply(visit.request)
+            self._deferred.reply(visit.request)
         self._start(at_once)
         for visit in visits:
             if visit.request.failure is not None:
-                self._later.finish(visit)
+                self._deferred.finish(visit)
         if waiting:
-            self._later.submit(link, waiting)
+            self._deferred.submit(link, waiting)
         return None
 
     def _divide(self, visits: list[MetaRequest]) -> tuple[list[MetaRequest], list[MetaRequest]]:
@@ -172,7 +172,7 @@ class MetaEngine:
 
     def _start(self, visits: list[MetaRequest]) -> None:
         for visit in visits:
-            self._later.run(partial(self._attend, visit))
+            self._deferred.run(partial(self._attend, visit))
 
     def _in_place(self, visits: list[MetaRequest], running: list[MetaRequest]) -> list[Any] | None:
         inbox: queue.SimpleQueue[MetaRequest] = queue.SimpleQueue()
@@ -194,10 +194,10 @@ class MetaEngine:
 
     def _hand_over(self, visit: MetaRequest) -> None:
         with visit.lock:
-            self._later.reply(visit.request)
+            self._deferred.reply(visit.request)
             ended = visit.response is not None or visit.request.failure is not None
         if ended:
-            self._later.finish(visit)
+            self._deferred.finish(visit)
 
     # --- one run, on a sending thread ---------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class MetaEngine:
                 visit.connection.leave(Leaving(visit.token, status), patience=0)
             except (Closed, OSError):
                 # Else the runtime would count the run as under way for ever.
-                self._later.lose(visit.link)
+                self._deferred.lose(visit.link)
 
     def _give_connection(self, link: Link, connection: RuntimeConnection, *, broken: bool) -> None:
         if not broken:

@@ -81,7 +81,7 @@ class Link:
     #: for what is done inside execute(), used by one thread
     direct: RuntimeConnection
     #: for answers after execute() returned
-    later: RuntimeConnection
+    deferred: RuntimeConnection
 
 
 class Session:
@@ -132,7 +132,7 @@ class Session:
         try:
             body = direct.register(self._wanted)
             try:
-                later = self.open_connection(body["key"])
+                deferred = self.open_connection(body["key"])
             except Rejected as error:
                 # It was there a moment ago: this is another runtime.
                 raise Closed(f"the runtime that had it is gone: {error}") from None
@@ -145,12 +145,12 @@ class Session:
             tuple(Remote.from_json(model) for model in body["models"]),
             body["settings"],
             direct,
-            later,
+            deferred,
         )
         with self._lock:
             if self._closed.is_set():
                 direct.close()
-                later.close()
+                deferred.close()
                 raise Closed(UNLOADED)
             # First: whoever sees the link may already use it.
             self.on_link(link)
@@ -177,7 +177,7 @@ class Session:
     def ready(self) -> bool:
         """Whether there is a runtime that serves what was registered, and takes requests."""
         link = self.link
-        return link is not None and link.later.reads
+        return link is not None and link.deferred.reads
 
     def lost(self, link: Link) -> None:
         """The runtime behind `link` is gone: find or start another, on a thread. Any thread may say so, repeatedly."""
@@ -229,6 +229,6 @@ class Session:
         """`direct`: that connection, too; whoever has lent it to a thread closes it when that is done with it."""
         link = self.stop()
         if link is not None:
-            link.later.close()
+            link.deferred.close()
             if direct:
                 link.direct.close()

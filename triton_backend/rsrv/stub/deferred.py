@@ -37,7 +37,7 @@ STUCK = "the model runtime takes no requests at the moment; try again later"
 _BROKEN = "the model's process cannot go on; it is being restarted"
 
 
-class Waiting(Protocol):
+class DeferredRequest(Protocol):
     """A request that will be answered after execute() returned."""
 
     id: int  # unique on its connection
@@ -63,10 +63,10 @@ class Waiting(Protocol):
         """It is answered."""
 
 
-W = TypeVar("W", bound=Waiting)
+W = TypeVar("W", bound=DeferredRequest)
 
 
-class Later(Generic[W]):
+class DeferredReplies(Generic[W]):
     """`send` writes what jobs ask for to a connection, and says for how many it could; `respond` turns a finished job into
     a Triton response, and must not raise; `end` ends the process when it cannot go on."""
 
@@ -107,7 +107,7 @@ class Later(Generic[W]):
 
     def watch(self, link: Link) -> None:
         """Read a new link's connection from now on; also notices at once when the runtime dies."""
-        self._add(link, link.later, {})
+        self._add(link, link.deferred, {})
 
     def adopt(
         self, link: Link, connection: RuntimeConnection, jobs: Iterable[W], when_idle: Callable[[], None]
@@ -127,13 +127,13 @@ class Later(Generic[W]):
         """Send prepared jobs on the link's connection; each is answered in time, whatever happens to the runtime."""
         submissions = [job.write() for job in jobs]
         with self._lock:
-            pending = self._connections.get(link.later)
+            pending = self._connections.get(link.deferred)
             if pending is not None:
                 pending.update((job.id, job) for job in jobs)
         try:
             if pending is None:
                 raise Closed("the link was lost")
-            sent = self._send_to(link.later, submissions)
+            sent = self._send_to(link.deferred, submissions)
         except (Closed, OSError):
             self.lose(link)
             # _lose answers what was pending; if the link had been lost before, these jobs were not in it.
@@ -148,7 +148,7 @@ class Later(Generic[W]):
 
     def lose(self, link: Link) -> None:
         """The runtime behind a link is gone: answer all that waited for it, and look for another. Any thread."""
-        if link.later.robbed or link.direct.robbed:
+        if link.deferred.robbed or link.direct.robbed:
             log.error(
                 "somebody has closed the connection to the runtime: code of model.py that closes all files?"
             )
@@ -156,10 +156,12 @@ class Later(Generic[W]):
         with self._lock:
             handed_over = link.direct in self._connections
             jobs = [
-                job for connection in (link.later, link.direct) for job in self._forget(connection).values()
+                job
+                for connection in (link.deferred, link.direct)
+                for job in self._forget(connection).values()
             ]
         self._session.lost(link)
-        link.later.close()
+        link.deferred.close()
         if handed_over:
             link.direct.close()
         self._fail(jobs, Status.RUNTIME_DOWN, DOWN)

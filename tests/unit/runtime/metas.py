@@ -22,7 +22,7 @@ import pytest
 from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks, load_hooks, load_run
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.replies import Failure, Responses, untag
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Array, Tensors

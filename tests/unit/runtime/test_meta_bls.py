@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.settings import load_settings
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError, FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until
 from tests.unit.runtime.metas import (

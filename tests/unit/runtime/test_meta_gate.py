@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from tests.fakes import FakeError
 from tests.runtime_commands import configure
 from tests.unit.runtime.conftest import Runtime, StartEngine, StartMeta, StartRuntime, until

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.session import Session
 from rsrv.wire.socket import Closed
 from rsrv.wire.status import read_status

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Status
 from rsrv.wire.status import read_status

@@ -13,7 +13,7 @@ from rsrv.histogram import PADDING, ROWS, SECONDS, Histogram
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed

@@ -19,7 +19,7 @@ from rsrv.stub.calls import CallError
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.wire.calls import Call
 from rsrv.wire.traces import Attributes, Mark, Span

@@ -10,7 +10,7 @@ from typing import Any
 from rsrv import logs
 from rsrv.stub.bls import Bls, limit, read_pool_size
 from rsrv.stub.hooks import HookError, load_hooks, load_run
-from rsrv.stub.meta import MetaEngine
+from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
 from rsrv.stub.model import Setup, set_up
 from rsrv.stub.replies import Responses

@@ -111,7 +111,7 @@ def failure_of(model: str, message: str) -> Failure:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _BlsCall:
     """Times in ns of CLOCK_MONOTONIC."""
 
     model: str
@@ -156,9 +156,9 @@ class Bls:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._earlier = threading.Condition(self._lock)
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_BlsCall] = deque()
         #: handed to Triton and not come back, whether anybody still waits for it or not
-        self._under_way: set[_Call] = set()
+        self._under_way: set[_BlsCall] = set()
         self._threads = 0
         self._idle = 0
         self._watching = False
@@ -188,7 +188,7 @@ class Bls:
         """
         now = time.monotonic_ns()
         hung_ns = now + int(self._timeout * 1e9)
-        call = _Call(model, inputs, dtypes or {}, outputs, deadline_ns, run, who, traceparent, hung_ns)
+        call = _BlsCall(model, inputs, dtypes or {}, outputs, deadline_ns, run, who, traceparent, hung_ns)
         with self._lock:
             refused = self._refuse(call, now)
             if refused is None:
@@ -211,7 +211,7 @@ class Bls:
 
     # --- under the lock -----------------------------------------------------------------------------------
 
-    def _refuse(self, call: _Call, now: int) -> Failure | None:
+    def _refuse(self, call: _BlsCall, now: int) -> Failure | None:
         if self._closed:
             return _closed()
         if call.until_ns <= now:
@@ -226,7 +226,7 @@ class Bls:
             )
         return None
 
-    def _get_going(self, call: _Call) -> None:
+    def _get_going(self, call: _BlsCall) -> None:
         """See to it that somebody executes a call that waits, and that somebody watches the time."""
         if self._idle >= len(self._waiting):
             self._work.notify()
@@ -239,7 +239,7 @@ class Bls:
         elif call.until_ns < self._asleep_ns:
             self._earlier.notify()
 
-    def _too_late(self, call: _Call) -> Failure:
+    def _too_late(self, call: _BlsCall) -> Failure:
         if call.until_ns == call.deadline_ns:
             return Failure(Status.DEADLINE, f"the deadline passed before model {call.model!r} answered")
         if call.started:
@@ -250,7 +250,7 @@ class Bls:
             "may be under way were; try again later",
         )
 
-    def _next(self) -> _Call | None:
+    def _next(self) -> _BlsCall | None:
         """The next call, when there is one; None when there is nothing to do any more."""
         with self._lock:
             self._idle += 1
@@ -265,7 +265,7 @@ class Bls:
                 self._work.wait()
             return None
 
-    def _sleep(self) -> list[tuple[_Call, Failure]]:
+    def _sleep(self) -> list[tuple[_BlsCall, Failure]]:
         """Until it is too late for some calls; they are taken off the queue. Empty when there is nothing to do."""
         with self._lock:
             while not self._closed:
@@ -314,7 +314,7 @@ class Bls:
         _settle(call.future, outcome)
         return True
 
-    def _execute(self, call: _Call) -> Arrays | Failure:
+    def _execute(self, call: _BlsCall) -> Arrays | Failure:
         response = self._request(call).exec()
         if response.has_error():
             message = response.error().message()
@@ -331,7 +331,7 @@ class Bls:
             return Failure(Status.INTERNAL, f"the answer of model {call.model!r} has no {missing[0]!r}")
         return {name: arrays[name] for name in call.outputs} or arrays
 
-    def _request(self, call: _Call) -> Any:
+    def _request(self, call: _BlsCall) -> Any:
         options: dict[str, Any] = {}
         parameters = {}
         if call.run:
@@ -351,7 +351,7 @@ class Bls:
             **options,
         )
 
-    def _input(self, call: _Call, name: str, array: Array) -> Any:
+    def _input(self, call: _BlsCall, name: str, array: Array) -> Any:
         try:
             return self._tensors.make(name, array, call.dtypes.get(name))
         except Exception:
@@ -376,6 +376,6 @@ def _closed() -> Failure:
     return Failure(Status.RUNTIME_DOWN, UNLOADED)
 
 
-def _about(call: _Call) -> dict[str, Any]:
+def _about(call: _BlsCall) -> dict[str, Any]:
     """For `extra` of a line of the log."""
     return of_request(call.who, calls=call.model)

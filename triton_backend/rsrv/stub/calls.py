@@ -1,7 +1,7 @@
 """What a meta model's `run(inputs, call)` calls other models with.
 
-`call` starts a sub-call on one of two ways, straight to the runtime (`direct`) or through Triton (`through_triton`),
-and waits for it. In an `async def run` the same calls are awaited instead.
+`call` starts a sub-call on one of two ways, straight to the runtime (`direct`) or through Triton (`call_router`), and
+waits for it. In an `async def run` the same calls are awaited instead. Models of bundles import `CallError` from here.
 """
 
 import asyncio
@@ -9,13 +9,21 @@ import selectors
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from rsrv.stub.endpoint import Endpoint
+from rsrv.stub.hook_guard import HookGuard
+from rsrv.stub.hooks import Hooks
+from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import Failure
+from rsrv.stub.session import Remote
 from rsrv.wire.frames import Status
+from rsrv.wire.layout import NUMPY
 
 Array = npt.NDArray[Any]
 #: True: all outputs stay on the device; else the names of those that do
@@ -55,7 +63,7 @@ class Pending(Protocol):
         """The same, to be awaited."""
 
 
-class Stages(Protocol):
+class Callees(Protocol):
     """All that one run may call."""
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
@@ -70,8 +78,8 @@ class Stages(Protocol):
 class _Calls:
     """What `call` is either way. `check` raises Failure when the run is to stop; it is asked before each sub-call."""
 
-    def __init__(self, stages: Stages, deadline_ns: int, check: Callable[[], None]) -> None:
-        self._stages = stages
+    def __init__(self, callees: Callees, deadline_ns: int, check: Callable[[], None]) -> None:
+        self._callees = callees
         self._deadline_ns = deadline_ns
         self._until_ns = grace(deadline_ns)
         self._check = check
@@ -80,7 +88,7 @@ class _Calls:
         """An array, not initialised, in memory that the runtime sees: passed to a call, it is not copied."""
         # numpy's integers, too, are extents, alone or in a sequence.
         extents = tuple(int(extent) for extent in np.atleast_1d(shape))
-        return self._stages.scratch(extents, np.dtype(dtype))
+        return self._callees.scratch(extents, np.dtype(dtype))
 
     def remaining(self) -> float | None:
         """Seconds until the request's deadline; None: it has none."""
@@ -89,12 +97,12 @@ class _Calls:
     def _start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
         try:
             self._check()
-            return self._stages.start(name, inputs, keep)
+            return self._callees.start(name, inputs, keep)
         except Failure as failure:
             raise CallError(name, failure.status, failure.text) from None
 
 
-class Call(_Calls):
+class SyncCall(_Calls):
     """`call` of a plain `run`."""
 
     def __call__(self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False) -> Results:
@@ -123,7 +131,7 @@ class Call(_Calls):
 
     def _wait(self, name: str, pending: Pending) -> Results:
         try:
-            with self._stages.waiting():
+            with self._callees.waiting():
                 return pending.wait(self._until_ns)
         except Failure as failure:
             raise CallError(name, failure.status, failure.text) from None
@@ -138,7 +146,7 @@ class AsyncCall(_Calls):
     def __call__(
         self, name: str, inputs: Mapping[str, Any], keep_on_device: Keep = False
     ) -> Awaitable[Results]:
-        """As `Call`'s; what is wrong with it shows when it is awaited."""
+        """As `SyncCall`'s; what is wrong with it shows when it is awaited."""
         try:
             return asyncio.ensure_future(self._wait(name, self._start(name, inputs, keep_on_device)))
         except CallError as error:
@@ -147,7 +155,7 @@ class AsyncCall(_Calls):
             return failed
 
     async def many(self, calls: Iterable[Sequence[Any]]) -> list[Results]:
-        """As `Call`'s."""
+        """As `SyncCall`'s."""
         started = [self(*_spell_out(one)) for one in calls]
         return _raise_first(await asyncio.gather(*started, return_exceptions=True))
 
@@ -162,7 +170,7 @@ class AsyncCall(_Calls):
 
     def waiting(self) -> AbstractContextManager[None]:
         """`with` it the run's event loop waits: for its calls, if there are any, or for something of its own."""
-        return self._stages.waiting() if self.under_way else nullcontext()
+        return self._callees.waiting() if self.under_way else nullcontext()
 
 
 def run_async(run: Callable[..., Any], inputs: Any, call: AsyncCall) -> Any:
@@ -201,3 +209,80 @@ def _raise_first(ended: Sequence[Results | BaseException]) -> list[Results]:
             raise one
         results.append(one)
     return results
+
+
+# --- the called models, and what they may be sent: the same rules on every way there ------------------------
+
+
+class Elsewhere:
+    """Stands for a tensor that is not in this process."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """A model that a meta model calls."""
+
+    #: its place in the list of REGISTERED
+    index: int
+    remote: Remote
+    endpoint: Endpoint
+
+
+def make_callees(
+    remotes: Sequence[Remote], hooks: Mapping[str, Hooks], guard: HookGuard, meters: Meters
+) -> dict[str, Callee]:
+    """By name."""
+    return {
+        remote.name: Callee(
+            index,
+            remote,
+            Endpoint(remote.interface, hooks[remote.name], guard, partial(meters.hook, remote.name)),
+        )
+        for index, remote in enumerate(remotes)
+    }
+
+
+def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is sent, by name, checked as Triton checks what clients send. Raises Failure."""
+    arrays = {
+        name: value if isinstance(value, Elsewhere) else np.asarray(value) for name, value in inputs.items()
+    }
+    for wire in callee.remote.inputs:
+        array = arrays.get(wire.name)
+        if array is None:
+            raise Failure(Status.INVALID, f"input {wire.name!r} is missing")
+        if array.dtype != NUMPY[wire.dtype]:
+            raise Failure(Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}")
+        if not wire.fits(array.shape):
+            raise Failure(
+                Status.INVALID,
+                f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}",
+            )
+        if isinstance(array, Elsewhere) and callee.endpoint.hooks.preprocess is not None:
+            raise Failure(
+                Status.INTERNAL, f"its preprocess hook needs input {wire.name!r}: it cannot be on the device"
+            )
+    unknown = sorted(arrays.keys() - {wire.name for wire in callee.remote.inputs})
+    if unknown:
+        raise Failure(Status.INVALID, f"there is no input {unknown[0]!r}")
+    return arrays
+
+
+def check_keep(callee: Callee, keep: Keep) -> frozenset[str]:
+    """Names of the outputs that stay on the device. Raises Failure."""
+    names = [tensor.name for tensor in callee.remote.interface.variants[0].outputs.tensors]
+    wanted = frozenset(names if keep is True else keep or ())
+    if wanted and callee.endpoint.hooks.postprocess is not None:
+        raise Failure(
+            Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
+        )
+    if unknown := sorted(wanted - set(names)):
+        raise Failure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
+    return wanted

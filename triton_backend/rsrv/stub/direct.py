@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rsrv.stub.calls import GRACE_NS, Keep, Results
+from rsrv.stub.calls import GRACE_NS, Callee, Elsewhere, Keep, Results, check_inputs, check_keep
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import STUCK
 from rsrv.stub.endpoint import Array, ExecutionPlan, check_results
 from rsrv.stub.replies import Failure
 from rsrv.stub.session import DOWN
-from rsrv.stub.stages import Elsewhere, Stage, check_inputs, check_keep
 from rsrv.stub.tracing import Trace, end_call
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
 from rsrv.wire.frames import Completion, ProtocolError, Status
@@ -72,7 +71,7 @@ class DeviceTensor(Elsewhere):
 class _Sent:
     """A call that the runtime has."""
 
-    stage: Stage
+    callee: Callee
     plan: ExecutionPlan
     client_rows: int | None
     #: held until it is over: the runtime reads them
@@ -88,7 +87,7 @@ class _Sent:
     def end(self, outcome: Results | Failure) -> None:
         self.outcome = outcome
         failure = outcome if isinstance(outcome, Failure) else None
-        end_call(self.trace, self.stage.remote.name, self.since, failure)
+        end_call(self.trace, self.callee.remote.name, self.since, failure)
 
 
 class DirectRun:
@@ -166,24 +165,24 @@ class DirectRun:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def start(self, stage: Stage, inputs: Mapping[str, Any], keep: Keep) -> "_Waiting":
+    def start(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep) -> "_DirectCall":
         """Send a call. Raises Failure."""
         since, trace = time.perf_counter(), None if self.trace is None else self.trace.child()
         try:
-            return self._start(stage, inputs, keep, since, trace)
+            return self._start(callee, inputs, keep, since, trace)
         except Failure as failure:
-            end_call(trace, stage.remote.name, since, failure)
+            end_call(trace, callee.remote.name, since, failure)
             raise
 
     def _start(
-        self, stage: Stage, inputs: Mapping[str, Any], keep: Keep, since: float, trace: Trace | None
-    ) -> "_Waiting":
-        arrays = check_inputs(stage, inputs)
-        kept = check_keep(stage, keep)
-        values, plan = stage.endpoint.prepare(arrays, self._who, trace)
-        rows = arrays[stage.remote.inputs[0].name].shape[0] if stage.remote.batched else None
+        self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, since: float, trace: Trace | None
+    ) -> "_DirectCall":
+        arrays = check_inputs(callee, inputs)
+        kept = check_keep(callee, keep)
+        values, plan = callee.endpoint.prepare(arrays, self._who, trace)
+        rows = arrays[callee.remote.inputs[0].name].shape[0] if callee.remote.batched else None
         (id,) = self._connection.next_ids(1)
-        sent = _Sent(stage, plan, rows, [], {}, since, trace)
+        sent = _Sent(callee, plan, rows, [], {}, since, trace)
         try:
             spots = [
                 self._place(value, tensor, plan.rows, sent.inputs)
@@ -196,14 +195,14 @@ class DirectRun:
             raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
         if not plan.rows:
             sent.end(self._finish(sent))
-            return _Waiting(self, sent)
+            return _DirectCall(self, sent)
         self.enter()
         self._sent[id] = sent
         if trace is not None:
             self._connection.mark([trace.mark(id)])
-        call = Call(id, self._token, stage.index, plan.index, plan.rows, spots, targets)
+        call = Call(id, self._token, callee.index, plan.index, plan.rows, spots, targets)
         self._guard(lambda: self._connection.call([call], self._releases()))
-        return _Waiting(self, sent)
+        return _DirectCall(self, sent)
 
     def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         try:
@@ -239,13 +238,13 @@ class DirectRun:
         return Spot(Where.MEMORY, *place)
 
     def _finish(self, sent: _Sent) -> Results | Failure:
-        hooks = sent.stage.endpoint.hooks
+        hooks = sent.callee.endpoint.hooks
         if hooks.postprocess is None:
             return dict(sent.outputs)
         arrays: Any = sent.outputs
         try:
-            results = sent.stage.endpoint.results(arrays, self._who, sent.trace)
-            remote = sent.stage.remote
+            results = sent.callee.endpoint.results(arrays, self._who, sent.trace)
+            remote = sent.callee.remote
             checked = check_results(results, remote.outputs, sent.client_rows, "postprocess", self._who)
         except Failure as failure:
             return failure
@@ -320,7 +319,7 @@ class DirectRun:
             loop.remove_reader(fd)
 
 
-class _Waiting:
+class _DirectCall:
     """A call under way; `Pending`."""
 
     def __init__(self, run: DirectRun, sent: _Sent) -> None:

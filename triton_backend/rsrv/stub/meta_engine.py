@@ -17,7 +17,8 @@ import numpy as np
 
 from rsrv.logs import of_request
 from rsrv.stub.bls import Bls
-from rsrv.stub.calls import AsyncCall, Call, CallError, grace, run_async
+from rsrv.stub.call_router import CallRouter, ThroughTriton
+from rsrv.stub.calls import AsyncCall, Callee, CallError, SyncCall, grace, make_callees, run_async
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import DeferredReplies
 from rsrv.stub.direct import DirectRun
@@ -28,11 +29,8 @@ from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import Failure, Responses
 from rsrv.stub.request import MetaRequest, Request
-from rsrv.stub.routes import Routes
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
-from rsrv.stub.stages import Stage, make_stages
 from rsrv.stub.tensors import Tensors
-from rsrv.stub.triton import ThroughTriton
 from rsrv.wire.calls import Leaving
 from rsrv.wire.frames import Status
 from rsrv.wire.socket import Closed
@@ -87,10 +85,10 @@ class MetaEngine:
         #: those that were answered in place last: Triton reads their responses after execute() has returned
         self._answered: list[MetaRequest] = []
         self._lock = threading.Lock()
-        #: connections that no run uses now, and the stages, of one link
+        #: connections that no run uses now, and the callees, of one link
         self._connections: list[RuntimeConnection] = []
         self._link: Link | None = None
-        self._stages: dict[str, Stage] = {}
+        self._callees: dict[str, Callee] = {}
         self._stub_settings = link.settings["stub"]
         threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
         self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
@@ -104,7 +102,7 @@ class MetaEngine:
     def _watch(self, link: Link) -> None:
         with self._lock:
             old, self._connections = self._connections, [link.direct]
-            self._link, self._stages = link, make_stages(link.models, self._hooks, self._guard, self.meters)
+            self._link, self._callees = link, make_callees(link.models, self._hooks, self._guard, self.meters)
             self._outcomes.serve(link.key, traced=link.settings["traces"]["enabled"])
         for connection in old:
             connection.close()
@@ -282,9 +280,9 @@ class MetaEngine:
     def _call_user(self, visit: MetaRequest, run: DirectRun, arrays: dict[str, Array]) -> dict[str, Array]:
         who, deadline_ns = visit.request.id, visit.request.terms.deadline_ns
         triton = None if self._bls is None else ThroughTriton(self._bls, deadline_ns, who, run.trace)
-        stages = Routes(
+        router = CallRouter(
             run,
-            self._stages,
+            self._callees,
             self._external,
             triton,
             deadline_ns,
@@ -296,9 +294,9 @@ class MetaEngine:
         try:
             with self._guard.within("run", who):
                 if inspect.iscoroutinefunction(self._run):
-                    results = run_async(self._run, arrays, AsyncCall(stages, deadline_ns, visit.check))
+                    results = run_async(self._run, arrays, AsyncCall(router, deadline_ns, visit.check))
                 else:
-                    results = self._run(arrays, Call(stages, deadline_ns, visit.check))
+                    results = self._run(arrays, SyncCall(router, deadline_ns, visit.check))
                 return {key: np.asarray(value) for key, value in results.items()}
         except BaseException as raised:  # noqa: BLE001 - logged by _failure_of
             failure = _failure_of(raised, who, self._guard)
@@ -309,7 +307,7 @@ class MetaEngine:
                 # Its traceback leads here: the arrays would live until somebody looks for such rings.
                 del failure
         finally:
-            stages.over = True
+            router.over = True
             self.meters.hook(self._session.model, "run", time.perf_counter() - started)
             if run.trace is not None:
                 run.trace.end("run", started, error, {})

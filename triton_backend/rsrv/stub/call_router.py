@@ -1,19 +1,24 @@
-"""Sub-calls of a meta model through Triton: to models outside of the runtime, and to all if the settings say so."""
+"""The routes of a run's sub-calls: straight to the runtime, or through Triton."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rsrv.stub.bls import Bls
-from rsrv.stub.calls import Keep, Results
+from rsrv.stub.calls import Callee, Keep, Pending, Results, check_inputs, check_keep, grace
+from rsrv.stub.direct import DirectRun
+from rsrv.stub.endpoint import Array
+from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.replies import Failure
-from rsrv.stub.stages import Stage, check_inputs, check_keep
 from rsrv.stub.tracing import Trace, end_call
+from rsrv.wire.frames import Status
 
 
 class ThroughTriton:
@@ -26,16 +31,16 @@ class ThroughTriton:
         self._deadline_ns = deadline_ns
         self._trace = trace
 
-    def external(self, name: str, inputs: Mapping[str, Any]) -> "_Waiting":
+    def external(self, name: str, inputs: Mapping[str, Any]) -> "_TritonCall":
         """Call a model outside of the runtime. What it may be sent is Triton's to check."""
         arrays = {key: np.asarray(value) for key, value in inputs.items()}
-        return _Waiting(self._start(name, arrays), {})
+        return _TritonCall(self._start(name, arrays), {})
 
-    def stage(self, stage: Stage, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_Waiting":
+    def internal(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_TritonCall":
         """Call a model of the runtime, as a part of the run that has this token. Raises Failure."""
-        arrays = check_inputs(stage, inputs)
-        check_keep(stage, keep)
-        remote = stage.remote
+        arrays = check_inputs(callee, inputs)
+        check_keep(callee, keep)
+        remote = callee.remote
         # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
         least = 2 if remote.batched else 1
         for name, array in arrays.items():
@@ -48,7 +53,7 @@ class ThroughTriton:
             dtypes={wire.name: wire.dtype for wire in remote.inputs},
             run=token,
         )
-        return _Waiting(future, {wire.name: len(wire.dims) for wire in remote.outputs})
+        return _TritonCall(future, {wire.name: len(wire.dims) for wire in remote.outputs})
 
     def _start(self, name: str, arrays: Mapping[str, Any], **options: Any) -> Future[Results]:
         """As `Bls.start`, by the run's deadline, for its request, and as a part of its trace."""
@@ -61,7 +66,7 @@ class ThroughTriton:
         return future
 
 
-class _Waiting:
+class _TritonCall:
     """A call under way; `Pending`. It ends by itself when its time is up. `ranks`: axes that results have here."""
 
     def __init__(self, future: Future[Results], ranks: Mapping[str, int]) -> None:
@@ -87,3 +92,55 @@ class _Waiting:
 def _traced(trace: Trace, name: str, since: float, ended: Future[Results]) -> None:
     failure = None if ended.cancelled() else ended.exception()
     end_call(trace, name, since, failure if isinstance(failure, Failure) else None)
+
+
+class CallRouter:
+    """What one run may call, each by its way; `Callees`."""
+
+    def __init__(
+        self,
+        run: DirectRun,
+        callees: Mapping[str, Callee],
+        external: Collection[str],
+        triton: ThroughTriton | None,
+        deadline_ns: int,
+        token: int,
+        guard: HookGuard,
+        *,
+        through_triton: bool,
+    ) -> None:
+        self._guard = guard
+        self._run = run
+        self._callees = callees
+        self._external = external
+        self._triton = triton
+        self._deadline_ns = deadline_ns
+        self._token = token
+        self._through_triton = through_triton
+        self._thread = threading.get_ident()
+        #: the connection may be another run's now
+        self.over = False
+
+    def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
+        if self.over or threading.get_ident() != self._thread:
+            raise Failure(Status.INTERNAL, "call is for the thread that executes `run`, until that returns")
+        if self._triton is not None and name in self._external:
+            return self._triton.external(name, inputs)
+        callee = self._callees.get(name)
+        if callee is None:
+            raise Failure(
+                Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
+            )
+        if self._triton is None or not self._through_triton:
+            return self._run.start(callee, inputs, keep)
+        with self.waiting():
+            self._run.let_in(grace(self._deadline_ns))
+        return self._triton.internal(callee, inputs, keep, self._token)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._guard.waiting()
+
+    def scratch(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        if self._through_triton:
+            return np.empty(shape, dtype)
+        return self._run.scratch(shape, dtype)

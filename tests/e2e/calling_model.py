@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rsrv.stub.bls import Bls, limit, read_pool_size
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors, make_capsule
 from rsrv.wire.layout import NUMPY
 
@@ -74,7 +74,7 @@ class TritonPythonModel:
     def _outcome(self, number: int, future: Any) -> dict[str, Any]:
         try:
             answer = future.result()
-        except Failure as failure:
+        except RequestFailure as failure:
             return {"status": failure.status.name, "text": failure.text}
         return {
             "names": list(answer),

@@ -15,7 +15,7 @@ import pytest
 from rsrv.hooks import BadInput, image
 from rsrv.hooks.text import Tokeniser
 from rsrv.stub.endpoint import run_hook
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Status
 
 _SCRIPT = """
@@ -66,7 +66,7 @@ def test_a_request_that_a_hook_blames_is_refused_with_its_words(caplog: pytest.L
         raise BadInput("row 3 is upside down")
 
     guard: Any = NoGuard()
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(RequestFailure) as failed:
         run_hook("preprocess", preprocess, {}, "request", guard)
     assert (failed.value.status, failed.value.text) == (Status.INVALID, "row 3 is upside down")
     assert not caplog.records
@@ -95,7 +95,7 @@ def test_a_request_is_blamed_in_a_few_words(error: BadInput, start: str, longest
         raise error
 
     guard: Any = NoGuard()
-    with pytest.raises(Failure) as failed:
+    with pytest.raises(RequestFailure) as failed:
         run_hook("preprocess", preprocess, {}, "request", guard)
     assert failed.value.status is Status.INVALID
     assert failed.value.text.startswith(start)

@@ -23,7 +23,7 @@ from rsrv.stub.endpoint import WireTensor
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks, load_hooks, load_run
 from rsrv.stub.meta_engine import MetaEngine
-from rsrv.stub.replies import Failure, Responses, untag
+from rsrv.stub.replies import RequestFailure, Responses, untag
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Status
@@ -87,7 +87,7 @@ class FakeTriton:
         if name in self.models:
             future.set_result(self.models[name](inputs))
         else:
-            future.set_exception(Failure(Status.NOT_FOUND, f"there is no model {name!r}"))
+            future.set_exception(RequestFailure(Status.NOT_FOUND, f"there is no model {name!r}"))
         return future
 
     def _infer(
@@ -97,7 +97,7 @@ class FakeTriton:
         timeout_us = max(1, (deadline_ns - time.monotonic_ns()) // 1000) if deadline_ns else 0
         answer = self.ask(name, FakeRequest(inputs, timeout_us, with_token(run, traceparent)))
         if answer.error is not None:
-            raise untag(answer.error.message) or Failure(Status.INTERNAL, answer.error.message)
+            raise untag(answer.error.message) or RequestFailure(Status.INTERNAL, answer.error.message)
         return answer.arrays
 
     def ask(self, name: str, request: FakeRequest) -> FakeResponse:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rsrv.stub.bls import Bls, failure_of, limit, pool_size
-from rsrv.stub.replies import Failure, tag_failure
+from rsrv.stub.replies import RequestFailure, tag_failure
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeTensor
@@ -126,9 +126,9 @@ def make(triton: FakeTriton) -> Iterator[Callable[..., Bls]]:
         bls.close()
 
 
-def failure(future: Future[Arrays]) -> Failure:
+def failure(future: Future[Arrays]) -> RequestFailure:
     error = future.exception(SOON)
-    assert isinstance(error, Failure)
+    assert isinstance(error, RequestFailure)
     return error
 
 

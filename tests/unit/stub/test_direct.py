@@ -6,7 +6,7 @@ import pytest
 
 from rsrv.runtime.runs import Kept
 from rsrv.stub.direct import DeviceTensor, DirectRun
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import Tensor
 
@@ -31,7 +31,7 @@ def test_what_only_looks_alike_does_not_fit(made: Tensor, rows: int, why: str) -
     """The stub says so: the runtime would close the connection."""
     assert made.shape(rows) == ROWS.shape(2)
 
-    with pytest.raises(Failure, match=why) as caught:
+    with pytest.raises(RequestFailure, match=why) as caught:
         spot(made, rows, ROWS, 2)
 
     assert caught.value.status is Status.INVALID

@@ -125,7 +125,7 @@ import ctypes, os, sys, time
 import numpy as np
 from rsrv.stub.endpoint import run_hook
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 
 def end(text):
     print(text, flush=True)
@@ -134,7 +134,7 @@ def end(text):
 def ask(hook):
     try:
         run_hook("preprocess", hook, {"x": np.ones(3)}, "r", guard)
-    except Failure as failure:
+    except RequestFailure as failure:
         print(failure.text, flush=True)
     else:
         print("well", flush=True)

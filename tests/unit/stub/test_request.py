@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.stub.endpoint import WireTensor, read_inputs
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.stub.request import Now, Request, Terms, read_terms
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Status
@@ -126,7 +126,7 @@ def test_tensors_that_do_not_fit_the_interface_are_the_clients_fault(shape: tupl
     """Triton refuses such shapes itself, unless a product of their extents overflows; hooks must not see them."""
     wire = WireTensor("x", "f32", (-1, 4))
     request = FakeRequest({"x": np.zeros(shape, np.float32)})
-    with pytest.raises(Failure, match="input 'x': expected shape") as caught:
+    with pytest.raises(RequestFailure, match="input 'x': expected shape") as caught:
         read_inputs(Tensors(FakePbUtils), request, {"x": wire})
     assert caught.value.status is Status.INVALID
 
@@ -134,6 +134,6 @@ def test_tensors_that_do_not_fit_the_interface_are_the_clients_fault(shape: tupl
 def test_an_input_without_a_name_that_can_be_read_is_the_clients_fault() -> None:
     """Triton refuses names that the model does not have; if one came through, no hook would see it."""
     request = FakeRequest({"y": np.zeros((1, 4), np.float32)})
-    with pytest.raises(Failure, match="an input that the model does not have") as caught:
+    with pytest.raises(RequestFailure, match="an input that the model does not have") as caught:
         read_inputs(Tensors(FakePbUtils), request, {"x": WireTensor("x", "f32", (-1, 4))})
     assert caught.value.status is Status.INVALID

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.logs import TEXT, of_request, shorten
-from rsrv.stub.replies import Failure, untag
+from rsrv.stub.replies import RequestFailure, untag
 from rsrv.stub.request import RUN
 from rsrv.stub.session import UNLOADED
 from rsrv.stub.tensors import Array, Tensors
@@ -81,7 +81,7 @@ _NOISE = re.compile(
 _PATH = re.compile(r"(?<![\w/])/[\w.-]+(?:/[\w.-]+)+")
 
 
-def failure_of(model: str, message: str) -> Failure:
+def failure_of(model: str, message: str) -> RequestFailure:
     """What a client is told of a call of `model` that ended with Triton's `message`.
 
     There is no code beside the message: it is INTERNAL whatever happened. So our own stubs' failures are known by
@@ -96,15 +96,15 @@ def failure_of(model: str, message: str) -> Failure:
     text = " ".join(text.split())
     if message.startswith(before):  # Triton did not take the request
         if text.endswith("is not ready."):
-            return Failure(Status.NOT_FOUND, f"model {model!r} is not loaded")
+            return RequestFailure(Status.NOT_FOUND, f"model {model!r} is not loaded")
         if text.endswith("Exceeds maximum queue size"):
-            return Failure(Status.QUEUE_FULL, f"the queue of model {model!r} is full; try again later")
-        return Failure(Status.INVALID, f"model {model!r} cannot be called like this: {text}")
+            return RequestFailure(Status.QUEUE_FULL, f"the queue of model {model!r} is full; try again later")
+        return RequestFailure(Status.INVALID, f"model {model!r} cannot be called like this: {text}")
     if text.startswith("Stub process ") and text.endswith("is not healthy."):
-        return Failure(
+        return RequestFailure(
             Status.INTERNAL, f"the process of model {model!r} has ended; the model must be loaded again"
         )
-    return Failure(Status.INTERNAL, text)
+    return RequestFailure(Status.INTERNAL, text)
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Bls:
         `dtypes` names those of inputs that numpy has no type for (bf16, as its bits). Shapes go and come as Triton
         has them: a scalar per row is [N, 1]. `deadline_ns` is a time of CLOCK_MONOTONIC, 0 for none; `run` the token
         of the caller's run, 0 for none; `who` the id of its request, and `traceparent` its trace context, "" for
-        none. The future ends when the call's time is over at the latest, with Failure if
+        none. The future ends when the call's time is over at the latest, with RequestFailure if
         there is no answer. Cancelling it helps only while the call waits for its turn.
         """
         now = time.monotonic_ns()
@@ -211,14 +211,14 @@ class Bls:
 
     # --- under the lock -----------------------------------------------------------------------------------
 
-    def _refuse(self, call: _BlsCall, now: int) -> Failure | None:
+    def _refuse(self, call: _BlsCall, now: int) -> RequestFailure | None:
         if self._closed:
             return _closed()
         if call.until_ns <= now:
             return self._too_late(call)
         if len(self._under_way) == self._concurrency and all(each.hung_ns <= now for each in self._under_way):
             models = ", ".join(sorted({repr(each.model) for each in self._under_way}))
-            return Failure(
+            return RequestFailure(
                 Status.QUEUE_FULL,
                 f"model {call.model!r} cannot be called: all {self._concurrency} calls that may be under way have had "
                 f"no answer for more than {self._timeout:g} s (from {models}); those models and the one that calls "
@@ -239,12 +239,16 @@ class Bls:
         elif call.until_ns < self._asleep_ns:
             self._earlier.notify()
 
-    def _too_late(self, call: _BlsCall) -> Failure:
+    def _too_late(self, call: _BlsCall) -> RequestFailure:
         if call.until_ns == call.deadline_ns:
-            return Failure(Status.DEADLINE, f"the deadline passed before model {call.model!r} answered")
+            return RequestFailure(
+                Status.DEADLINE, f"the deadline passed before model {call.model!r} answered"
+            )
         if call.started:
-            return Failure(Status.DEADLINE, f"model {call.model!r} did not answer within {self._timeout:g} s")
-        return Failure(
+            return RequestFailure(
+                Status.DEADLINE, f"model {call.model!r} did not answer within {self._timeout:g} s"
+            )
+        return RequestFailure(
             Status.QUEUE_FULL,
             f"model {call.model!r} could not be called for {self._timeout:g} s: all {self._concurrency} calls that "
             "may be under way were; try again later",
@@ -265,7 +269,7 @@ class Bls:
                 self._work.wait()
             return None
 
-    def _sleep(self) -> list[tuple[_BlsCall, Failure]]:
+    def _sleep(self) -> list[tuple[_BlsCall, RequestFailure]]:
         """Until it is too late for some calls; they are taken off the queue. Empty when there is nothing to do."""
         with self._lock:
             while not self._closed:
@@ -301,12 +305,12 @@ class Bls:
             return False
         try:
             outcome = self._execute(call)
-        except Failure as failure:
+        except RequestFailure as failure:
             # Without the exception itself: its traceback would keep the call's arrays alive.
-            outcome = Failure(failure.status, failure.text)
+            outcome = RequestFailure(failure.status, failure.text)
         except Exception:
             log.exception("request %r: calling model %r", call.who, call.model, extra=_about(call))
-            outcome = Failure(
+            outcome = RequestFailure(
                 Status.INTERNAL, f"model {call.model!r} could not be called; the server's log says why"
             )
         with self._lock:
@@ -314,7 +318,7 @@ class Bls:
         _settle(call.future, outcome)
         return True
 
-    def _execute(self, call: _BlsCall) -> Arrays | Failure:
+    def _execute(self, call: _BlsCall) -> Arrays | RequestFailure:
         response = self._request(call).exec()
         if response.has_error():
             message = response.error().message()
@@ -328,7 +332,9 @@ class Bls:
         arrays = {tensor.name(): self._tensors.take(tensor) for tensor in response.output_tensors()}
         missing = [name for name in call.outputs if name not in arrays]
         if missing:  # Triton does not look
-            return Failure(Status.INTERNAL, f"the answer of model {call.model!r} has no {missing[0]!r}")
+            return RequestFailure(
+                Status.INTERNAL, f"the answer of model {call.model!r} has no {missing[0]!r}"
+            )
         return {name: arrays[name] for name in call.outputs} or arrays
 
     def _request(self, call: _BlsCall) -> Any:
@@ -357,23 +363,23 @@ class Bls:
         except Exception:
             text = "request %r: calling model %r: input %r of %s"
             log.exception(text, call.who, call.model, name, array.dtype, extra=_about(call))
-            raise Failure(
+            raise RequestFailure(
                 Status.INVALID,
                 f"input {name!r} for model {call.model!r}: {array.dtype} is no type of Triton's",
             ) from None
 
 
-def _settle(future: Future[Arrays], outcome: Arrays | Failure) -> None:
+def _settle(future: Future[Arrays], outcome: Arrays | RequestFailure) -> None:
     """Unless it is settled: by the answer, by the time, by whoever waited, or by the end of everything."""
     with suppress(InvalidStateError):
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, RequestFailure):
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
 
 
-def _closed() -> Failure:
-    return Failure(Status.RUNTIME_DOWN, UNLOADED)
+def _closed() -> RequestFailure:
+    return RequestFailure(Status.RUNTIME_DOWN, UNLOADED)
 
 
 def _about(call: _BlsCall) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rsrv.stub.calls import Callee, Keep, Pending, Results, check_inputs, check_
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array
 from rsrv.stub.hook_guard import HookGuard
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tracing import Trace, end_call
 from rsrv.wire.frames import Status
 
@@ -37,7 +37,7 @@ class ThroughTriton:
         return _TritonCall(self._start(name, arrays), {})
 
     def internal(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep, token: int) -> "_TritonCall":
-        """Call a model of the runtime, as a part of the run that has this token. Raises Failure."""
+        """Call a model of the runtime, as a part of the run that has this token. Raises RequestFailure."""
         arrays = check_inputs(callee, inputs)
         check_keep(callee, keep)
         remote = callee.remote
@@ -91,7 +91,7 @@ class _TritonCall:
 
 def _traced(trace: Trace, name: str, since: float, ended: Future[Results]) -> None:
     failure = None if ended.cancelled() else ended.exception()
-    end_call(trace, name, since, failure if isinstance(failure, Failure) else None)
+    end_call(trace, name, since, failure if isinstance(failure, RequestFailure) else None)
 
 
 class CallRouter:
@@ -123,12 +123,14 @@ class CallRouter:
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
         if self.over or threading.get_ident() != self._thread:
-            raise Failure(Status.INTERNAL, "call is for the thread that executes `run`, until that returns")
+            raise RequestFailure(
+                Status.INTERNAL, "call is for the thread that executes `run`, until that returns"
+            )
         if self._triton is not None and name in self._external:
             return self._triton.external(name, inputs)
         callee = self._callees.get(name)
         if callee is None:
-            raise Failure(
+            raise RequestFailure(
                 Status.INTERNAL, "model.py calls it, and the manifest's meta section does not list it"
             )
         if self._triton is None or not self._through_triton:

@@ -20,7 +20,7 @@ from rsrv.stub.endpoint import Endpoint
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import Remote
 from rsrv.wire.frames import Status
 from rsrv.wire.layout import NUMPY
@@ -49,7 +49,7 @@ class CallError(Exception):
         self.text = text
 
     def anew(self) -> "CallError":
-        """As `Failure.anew`."""
+        """As `RequestFailure.anew`."""
         return CallError(self.stage, self.status, self.text)
 
 
@@ -57,7 +57,7 @@ class Pending(Protocol):
     """A sub-call under way."""
 
     def wait(self, until_ns: int) -> Results:
-        """Its results. Raises Failure; with DEADLINE when there is none by then (CLOCK_MONOTONIC, 0: never)."""
+        """Its results. Raises RequestFailure; with DEADLINE when there is none by then (CLOCK_MONOTONIC, 0: never)."""
 
     def when_done(self, loop: asyncio.AbstractEventLoop, until_ns: int) -> Awaitable[Results]:
         """The same, to be awaited."""
@@ -67,7 +67,7 @@ class Callees(Protocol):
     """All that one run may call."""
 
     def start(self, name: str, inputs: Mapping[str, Any], keep: Keep) -> Pending:
-        """Raises Failure."""
+        """Raises RequestFailure."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """`with` it the run waits for its calls, which is not its own time."""
@@ -76,7 +76,7 @@ class Callees(Protocol):
 
 
 class _Calls:
-    """What `call` is either way. `check` raises Failure when the run is to stop; it is asked before each sub-call."""
+    """What `call` is either way. `check` raises RequestFailure when the run is to stop; it is asked before each sub-call."""
 
     def __init__(self, callees: Callees, deadline_ns: int, check: Callable[[], None]) -> None:
         self._callees = callees
@@ -98,7 +98,7 @@ class _Calls:
         try:
             self._check()
             return self._callees.start(name, inputs, keep)
-        except Failure as failure:
+        except RequestFailure as failure:
             raise CallError(name, failure.status, failure.text) from None
 
 
@@ -133,7 +133,7 @@ class SyncCall(_Calls):
         try:
             with self._callees.waiting():
                 return pending.wait(self._until_ns)
-        except Failure as failure:
+        except RequestFailure as failure:
             raise CallError(name, failure.status, failure.text) from None
 
 
@@ -163,7 +163,7 @@ class AsyncCall(_Calls):
         self.under_way += 1
         try:
             return await pending.when_done(asyncio.get_running_loop(), self._until_ns)
-        except Failure as failure:
+        except RequestFailure as failure:
             raise CallError(name, failure.status, failure.text) from None
         finally:
             self.under_way -= 1
@@ -250,39 +250,41 @@ def make_callees(
 
 
 def check_inputs(callee: Callee, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is sent, by name, checked as Triton checks what clients send. Raises Failure."""
+    """What is sent, by name, checked as Triton checks what clients send. Raises RequestFailure."""
     arrays = {
         name: value if isinstance(value, Elsewhere) else np.asarray(value) for name, value in inputs.items()
     }
     for wire in callee.remote.inputs:
         array = arrays.get(wire.name)
         if array is None:
-            raise Failure(Status.INVALID, f"input {wire.name!r} is missing")
+            raise RequestFailure(Status.INVALID, f"input {wire.name!r} is missing")
         if array.dtype != NUMPY[wire.dtype]:
-            raise Failure(Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}")
+            raise RequestFailure(
+                Status.INVALID, f"input {wire.name!r} is {array.dtype}, expected {wire.dtype}"
+            )
         if not wire.fits(array.shape):
-            raise Failure(
+            raise RequestFailure(
                 Status.INVALID,
                 f"input {wire.name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}",
             )
         if isinstance(array, Elsewhere) and callee.endpoint.hooks.preprocess is not None:
-            raise Failure(
+            raise RequestFailure(
                 Status.INTERNAL, f"its preprocess hook needs input {wire.name!r}: it cannot be on the device"
             )
     unknown = sorted(arrays.keys() - {wire.name for wire in callee.remote.inputs})
     if unknown:
-        raise Failure(Status.INVALID, f"there is no input {unknown[0]!r}")
+        raise RequestFailure(Status.INVALID, f"there is no input {unknown[0]!r}")
     return arrays
 
 
 def check_keep(callee: Callee, keep: Keep) -> frozenset[str]:
-    """Names of the outputs that stay on the device. Raises Failure."""
+    """Names of the outputs that stay on the device. Raises RequestFailure."""
     names = [tensor.name for tensor in callee.remote.interface.variants[0].outputs.tensors]
     wanted = frozenset(names if keep is True else keep or ())
     if wanted and callee.endpoint.hooks.postprocess is not None:
-        raise Failure(
+        raise RequestFailure(
             Status.INTERNAL, "its postprocess hook needs the outputs: they cannot stay on the device"
         )
     if unknown := sorted(wanted - set(names)):
-        raise Failure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
+        raise RequestFailure(Status.INTERNAL, f"keep_on_device names {unknown[0]!r}, which is no output")
     return wanted

@@ -68,7 +68,7 @@ class Slab:
         return np.ndarray(tensor.shape(rows), NUMPY[tensor.dtype], self.segment, offset)
 
 
-class _Held(np.ndarray[Any, np.dtype[np.uint8]]):
+class _ArrayMemory(np.ndarray[Any, np.dtype[np.uint8]]):
     """The memory of one array. A type of its own, so that numpy does not go past it to what it lies in."""
 
 
@@ -154,7 +154,7 @@ class RuntimeConnection:
         with self._lock:
             self._take_back()
             place = self._arena.take(nbytes)
-            held = _Held((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
+            held = _ArrayMemory((place.nbytes,), np.uint8, self._arena.memory(place), place.offset)
         # Whichever thread finds that nothing refers to it: it may hold the lock.
         finalize(held, self._returned.append, place).atexit = False
         return np.ndarray(shape, dtype, held)

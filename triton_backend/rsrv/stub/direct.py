@@ -14,7 +14,7 @@ from rsrv.stub.calls import GRACE_NS, Callee, Elsewhere, Keep, Results, check_in
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.deferred import STUCK
 from rsrv.stub.endpoint import Array, ExecutionPlan, check_results
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.stub.session import DOWN
 from rsrv.stub.tracing import Trace, end_call
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
@@ -44,23 +44,23 @@ class DeviceTensor(Elsewhere):
         self._run.released.append(self._number)
 
     def spot(self, run: "DirectRun", tensor: Tensor, rows: int) -> Spot:
-        """Where the runtime finds it as that input of a call with so many rows. Raises Failure."""
+        """Where the runtime finds it as that input of a call with so many rows. Raises RequestFailure."""
         if self._run is not run:
-            raise Failure(
+            raise RequestFailure(
                 Status.INTERNAL,
                 f"input {tensor.name!r} was kept on the device by another request, which is over",
             )
         mine = self._tensor
         # The same bits may have two types, and the same extents other axes for their rows.
         if mine.dtype != tensor.dtype:
-            raise Failure(
+            raise RequestFailure(
                 Status.INVALID,
                 f"input {tensor.name!r} is on the device as {mine.dtype}, expected {tensor.dtype}",
             )
         if (mine.batch_axis, mine.dims) != (tensor.batch_axis, tensor.dims) or (
             mine.batch_axis is not None and self._rows != rows
         ):
-            raise Failure(
+            raise RequestFailure(
                 Status.INVALID,
                 f"input {tensor.name!r} is on the device with other axes for its rows; do not keep it there",
             )
@@ -81,12 +81,12 @@ class _Sent:
     #: of time.perf_counter, when it was asked for, and what it is in a trace
     since: float
     trace: Trace | None
-    outcome: Results | Failure | None = None
+    outcome: Results | RequestFailure | None = None
     future: asyncio.Future[Results] | None = None
 
-    def end(self, outcome: Results | Failure) -> None:
+    def end(self, outcome: Results | RequestFailure) -> None:
         self.outcome = outcome
-        failure = outcome if isinstance(outcome, Failure) else None
+        failure = outcome if isinstance(outcome, RequestFailure) else None
         end_call(self.trace, self.callee.remote.name, self.since, failure)
 
 
@@ -112,7 +112,7 @@ class DirectRun:
         self._tag = tag
         self._who = who
         #: how it was turned away, once it was
-        self._refused: Failure | None = None
+        self._refused: RequestFailure | None = None
         self._entering: int | None = None
         #: when it asked, of time.perf_counter
         self._asked = 0.0
@@ -129,7 +129,7 @@ class DirectRun:
     # --- entering and leaving -----------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Ask to be let in, without waiting for it. Raises Failure."""
+        """Ask to be let in, without waiting for it. Raises RequestFailure."""
         if self.entered:
             return
         self.entered = True
@@ -137,11 +137,11 @@ class DirectRun:
         self._asked = time.perf_counter()
         entrance = Entrance(self._entering, self._token, self._deadline_ns, self._priority, self._tag)
         if not self._guard(lambda: self._connection.enter([entrance])):
-            self._lose(Failure(Status.QUEUE_FULL, STUCK))
-            raise Failure(Status.QUEUE_FULL, STUCK)
+            self._lose(RequestFailure(Status.QUEUE_FULL, STUCK))
+            raise RequestFailure(Status.QUEUE_FULL, STUCK)
 
     def let_in(self, until_ns: int) -> None:
-        """Wait until it is. Raises Failure."""
+        """Wait until it is. Raises RequestFailure."""
         self.enter()
         while self._entering is not None:
             self._pump(until_ns)
@@ -160,17 +160,17 @@ class DirectRun:
             self._guard(lambda: self._connection.leave(Leaving(self._token, status)))
             while self._entering is not None:
                 self._pump(until_ns)
-        except Failure:
+        except RequestFailure:
             self.broken = True
 
     # --- calls --------------------------------------------------------------------------------------------
 
     def start(self, callee: Callee, inputs: Mapping[str, Any], keep: Keep) -> "_DirectCall":
-        """Send a call. Raises Failure."""
+        """Send a call. Raises RequestFailure."""
         since, trace = time.perf_counter(), None if self.trace is None else self.trace.child()
         try:
             return self._start(callee, inputs, keep, since, trace)
-        except Failure as failure:
+        except RequestFailure as failure:
             end_call(trace, callee.remote.name, since, failure)
             raise
 
@@ -192,7 +192,7 @@ class DirectRun:
                 self._target(tensor, plan.rows, tensor.name in kept, sent) for tensor, _ in plan.outputs
             ]
         except OSError:
-            raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
+            raise RequestFailure(Status.QUEUE_FULL, _NO_MEMORY) from None
         if not plan.rows:
             sent.end(self._finish(sent))
             return _DirectCall(self, sent)
@@ -208,7 +208,7 @@ class DirectRun:
         try:
             return self._connection.array(shape, dtype)
         except OSError:
-            raise Failure(Status.QUEUE_FULL, _NO_MEMORY) from None
+            raise RequestFailure(Status.QUEUE_FULL, _NO_MEMORY) from None
 
     def _releases(self) -> list[Release]:
         return [Release(self._token, self.released.popleft()) for _ in range(len(self.released))]
@@ -237,7 +237,7 @@ class DirectRun:
         assert place is not None
         return Spot(Where.MEMORY, *place)
 
-    def _finish(self, sent: _Sent) -> Results | Failure:
+    def _finish(self, sent: _Sent) -> Results | RequestFailure:
         hooks = sent.callee.endpoint.hooks
         if hooks.postprocess is None:
             return dict(sent.outputs)
@@ -246,21 +246,21 @@ class DirectRun:
             results = sent.callee.endpoint.results(arrays, self._who, sent.trace)
             remote = sent.callee.remote
             checked = check_results(results, remote.outputs, sent.client_rows, "postprocess", self._who)
-        except Failure as failure:
+        except RequestFailure as failure:
             return failure
         return {wire.name: array for wire, array in zip(remote.outputs, checked, strict=True)}
 
     # --- the connection -----------------------------------------------------------------------------------
 
     def _pump(self, until_ns: int) -> None:
-        """Wait for some of what the runtime has to say. Raises Failure when it says nothing any more."""
+        """Wait for some of what the runtime has to say. Raises RequestFailure when it says nothing any more."""
         left = (until_ns - time.monotonic_ns()) / 1e9 if until_ns else _LONGEST_WAIT
         try:
             self._receive(min(left, _LONGEST_WAIT))
         except TimeoutError:
             if until_ns and time.monotonic_ns() >= until_ns:
-                self._lose(Failure(Status.DEADLINE, _LATE))
-                raise Failure(Status.DEADLINE, _LATE) from None
+                self._lose(RequestFailure(Status.DEADLINE, _LATE))
+                raise RequestFailure(Status.DEADLINE, _LATE) from None
 
     def _receive(self, timeout: float) -> None:
         for completion in self._guard(lambda: self._connection.receive(timeout)):
@@ -272,18 +272,18 @@ class DirectRun:
             if self.trace is not None:
                 self.trace.part("queue", self._asked, done.text)
             if done.status is not Status.OK:
-                self._refused = Failure(done.status, done.text)
+                self._refused = RequestFailure(done.status, done.text)
             return
         sent = self._sent.pop(done.request)
         if done.status is not Status.OK:
             # A call of a run that was not let in fails for that reason.
-            sent.end(self._refused or Failure(done.status, done.text))
+            sent.end(self._refused or RequestFailure(done.status, done.text))
         else:
             sent.end(self._finish(sent))
         sent.inputs.clear()
         _resolve(sent)
 
-    def _lose(self, failure: Failure) -> None:
+    def _lose(self, failure: RequestFailure) -> None:
         """The connection is of no use: all that is under way fails."""
         self.broken = True
         self._entering = None
@@ -295,14 +295,14 @@ class DirectRun:
 
     def _guard(self, action: Callable[[], T]) -> T:
         if self.broken:
-            raise Failure(Status.RUNTIME_DOWN, DOWN)
+            raise RequestFailure(Status.RUNTIME_DOWN, DOWN)
         try:
             return action()
         except TimeoutError:
             raise
         except (Closed, ProtocolError, OSError):
-            self._lose(Failure(Status.RUNTIME_DOWN, DOWN))
-            raise Failure(Status.RUNTIME_DOWN, DOWN) from None
+            self._lose(RequestFailure(Status.RUNTIME_DOWN, DOWN))
+            raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take what the runtime says while the event loop runs."""
@@ -314,7 +314,7 @@ class DirectRun:
             self._receive(0)
         except TimeoutError:
             pass
-        except Failure:
+        except RequestFailure:
             # Who waits has been told. A lost connection would be readable for ever.
             loop.remove_reader(fd)
 
@@ -329,7 +329,7 @@ class _DirectCall:
     def wait(self, until_ns: int) -> Results:
         while self._sent.outcome is None:
             self._run._pump(until_ns)
-        if isinstance(self._sent.outcome, Failure):
+        if isinstance(self._sent.outcome, RequestFailure):
             raise self._sent.outcome.anew()
         return self._sent.outcome
 
@@ -342,7 +342,7 @@ class _DirectCall:
         self._run.listen(loop)
         if until_ns:
             late = (until_ns - time.monotonic_ns()) / 1e9
-            timer = loop.call_later(late, self._run._lose, Failure(Status.DEADLINE, _LATE))
+            timer = loop.call_later(late, self._run._lose, RequestFailure(Status.DEADLINE, _LATE))
             future.add_done_callback(lambda _: timer.cancel())
         return future
 
@@ -351,7 +351,7 @@ def _resolve(sent: _Sent) -> None:
     future, sent.future = sent.future, None
     if future is None or future.done():
         return
-    if isinstance(sent.outcome, Failure):
+    if isinstance(sent.outcome, RequestFailure):
         future.set_exception(sent.outcome.anew())
     elif sent.outcome is not None:
         future.set_result(sent.outcome)

@@ -13,7 +13,7 @@ from rsrv.hooks import BadInput
 from rsrv.logs import of_request, shorten
 from rsrv.stub.hook_guard import HookGuard
 from rsrv.stub.hooks import Hook, Hooks
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.stub.tensors import Tensors
 from rsrv.stub.tracing import Trace
 from rsrv.wire.frames import Status
@@ -168,7 +168,7 @@ class Endpoint:
     def prepare(
         self, arrays: Mapping[str, Value], who: str, trace: Trace | None = None
     ) -> tuple[list[Any], ExecutionPlan]:
-        """The module's inputs, in its order, and how they are executed; hooks are parts of `trace`. Raises Failure."""
+        """The module's inputs, in its order, and how they are executed; hooks are parts of `trace`. Raises RequestFailure."""
         if self.hooks.preprocess is not None:
             arrays, seconds = self._run("preprocess", "pre", self.hooks.preprocess, arrays, who, trace)
             self.preprocess_seconds += _EMA * (seconds - self.preprocess_seconds)
@@ -190,20 +190,20 @@ class Endpoint:
             except BadShape as error:
                 if isinstance(error, WrongAxis) and self.hooks.preprocess is not None:
                     raise self._wrong_input(f"does not fit: {error}", who) from None
-                raise Failure(Status.INVALID, str(error)) from None
+                raise RequestFailure(Status.INVALID, str(error)) from None
             if len(self._plans) < _MAX_SHAPES:
                 self._plans[shapes] = plan
         return plan
 
-    def _wrong_input(self, what: str, who: str) -> Failure:
+    def _wrong_input(self, what: str, who: str) -> RequestFailure:
         if self.hooks.preprocess is None:
-            return Failure(Status.INVALID, f"the request {what}")
+            return RequestFailure(Status.INVALID, f"the request {what}")
         return hook_failed("preprocess", f"its result {what}", who)
 
     def results(
         self, arrays: Mapping[str, Array], who: str, trace: Trace | None = None
     ) -> Mapping[str, Array]:
-        """What clients get of the module's outputs. Raises Failure."""
+        """What clients get of the module's outputs. Raises RequestFailure."""
         if self.hooks.postprocess is None:
             return arrays
         arrays, seconds = self._run("postprocess", "post", self.hooks.postprocess, arrays, who, trace)
@@ -213,11 +213,11 @@ class Endpoint:
     def _run(
         self, name: str, short: str, hook: Hook, arrays: Mapping[str, Any], who: str, trace: Trace | None
     ) -> tuple[dict[str, Array], float]:
-        """Its result, and the seconds that it took, which is measured also when it raises Failure."""
+        """Its result, and the seconds that it took, which is measured also when it raises RequestFailure."""
         started, error = time.perf_counter(), ""
         try:
             result = run_hook(name, hook, arrays, who, self._guard)
-        except Failure as failure:
+        except RequestFailure as failure:
             error = failure.text
             raise
         finally:
@@ -229,21 +229,23 @@ class Endpoint:
 
 
 def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor]) -> dict[str, Array]:
-    """A Triton request's tensors by name; valid while the request is held. Raises Failure."""
+    """A Triton request's tensors by name; valid while the request is held. Raises RequestFailure."""
     arrays = {}
     for tensor in request.inputs():
         try:
             name = tensor.name()
             wire = wires[name]
         except (UnicodeDecodeError, KeyError):
-            raise Failure(Status.INVALID, "the request has an input that the model does not have") from None
+            raise RequestFailure(
+                Status.INVALID, "the request has an input that the model does not have"
+            ) from None
         array = tensors.read(tensor, wire.dtype)
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
         if not wire.fits(array.shape):  # Triton has looked, but not at a product of extents beyond 64 bits
             text = f"input {name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}"
-            raise Failure(Status.INVALID, text)
+            raise RequestFailure(Status.INVALID, text)
         arrays[name] = array
     return arrays
 
@@ -253,7 +255,7 @@ def check_results(
 ) -> list[Array]:
     """The tensors for clients, in order, as the interface has them; `rows`: as many as each must have.
 
-    Raises Failure: the function `hook` of model.py made something else for the request `who`.
+    Raises RequestFailure: the function `hook` of model.py made something else for the request `who`.
     """
     checked = []
     for wire in outputs:
@@ -277,16 +279,16 @@ def check_results(
     return checked
 
 
-def hook_failed(hook: str, why: str, who: str) -> Failure:
+def hook_failed(hook: str, why: str, who: str) -> RequestFailure:
     """What the client of the request `who` hears of a hook's fault; the log says why."""
     log.error("request %r: model.py: %s: %s", who, hook, why, extra=of_request(who, hook=hook))
-    return Failure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
+    return RequestFailure(Status.INTERNAL, f"the model's {hook} hook failed; the server's log says why")
 
 
 def run_hook(
     name: str, hook: Hook, arrays: Mapping[str, Any], who: str, guard: HookGuard
 ) -> dict[str, Array]:
-    """Call a hook of model.py for the request `who`. Raises Failure, whatever the hook does."""
+    """Call a hook of model.py for the request `who`. Raises RequestFailure, whatever the hook does."""
     try:
         with guard.within(name, who):
             result = hook(dict(arrays))
@@ -296,10 +298,10 @@ def run_hook(
         raise hook_raised(name, error, who, guard) from None
 
 
-def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> Failure:
+def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> RequestFailure:
     """What the client of the request `who` is told of what a hook raised. To be called while that is handled."""
     if isinstance(error, BadInput):
-        return Failure(Status.INVALID, told(error))
+        return RequestFailure(Status.INVALID, told(error))
     if isinstance(error, MemoryError):
         guard.out_of_memory(error)
         log.error(
@@ -309,9 +311,9 @@ def hook_raised(name: str, error: BaseException, who: str, guard: HookGuard) -> 
             error,
             extra=of_request(who, hook=name),
         )
-        return Failure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
+        return RequestFailure(Status.INTERNAL, f"the model's {name} hook wants more memory than it may have")
     log.exception("request %r: model.py: %s raised", who, name, extra=of_request(who, hook=name))
-    return Failure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")
+    return RequestFailure(Status.INTERNAL, f"the model's {name} hook failed; the server's log says why")
 
 
 def told(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes, blame
-from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import ModelRequest, Request
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
@@ -131,7 +131,7 @@ class Engine:
         """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
-            down = Failure(Status.RUNTIME_DOWN, self._session.down)
+            down = RequestFailure(Status.RUNTIME_DOWN, self._session.down)
             return [self._outcomes.failed(request, request.failure or down) for request in requests]
         if link is not self._link:
             self._switch(link)
@@ -264,7 +264,7 @@ class Engine:
         if self._internal:
             for request in requests:
                 if request.failure is None and not request.terms.run:
-                    request.failure = Failure(Status.NOT_FOUND, _INTERNAL)
+                    request.failure = RequestFailure(Status.NOT_FOUND, _INTERNAL)
         ids = connection.next_ids(len(requests))
         return [ModelRequest(id, request, connection) for id, request in zip(ids, requests, strict=True)]
 
@@ -303,7 +303,7 @@ class Engine:
         """Find out what a request asks for; returns the bytes it needs, of which its inputs start at `at`."""
         request = job.request
         if request.reply is not None and request.reply.sent:
-            raise Failure(Status.DEADLINE, LATE)  # nobody needs what the hook would do
+            raise RequestFailure(Status.DEADLINE, LATE)  # nobody needs what the hook would do
         arrays = read_inputs(self._tensors, request.triton, self._link.inputs)
         if self._batched:
             job.client_rows = len(next(iter(arrays.values())))
@@ -326,11 +326,11 @@ class Engine:
             response = self._responses.answer(self._outputs_of(job))
             self._outcomes.ended(request, Status.OK, attributes=job.attributes)
             return response
-        except Failure as failure:
+        except RequestFailure as failure:
             return self._outcomes.failed(request, failure, job.attributes)
         except Exception:
             log.exception("request %r: answering failed", request.id, extra=of_request(request.id))
-            why = Failure(Status.INTERNAL, "the answer could not be made; the server's log says why")
+            why = RequestFailure(Status.INTERNAL, "the answer could not be made; the server's log says why")
             return self._outcomes.failed(request, why, job.attributes)
 
     def _outputs_of(self, job: ModelRequest) -> list[Any]:

@@ -27,7 +27,7 @@ from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes
-from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import MetaRequest, Request
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.tensors import Tensors
@@ -139,7 +139,7 @@ class MetaEngine:
         """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
-            down = Failure(Status.RUNTIME_DOWN, self._session.down)
+            down = RequestFailure(Status.RUNTIME_DOWN, self._session.down)
             return [self._outcomes.failed(request, request.failure or down) for request in requests]
         ids = link.deferred.next_ids(len(requests))
         visits = [
@@ -231,13 +231,13 @@ class MetaEngine:
             response = self._responses.answer(self._run_one(visit))
             self._outcomes.ended(visit.request, Status.OK)
             return response
-        except Failure as failure:
+        except RequestFailure as failure:
             return self._outcomes.failed(visit.request, failure)
         except Exception:
             who = visit.request.id
             log.exception("request %r: its run failed", who, extra=of_request(who))
             text = "the request failed; the server's log says why"
-            return self._outcomes.failed(visit.request, Failure(Status.INTERNAL, text))
+            return self._outcomes.failed(visit.request, RequestFailure(Status.INTERNAL, text))
         finally:
             seconds = time.perf_counter() - started
             with self._lock:
@@ -257,7 +257,7 @@ class MetaEngine:
             tensors = self._results(visit, run)
             status = Status.OK
             return tensors
-        except Failure as failure:
+        except RequestFailure as failure:
             status = failure.status
             raise
         finally:
@@ -318,7 +318,7 @@ class MetaEngine:
         link = visit.link
         with self._lock:
             if link is not self._link:
-                raise Failure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
+                raise RequestFailure(Status.RUNTIME_DOWN, DOWN)  # the runtime that it came for has gone
             if self._connections:
                 return self._connections.pop()
         try:
@@ -327,7 +327,7 @@ class MetaEngine:
             who = visit.request.id
             log.error("request %r: no connection for its run: %s", who, error, extra=of_request(who))
             self._withdraw(visit, Status.RUNTIME_DOWN)
-            raise Failure(Status.RUNTIME_DOWN, DOWN) from None
+            raise RequestFailure(Status.RUNTIME_DOWN, DOWN) from None
 
     def _withdraw(self, visit: MetaRequest, status: Status) -> None:
         """Have a run leave that has no connection of its own, or lost it, by the one that it asked on."""
@@ -349,11 +349,11 @@ class MetaEngine:
         connection.close()
 
 
-def _failure_of(error: BaseException, who: str, guard: HookGuard) -> Failure:
+def _failure_of(error: BaseException, who: str, guard: HookGuard) -> RequestFailure:
     """What the client of the request `who` is told of what its run raised. To be called while that is handled."""
     if isinstance(error, CallError):
-        failure = Failure(error.status, told(error))
-    elif isinstance(error, Failure):  # there was no memory for a buffer
+        failure = RequestFailure(error.status, told(error))
+    elif isinstance(error, RequestFailure):  # there was no memory for a buffer
         failure = error.anew()
     else:
         failure = hook_raised("run", error, who, guard)

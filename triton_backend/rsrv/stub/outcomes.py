@@ -7,7 +7,7 @@ from typing import Any
 
 from rsrv.logs import TEXT, fields, of_request, shorten
 from rsrv.stub.metrics import Meters
-from rsrv.stub.replies import Failure, Responses
+from rsrv.stub.replies import RequestFailure, Responses
 from rsrv.stub.request import OUR_FAULT, Now, Request
 from rsrv.stub.tracing import Spans, end_request
 from rsrv.throttle import Throttle, more
@@ -49,7 +49,7 @@ class Outcomes:
         if request.trace is not None:
             end_request(request.trace, self._key, request.since, status, text, request.id, attributes)
 
-    def failed(self, request: Request, failure: Failure, attributes: Mapping[str, int] = _NONE) -> Any:
+    def failed(self, request: Request, failure: RequestFailure, attributes: Mapping[str, int] = _NONE) -> Any:
         """Return the response of a request that ends with `failure`."""
         self.ended(request, failure.status, failure.text, attributes)
         self._failure_log.ended(failure.status, failure.text, request.id)
@@ -58,12 +58,12 @@ class Outcomes:
 
 def blame(request: Request, error: Exception) -> None:
     """Have the request fail for what was raised when it was prepared. Call this while `error` is handled."""
-    if isinstance(error, Failure):
+    if isinstance(error, RequestFailure):
         request.failure = error.anew()
     else:
         log.exception("request %r: preparing failed", request.id, extra=of_request(request.id))
         text = "the request could not be prepared; the server's log says why"
-        request.failure = Failure(Status.INTERNAL, text)
+        request.failure = RequestFailure(Status.INTERNAL, text)
 
 
 class FailureLog:
@@ -155,7 +155,7 @@ class EntryPoint:
         if all(request.reply is None for request in requests):
             now = Now.read()
             requests = [*requests, *(Request(triton, now) for triton in batch[len(requests) :])]
-            failure = Failure(Status.INTERNAL, OUR_FAULT)
+            failure = RequestFailure(Status.INTERNAL, OUR_FAULT)
             return [self._outcomes.failed(request, failure) for request in requests]
         for request in requests:
             if request.reply is None:

@@ -38,7 +38,7 @@ def free_shared_memory() -> int:
     return found.f_bavail * found.f_frsize
 
 
-class Failure(Exception):
+class RequestFailure(Exception):
     """How a request ends when not with an answer; `text` is for the client."""
 
     def __init__(self, status: Status, text: str) -> None:
@@ -46,9 +46,9 @@ class Failure(Exception):
         self.status = status
         self.text = text
 
-    def anew(self) -> "Failure":
+    def anew(self) -> "RequestFailure":
         """To be raised by whoever keeps this one: its traceback would lead back there, and keep all on the way alive."""
-        return Failure(self.status, self.text)
+        return RequestFailure(self.status, self.text)
 
 
 def tag_failure(status: Status, text: str) -> str:
@@ -56,7 +56,7 @@ def tag_failure(status: Status, text: str) -> str:
     return f"[rsrv:{status.name}] {text}"
 
 
-def untag(message: str) -> Failure | None:
+def untag(message: str) -> RequestFailure | None:
     """What `tag_failure` was given; None for a message without a tag.
 
     The tag may have something in front of it: an ensemble puts its own name there.
@@ -64,7 +64,7 @@ def untag(message: str) -> Failure | None:
     found = _TAG.search(message)
     if found is None:
         return None
-    return Failure(Status[found[1]], message[: found.start()] + message[found.end() :])
+    return RequestFailure(Status[found[1]], message[: found.start()] + message[found.end() :])
 
 
 class Responses:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rsrv.logs import ID, of_request, shorten
 from rsrv.stub.connection import RuntimeConnection, Slab
 from rsrv.stub.endpoint import Array, ExecutionPlan
-from rsrv.stub.replies import Failure, Reply
+from rsrv.stub.replies import Reply, RequestFailure
 from rsrv.stub.session import Link
 from rsrv.stub.tracing import Spans, Trace
 from rsrv.wire.calls import Entrance
@@ -73,18 +73,18 @@ class Request:
         self.tag = 0
         self.terms = Terms(0)
         self.trace: Trace | None = None
-        self.failure: Failure | None = None
+        self.failure: RequestFailure | None = None
         #: set if the request is answered after execute() returned
         self.reply: Reply | None = None
         try:
             self._read(now, spans)
-        except Failure as failure:
+        except RequestFailure as failure:
             self.failure = failure.anew()  # without a traceback, which would keep the whole batch alive
         except UnicodeDecodeError:
-            self.failure = Failure(Status.INVALID, "the request's id and parameters must be UTF-8")
+            self.failure = RequestFailure(Status.INVALID, "the request's id and parameters must be UTF-8")
         except Exception:
             log.exception("request %r: reading failed", self.id, extra=of_request(self.id))
-            self.failure = Failure(Status.INTERNAL, OUR_FAULT)
+            self.failure = RequestFailure(Status.INTERNAL, OUR_FAULT)
 
     def _read(self, now: Now, spans: Spans | None) -> None:
         id = self.triton.request_id()
@@ -96,7 +96,7 @@ class Request:
 
 
 def read_parameters(triton: Any) -> Mapping[str, Any]:
-    """Return a Triton request's parameters, and the headers that Triton forwards. Raises Failure, UnicodeDecodeError."""
+    """Return a Triton request's parameters, and the headers that Triton forwards. Raises RequestFailure, UnicodeDecodeError."""
     text = triton.parameters()
     if len(text) <= 2:
         return {}
@@ -105,12 +105,12 @@ def read_parameters(triton: Any) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Failure(Status.INVALID, "the request's parameters cannot be read")
+        raise RequestFailure(Status.INVALID, "the request's parameters cannot be read")
     return found
 
 
 def read_terms(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix_ns: int) -> Terms:
-    """Return what the parameters ask for, and the earliest of the deadlines. Raises Failure for wrong parameters.
+    """Return what the parameters ask for, and the earliest of the deadlines. Raises RequestFailure for wrong parameters.
 
     `timeout_us` is Triton's own timeout, 0 for none. `now_ns` and `unix_ns` are the time, by CLOCK_MONOTONIC and by the
     calendar. Only deadlines by the calendar depend on it, and only here, when the request arrives: a later change of
@@ -128,14 +128,14 @@ def read_terms(timeout_us: int, parameters: Mapping[str, Any], now_ns: int, unix
     # As text: a reader that takes JSON numbers for floating-point ones would change it.
     run = str(parameters.get(RUN, "0"))
     if not (run.isascii() and run.isdecimal() and len(run) <= 20 and int(run) < 1 << 64):
-        raise Failure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
+        raise RequestFailure(Status.INVALID, f"parameter {RUN} is for sub-calls of meta models")
     return Terms(min(*deadlines, _NEVER) if deadlines else 0, priority, int(run))
 
 
 def _integer(parameters: Mapping[str, Any], name: str, first: int, limit: int) -> int:
     value = parameters.get(name, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not first <= value < limit:
-        raise Failure(
+        raise RequestFailure(
             Status.INVALID,
             f"parameter {name} must be an integer from {first} below {limit}, got {value!r:.50}",
         )
@@ -215,7 +215,7 @@ class ModelRequest:
             self.fail(done.status, done.text)
 
     def fail(self, status: Status, text: str) -> None:
-        self.request.failure = Failure(status, text)
+        self.request.failure = RequestFailure(status, text)
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +250,7 @@ class MetaRequest:
             self.fail(done.status, done.text)
 
     def fail(self, status: Status, text: str) -> None:
-        self.request.failure = Failure(status, text)
+        self.request.failure = RequestFailure(status, text)
 
     @property
     def nbytes(self) -> int:
@@ -260,12 +260,12 @@ class MetaRequest:
         self.request.triton, self.results = None, ()
 
     def check(self) -> None:
-        """Raises Failure when nobody needs the answer any more."""
+        """Raises RequestFailure when nobody needs the answer any more."""
         if 0 < self.request.terms.deadline_ns <= time.monotonic_ns():
-            raise Failure(Status.DEADLINE, "the deadline passed before it was called")
+            raise RequestFailure(Status.DEADLINE, "the deadline passed before it was called")
         now = time.monotonic()
         reply = self.request.reply
         if reply is not None and now - self.checked > _CHECK:
             self.checked = now
             if reply.cancelled():
-                raise Failure(Status.CANCELLED, "the request was cancelled")
+                raise RequestFailure(Status.CANCELLED, "the request was cancelled")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rsrv.stub.replies import Failure
+from rsrv.stub.replies import RequestFailure
 from rsrv.wire.frames import Status
 from rsrv.wire.traces import MAX_SPANS, MAX_TEXT, Attributes, Mark, Span
 
@@ -172,7 +172,7 @@ def end_request(
     trace.end(f"infer {model}", started, error, told)
 
 
-def end_call(trace: Trace | None, model: str, started: float, failure: Failure | None) -> None:
+def end_call(trace: Trace | None, model: str, started: float, failure: RequestFailure | None) -> None:
     """A meta model's call of another model is over; nothing if it is not traced."""
     if trace is not None:
         error = "" if failure is None else failure.text or failure.status.name

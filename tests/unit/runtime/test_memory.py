@@ -17,7 +17,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
 from rsrv.stub.launch import Launcher
 from rsrv.stub.replies import Responses
-from rsrv.stub.request import Now, Request
+from rsrv.stub.request import ClientRequest, Now
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.status import read_status
@@ -75,7 +75,7 @@ def come_and_go(launcher: Launcher, bundle: Path, number: int) -> None:
     if number % 3 == 0:
         link = stub._session.link
         assert link is not None
-        stub._answer_later(link, [Request(FakeRequest({"x": x}), Now.read())])
+        stub._answer_later(link, [ClientRequest(FakeRequest({"x": x}), Now.read())])
     stub.close()
 
 

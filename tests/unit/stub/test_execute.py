@@ -8,14 +8,14 @@ import pytest
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import Reply, Responses
-from rsrv.stub.request import Request
+from rsrv.stub.request import ClientRequest
 from tests.fakes import FakeError, FakePbUtils, FakeRequest, FakeResponse
 
 RESPONSES = Responses(FakePbUtils)
 WELL = FakeResponse([])
 
 
-def reply(request: Request) -> None:
+def reply(request: ClientRequest) -> None:
     request.reply = Reply(request.triton.get_response_sender(), RESPONSES)
 
 
@@ -26,7 +26,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     return raise_it
 
 
-def entry(answer: Callable[[list[Request]], Sequence[Any] | None], **other: Any) -> EntryPoint:
+def entry(answer: Callable[[list[ClientRequest]], Sequence[Any] | None], **other: Any) -> EntryPoint:
     parts = {"reply": reply, "end": raising(AssertionError("the process ends")), **other}
     return EntryPoint(answer, Outcomes(Meters(), RESPONSES), **parts)
 
@@ -42,8 +42,8 @@ def answers(requests: list[FakeRequest], returned: list[Any] | None) -> list[str
     return found
 
 
-def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[Request]], Any]:
-    def answer(requests: list[Request]) -> Any:
+def replies_to(*indices: int, then: Callable[[], Any]) -> Callable[[list[ClientRequest]], Any]:
+    def answer(requests: list[ClientRequest]) -> Any:
         for index in indices:
             reply(requests[index])
         return then()
@@ -72,7 +72,7 @@ def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_aga
     """The other ones fail."""
     requests = [FakeRequest({}) for _ in range(2)]
 
-    def answer(arrived: list[Request]) -> None:
+    def answer(arrived: list[ClientRequest]) -> None:
         reply(arrived[0])
         assert arrived[0].reply is not None
         arrived[0].reply.send(WELL)
@@ -94,13 +94,13 @@ def test_a_request_that_was_answered_before_the_batch_failed_is_not_answered_aga
     ],
 )
 def test_requests_that_the_inside_leaves_out_are_answered(
-    answer: Callable[[list[Request]], Any], expected: str
+    answer: Callable[[list[ClientRequest]], Any], expected: str
 ) -> None:
     """Neither too few answers nor too many reach Triton."""
     requests = [FakeRequest({}) for _ in range(2)]
-    kept: list[Request] = []
+    kept: list[ClientRequest] = []
 
-    def keep(arrived: list[Request]) -> Any:
+    def keep(arrived: list[ClientRequest]) -> Any:
         kept.extend(arrived)
         return answer(arrived)
 

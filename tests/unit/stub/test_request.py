@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rsrv.stub.endpoint import WireTensor, read_inputs
 from rsrv.stub.replies import RequestFailure
-from rsrv.stub.request import Now, Request, Terms, read_terms
+from rsrv.stub.request import ClientRequest, Now, Terms, read_terms
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import Status
 from tests.fakes import FakePbUtils, FakeRequest
@@ -63,8 +63,8 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
     assert terms(rsrv_deadline_unix_ns=TODAY + 3, reactant_timeout_ns=(1 << 63) - 1).deadline_ns == NOW + 3
 
 
-def arrived(request: FakeRequest) -> Request:
-    return Request(request, Now(1.0, NOW, TODAY))
+def arrived(request: FakeRequest) -> ClientRequest:
+    return ClientRequest(request, Now(1.0, NOW, TODAY))
 
 
 def as_triton_gives(data: bytes) -> Any:

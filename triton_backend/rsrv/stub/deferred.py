@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.replies import Reply, Responses
-from rsrv.stub.request import Request
+from rsrv.stub.request import ClientRequest
 from rsrv.stub.session import DOWN, UNLOADED, Link, Session
 from rsrv.wire.frames import Completion, ProtocolError, Status
 from rsrv.wire.socket import Closed
@@ -42,7 +42,7 @@ class DeferredRequest(Protocol):
 
     id: int  # unique on its connection
     connection: RuntimeConnection
-    request: Request
+    request: ClientRequest
     #: if it was made already
     response: Any
     checked: float  # when its client was last asked after, seconds of time.monotonic
@@ -115,7 +115,7 @@ class DeferredReplies(Generic[W]):
         """Take over a connection with submitted jobs; `when_idle` is called when the last of them is answered."""
         self._add(link, connection, {job.id: job for job in jobs}, when_idle)
 
-    def reply(self, request: Request) -> Reply:
+    def reply(self, request: ClientRequest) -> Reply:
         """Give a request that is answered later its reply. From now on it is looked after."""
         sender = request.triton.get_response_sender()
         reply = request.reply = Reply(sender, self._responses, request.terms.deadline_ns, request.id)

@@ -20,7 +20,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes, blame
 from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import ModelRequest, Request
+from rsrv.stub.request import ClientRequest, ModelRequest
 from rsrv.stub.session import DOWN, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.frames import ProtocolError, Status
@@ -127,7 +127,7 @@ class Engine:
         """As `EntryPoint.execute`."""
         return self._entry.execute(requests)
 
-    def _answer(self, requests: list[Request]) -> list[Any] | None:
+    def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
         """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
@@ -170,7 +170,7 @@ class Engine:
             self._execute_ns += _RISE * (min(execute_ns, 4 * self._execute_ns) - self._execute_ns)
 
     def _in_place(
-        self, link: Link, connection: RuntimeConnection, requests: list[Request]
+        self, link: Link, connection: RuntimeConnection, requests: list[ClientRequest]
     ) -> list[Any] | None:
         jobs = self._receive(connection, requests)
         placed = self._place_all(jobs, connection, self._take_direct)
@@ -236,7 +236,7 @@ class Engine:
             if job.id not in waiting:
                 self._deferred.finish(job)
 
-    def _answer_later(self, link: Link, requests: list[Request]) -> None:
+    def _answer_later(self, link: Link, requests: list[ClientRequest]) -> None:
         jobs = self._receive(link.deferred, requests)
         now = time.monotonic()
         for job in jobs:
@@ -259,7 +259,7 @@ class Engine:
 
     # --- one request --------------------------------------------------------------------------------------
 
-    def _receive(self, connection: RuntimeConnection, requests: list[Request]) -> list[ModelRequest]:
+    def _receive(self, connection: RuntimeConnection, requests: list[ClientRequest]) -> list[ModelRequest]:
         """Return jobs for all requests; some of these have failed."""
         if self._internal:
             for request in requests:

@@ -28,7 +28,7 @@ from rsrv.stub.hooks import Hooks
 from rsrv.stub.metrics import Meters
 from rsrv.stub.outcomes import EntryPoint, Outcomes
 from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import MetaRequest, Request
+from rsrv.stub.request import ClientRequest, MetaRequest
 from rsrv.stub.session import DOWN, UNREACHABLE, Link, Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.calls import Leaving
@@ -135,7 +135,7 @@ class MetaEngine:
         """As `EntryPoint.execute`."""
         return self._entry.execute(requests)
 
-    def _answer(self, requests: list[Request]) -> list[Any] | None:
+    def _answer(self, requests: list[ClientRequest]) -> list[Any] | None:
         """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:

@@ -8,7 +8,7 @@ from typing import Any
 from rsrv.logs import TEXT, fields, of_request, shorten
 from rsrv.stub.metrics import Meters
 from rsrv.stub.replies import RequestFailure, Responses
-from rsrv.stub.request import OUR_FAULT, Now, Request
+from rsrv.stub.request import OUR_FAULT, ClientRequest, Now
 from rsrv.stub.tracing import Spans, end_request
 from rsrv.throttle import Throttle, more
 from rsrv.wire.frames import Status
@@ -23,7 +23,7 @@ _NONE: Mapping[str, int] = {}
 
 #: Answers a batch: with a response for each request, in order; or with None, and then each request has a reply, which
 #: is sent later.
-Answer = Callable[[list[Request]], Sequence[Any] | None]
+Answer = Callable[[list[ClientRequest]], Sequence[Any] | None]
 
 
 class Outcomes:
@@ -42,21 +42,23 @@ class Outcomes:
         self._key, self.spans = key, self._meters.spans if traced else None
 
     def ended(
-        self, request: Request, status: Status, text: str = "", attributes: Mapping[str, int] = _NONE
+        self, request: ClientRequest, status: Status, text: str = "", attributes: Mapping[str, int] = _NONE
     ) -> None:
         """The request has its answer, or `text` is why not. `attributes` are those of its span."""
         self._meters.answered(status, request.since)
         if request.trace is not None:
             end_request(request.trace, self._key, request.since, status, text, request.id, attributes)
 
-    def failed(self, request: Request, failure: RequestFailure, attributes: Mapping[str, int] = _NONE) -> Any:
+    def failed(
+        self, request: ClientRequest, failure: RequestFailure, attributes: Mapping[str, int] = _NONE
+    ) -> Any:
         """Return the response of a request that ends with `failure`."""
         self.ended(request, failure.status, failure.text, attributes)
         self._failure_log.ended(failure.status, failure.text, request.id)
         return self._responses.failure(failure.status, failure.text, sub_call=request.terms.run != 0)
 
 
-def blame(request: Request, error: Exception) -> None:
+def blame(request: ClientRequest, error: Exception) -> None:
     """Have the request fail for what was raised when it was prepared. Call this while `error` is handled."""
     if isinstance(error, RequestFailure):
         request.failure = error.anew()
@@ -79,7 +81,7 @@ class FailureLog:
         self._throttle = Throttle(clock=clock)
 
     def ended(self, status: Status, text: str, request: str) -> None:
-        """`text`: what the client is told. `request`: its id as `Request` has it, or ""."""
+        """`text`: what the client is told. `request`: its id as `ClientRequest` has it, or ""."""
         if status is Status.INTERNAL:
             log.error(
                 "request %r failed: %s",
@@ -116,7 +118,7 @@ class EntryPoint:
         self,
         answer: Answer,
         outcomes: Outcomes,
-        reply: Callable[[Request], object],
+        reply: Callable[[ClientRequest], object],
         end: Callable[[str], object],
     ) -> None:
         self._answer = answer
@@ -126,10 +128,10 @@ class EntryPoint:
 
     def execute(self, batch: Sequence[Any]) -> list[Any] | None:
         """Answer Triton's requests: a list of responses, or None if they come later."""
-        requests: list[Request] = []
+        requests: list[ClientRequest] = []
         try:
             now, spans = Now.read(), self._outcomes.spans
-            requests += [Request(triton, now, spans) for triton in batch]
+            requests += [ClientRequest(triton, now, spans) for triton in batch]
             responses = self._answer(requests)
             replies = sum(request.reply is not None for request in requests)
             if responses is None and replies == len(batch):
@@ -150,11 +152,11 @@ class EntryPoint:
             self._end("the model's process cannot answer any more; it is being restarted")
             return None
 
-    def _rescue(self, batch: Sequence[Any], requests: Sequence[Request]) -> list[Any] | None:
+    def _rescue(self, batch: Sequence[Any], requests: Sequence[ClientRequest]) -> list[Any] | None:
         """Fail each request that has no answer. Requests of one batch must all be answered in the same way."""
         if all(request.reply is None for request in requests):
             now = Now.read()
-            requests = [*requests, *(Request(triton, now) for triton in batch[len(requests) :])]
+            requests = [*requests, *(ClientRequest(triton, now) for triton in batch[len(requests) :])]
             failure = RequestFailure(Status.INTERNAL, OUR_FAULT)
             return [self._outcomes.failed(request, failure) for request in requests]
         for request in requests:

@@ -55,7 +55,7 @@ class Terms(NamedTuple):
     run: int = 0
 
 
-class Request:
+class ClientRequest:
     """All that a client chooses freely is read here, when the request arrives, and cannot raise later.
 
     `failure` says why the request gets no further, if so: text that is not UTF-8, or wrong parameters.
@@ -147,7 +147,7 @@ class ModelRequest:
     """One request of a model on its way through the stub."""
 
     id: int  # unique on its connection
-    request: Request
+    request: ClientRequest
     connection: RuntimeConnection
     #: what the request asks for, once its shapes are known
     inputs: Sequence[Array] = ()
@@ -223,7 +223,7 @@ class MetaRequest:
     """One request of a meta model on its way through the stub."""
 
     id: int  # of its ENTER
-    request: Request
+    request: ClientRequest
     link: Link
     connection: RuntimeConnection  # that its ENTER goes by, if it has to wait
     #: random, so that nobody else can name it

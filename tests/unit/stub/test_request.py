@@ -121,8 +121,8 @@ def test_reading_never_raises(id: str, parameters: dict[str, Any]) -> None:
         assert request.failure is None or request.failure.status is Status.INVALID
 
 
-@pytest.mark.parametrize("shape", [(16,), (2, 5), (2, 4, 1, 1), (0,)])
-def test_tensors_that_do_not_fit_the_interface_are_the_clients_fault(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(16,), (2, 4, 1, 1), (0,)])
+def test_tensors_with_another_number_of_axes_are_the_clients_fault(shape: tuple[int, ...]) -> None:
     """Triton refuses such shapes itself, unless a product of their extents overflows; hooks must not see them."""
     wire = WireTensor("x", "f32", (-1, 4))
     request = FakeRequest({"x": np.zeros(shape, np.float32)})

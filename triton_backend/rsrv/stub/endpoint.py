@@ -243,7 +243,7 @@ def read_inputs(tensors: Tensors, request: Any, wires: Mapping[str, WireTensor])
         if array.ndim == len(wire.dims) + 1 and array.shape[-1] == 1:
             # Triton has no tensors without an axis of their own: [N] travels as [N, 1].
             array = array.reshape(array.shape[:-1])
-        if not wire.fits(array.shape):  # Triton has looked, but not at a product of extents beyond 64 bits
+        if array.ndim != len(wire.dims):  # Triton has looked, but not at a product of extents beyond 64 bits
             text = f"input {name!r}: expected shape {list(wire.dims)}, got {list(array.shape)}"
             raise RequestFailure(Status.INVALID, text)
         arrays[name] = array

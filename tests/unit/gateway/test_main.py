@@ -135,11 +135,9 @@ def test_a_token_for_the_live_page_that_cannot_be_read_ends_it(tmp_path: Path) -
 def test_client_ports_that_are_open_are_warned_of_once(tmp_path: Path) -> None:
     """At the start, which ends here because a file is missing; not where only this machine gets in."""
     warnings = []
-    for ports in ("", ", grpc: '127.0.0.1:0', http: null"):
+    for ports in ("", "grpc: '127.0.0.1:0', http: null"):
         config = tmp_path / "rsrv.yaml"
-        config.write_text(
-            f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{processes: 2{ports}}}}}"
-        )
+        config.write_text(f"{{metrics: {{token_file: {tmp_path}/missing}}, gateway: {{{ports}}}}}")
         said = subprocess.run(
             [*GATEWAY, "--config", config], check=False, capture_output=True, text=True, timeout=60
         )
@@ -247,7 +245,7 @@ async def test_requests_that_are_no_http_do_not_fill_the_log(tmp_path: Path) -> 
         most = sum([await throw_junk(each) for each in ports])
         log = await running.end()
     assert 1 <= log.count("Error handling request") <= most
-    assert "Traceback" in log
+    assert "Traceback" not in log
 
 
 @looped

@@ -178,7 +178,12 @@ def test_requests_are_answered_by_both(fleet: Fleet) -> None:
         answer = ask(fleet.gateway.http_port, "POST", INFER, number(value))
         assert json.loads(answer.body)["outputs"][0]["data"] == [value]
 
-    after = [executed(worker.http) for worker in fleet.workers]
+    def counted() -> list[int]:
+        """Empty until all are: Triton counts a request after it has answered."""
+        after = [executed(worker.http) for worker in fleet.workers]
+        return after if sum(after) - sum(before) >= 40 else []
+
+    after = wait_until(counted, what="the statistics")
     assert sum(after) - sum(before) == 40
     assert all(now > then for now, then in zip(after, before, strict=True))
     assert executed(fleet.gateway.http) == sum(after)

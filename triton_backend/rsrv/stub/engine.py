@@ -131,8 +131,7 @@ class Engine:
         """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
-            down = RequestFailure(Status.RUNTIME_DOWN, self._session.down)
-            return [self._outcomes.failed(request, request.failure or down) for request in requests]
+            return self._outcomes.turned_away(requests, Status.RUNTIME_DOWN, self._session.down)
         if link is not self._link:
             self._switch(link)
         if self._direct is link.direct and self._soon(link, len(requests)):

@@ -139,8 +139,7 @@ class MetaEngine:
         """As `outcomes.Answer`."""
         link = self._session.link
         if link is None:
-            down = RequestFailure(Status.RUNTIME_DOWN, self._session.down)
-            return [self._outcomes.failed(request, request.failure or down) for request in requests]
+            return self._outcomes.turned_away(requests, Status.RUNTIME_DOWN, self._session.down)
         ids = link.deferred.next_ids(len(requests))
         visits = [
             MetaRequest(id, request, link, link.deferred) for id, request in zip(ids, requests, strict=True)

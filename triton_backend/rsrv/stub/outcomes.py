@@ -57,6 +57,11 @@ class Outcomes:
         self._failure_log.ended(failure.status, failure.text, request.id)
         return self._responses.failure(failure.status, failure.text, sub_call=request.terms.run != 0)
 
+    def turned_away(self, requests: Sequence[ClientRequest], status: Status, text: str) -> list[Any]:
+        """Return the responses of requests that get no further; one that has failed already keeps its own failure."""
+        failure = RequestFailure(status, text)
+        return [self.failed(request, request.failure or failure) for request in requests]
+
 
 def blame(request: ClientRequest, error: Exception) -> None:
     """Have the request fail for what was raised when it was prepared. Call this while `error` is handled."""

@@ -87,7 +87,7 @@ def test_a_request_without_a_change_is_honest() -> None:
         ("400 parameter rsrv_priority must be an integer", "refused"),
         ('500 {"error":"Unable to parse \'id\': attempt to access JSON non-string as string"}', "refused"),
         ("500 the request could not be prepared", "fault"),
-        ("INTERNAL UnicodeDecodeError: ... At:\n  /work/rsrv/stub/terms.py(21): id_of", "leak"),
+        ("INTERNAL UnicodeDecodeError: ... At:\n  /opt/rsrv/stub/request.py(21): read", "leak"),
         ("400 Traceback (most recent call last)", "leak"),
     ],
 )

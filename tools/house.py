@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -224,6 +225,13 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
 
 
+def traced_request() -> str:
+    """Return how many calls, and changes of module, one warm request takes (`trace_request.py`)."""
+    command = [sys.executable, str(ROOT / "tools" / "trace_request.py"), "--summary"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    return done.stdout.rstrip() or f"one warm request: not traced, {command[1]} failed"
+
+
 def main() -> int:
     """Print the table and what is out of order. Returns 1 if anything is."""
     modules = read_modules()
@@ -247,6 +255,7 @@ def main() -> int:
         f"make targets: {len(targets)}",
         f"settings: {keys}",
         f"docstrings: {docstrings(modules.values()):,}",
+        traced_request(),
         sep="\n",
     )
     faults = {

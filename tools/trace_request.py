@@ -1,0 +1,204 @@
+"""Trace one warm request through the stub's engine, the runtime's loop and the scheduler.
+
+    python tools/trace_request.py [--summary | -v]
+
+The engine, the loop and the scheduler are the real ones, in one process and over real sockets and shared memory. The
+tests' fake device computes, so what jax does is not counted. Calls of functions in `rsrv` are counted, per thread
+in their order; a call into another module than the one before it is a change of module. Several requests are traced, and
+the most frequent trace is printed: the figures do not depend on the machine. `-v` also prints the tree of calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+
+import rsrv  # noqa: E402
+from rsrv.runtime.loop import Loop  # noqa: E402
+from rsrv.runtime.policy import scheduler_settings  # noqa: E402
+from rsrv.scheduler.scheduler import Scheduler  # noqa: E402
+from rsrv.settings import load_settings  # noqa: E402
+from rsrv.stub.endpoint import WireTensor  # noqa: E402
+from rsrv.stub.engine import Engine  # noqa: E402
+from rsrv.stub.hooks import Hooks  # noqa: E402
+from rsrv.stub.launch import greet  # noqa: E402
+from rsrv.stub.replies import Responses  # noqa: E402
+from rsrv.stub.session import Session  # noqa: E402
+from rsrv.stub.tensors import Tensors  # noqa: E402
+from rsrv.wire.socket import connect, listen  # noqa: E402
+from tests.fakes import FakeDevice, FakePbUtils, FakeRequest  # noqa: E402
+from tests.unit.runtime.conftest import double, export_doubling  # noqa: E402
+
+#: requests before the traced ones, until all that is learned and kept is there
+WARM_REQUESTS = 5
+TRACED_REQUESTS = 9
+#: seconds without a call after which a request's work is over
+IDLE_S = 0.03
+#: where the scheduler's part of a trace begins
+HANDLE = "Scheduler.handle"
+
+_PACKAGE = f"{Path(rsrv.__file__).parent}{os.sep}"
+
+
+class Call(NamedTuple):
+    depth: int
+    module: str
+    function: str
+
+
+#: calls by the name of their thread
+Trace = dict[str, tuple[Call, ...]]
+
+
+class Tracer:
+    """Records the calls of functions in `rsrv` on all threads that start after it was made, and on this one."""
+
+    def __init__(self) -> None:
+        self._on = False
+        self._calls: dict[str, list[Call]] = {}
+        self._depths: Counter[str] = Counter()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def _profile(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if not self._on or event not in ("call", "return") or not code.co_filename.startswith(_PACKAGE):
+            return
+        thread = threading.current_thread().name
+        if event == "return":
+            self._depths[thread] -= 1
+            return
+        self._depths[thread] += 1
+        module = code.co_filename[len(_PACKAGE) : -len(".py")].replace(os.sep, ".")
+        calls = self._calls.setdefault(thread, [])
+        calls.append(Call(max(1, self._depths[thread]), module, code.co_qualname))
+
+    def trace(self, engine: Engine) -> Trace:
+        """Execute one request, and return the calls until nothing happens any more."""
+        self._calls, self._depths = {}, Counter()
+        request = FakeRequest({"x": np.ones((1, 3), np.float32)})
+        self._on = True
+        try:
+            if engine.execute([request]) is None:
+                request.answers.get(timeout=10)
+            seen = -1
+            while seen != (seen := sum(map(len, self._calls.values()))):
+                time.sleep(IDLE_S)
+        finally:
+            self._on = False
+        return {thread: tuple(calls) for thread, calls in sorted(self._calls.items())}
+
+
+@contextmanager
+def running_engine(folder: Path) -> Iterator[Engine]:
+    """Start a runtime with one model on a fake device, and the engine of that model's stub."""
+    bundle = export_doubling(folder / "doubling", w=[1, 1, 1])
+    settings = load_settings()
+    device = FakeDevice(double)
+    path = folder / "socket"
+    with listen(path) as listener:
+        loop = Loop(listener, os.getpid(), settings, Scheduler(scheduler_settings(settings)), lambda: device)
+        thread = threading.Thread(target=loop.run, name="loop")
+        thread.start()
+        try:
+            engine = Engine(
+                Tensors(FakePbUtils),
+                Responses(FakePbUtils),
+                Hooks(),
+                (WireTensor("y", "f32", (-1, 3)),),
+                True,
+                Session(lambda: greet(connect(path)), "doubling", str(bundle)),
+            )
+            yield engine
+            engine.close()
+        finally:
+            loop.stop()
+            thread.join(10)
+
+
+def trace_requests() -> Trace:
+    """Return the most frequent trace of some warm requests."""
+    tracer = Tracer()
+    with tempfile.TemporaryDirectory() as folder, running_engine(Path(folder)) as engine:
+        for _ in range(WARM_REQUESTS):
+            tracer.trace(engine)
+        traces = Counter(tuple(tracer.trace(engine).items()) for _ in range(TRACED_REQUESTS))
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return dict(traces.most_common(1)[0][0])
+
+
+def inside(calls: Iterable[Call], function: str) -> Iterator[tuple[Call, ...]]:
+    """Yield each call of `function` with all that it calls."""
+    part: list[Call] = []
+    for call in calls:
+        if part and call.depth <= part[0].depth:
+            yield tuple(part)
+            part = []
+        if part or call.function == function:
+            part.append(call)
+    if part:
+        yield tuple(part)
+
+
+def changes(sequences: Iterable[Iterable[Call]]) -> int:
+    """Count the calls into another module than the one before."""
+    return sum(one.module != two.module for calls in sequences for one, two in pairwise(calls))
+
+
+def summary(title: str, sequences: Iterable[tuple[Call, ...]]) -> str:
+    parts = list(sequences)
+    calls = [call for part in parts for call in part]
+    modules = {call.module for call in calls}
+    return f"{title}: {len(calls)} calls, {len(modules)} modules, {changes(parts)} changes of module"
+
+
+def summaries(trace: Trace) -> list[str]:
+    """Return a line for the whole request, and one for its part inside the scheduler."""
+    parts = [part for calls in trace.values() for part in inside(calls, HANDLE)]
+    return [
+        summary("one warm request", trace.values()),
+        summary(f"of these in {len(parts)} x {HANDLE}", parts),
+    ]
+
+
+def main() -> int:
+    """Print the figures, and with -v the calls."""
+    parser = argparse.ArgumentParser(description="Trace one warm request through stub, loop and scheduler.")
+    parser.add_argument("--summary", action="store_true", help="print the two lines of figures only")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print the tree of calls")
+    arguments = parser.parse_args()
+    trace = trace_requests()
+    print(*summaries(trace), sep="\n")
+    if arguments.summary:
+        return 0
+    for thread, calls in trace.items():
+        print(summary(f"thread {thread}", [calls]))
+        for module, count in Counter(call.module for call in calls).most_common():
+            print(f"    {count:4} {module}")
+    if arguments.verbose:
+        for thread, calls in trace.items():
+            print(f"\n{thread}")
+            for call in calls:
+                print(f"{'  ' * call.depth}{call.module}: {call.function}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

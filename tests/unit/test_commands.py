@@ -47,21 +47,10 @@ def test_help_comes_at_once(script: EntryPoint) -> None:
     assert loaded <= ALLOWED
 
 
-@pytest.mark.parametrize("script", COMMANDS.values(), ids=COMMANDS.keys())
-def test_every_command_says_its_version(script: EntryPoint, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one in the package's metadata, which is pyproject.toml's."""
-    parser = __import__(script.module, fromlist=["parser"]).parser()
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args(["--version"])
-
-    assert end.value.code == 0
-    assert capsys.readouterr().out == f"rsrv {distribution('rsrv').version}\n" == f"rsrv {rsrv.__version__}\n"
-
-
 def test_the_version_is_pyproject_s_everywhere() -> None:
     """It stands there; the installed package says the same, and files for other programs, which cannot ask, do, too."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert distribution("rsrv").version == version
+    assert distribution("rsrv").version == rsrv.__version__ == version
     copies = [
         (str(file), found)
         for folder in (ROOT / "deploy", ROOT / "docker")
@@ -78,9 +67,3 @@ def test_all_names_of_the_bundle_package_are_there() -> None:
     assert [name for name in rsrv_bundle.__all__ if not hasattr(rsrv_bundle, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rsrv_bundle.nothing  # type: ignore[attr-defined]  # noqa: B018
-
-
-def test_the_package_has_no_other_attributes() -> None:
-    """A wrong name is an AttributeError as in any module."""
-    with pytest.raises(AttributeError, match="no attribute 'version'"):
-        rsrv.version  # noqa: B018

@@ -1,0 +1,37 @@
+"""The checked-in gRPC stubs are those of the .proto files, and the docs have every call."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rsrv.control.v1 import control_pb2
+from rsrv_gateway.v1 import gateway_pb2
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
+    """After a change of a .proto file, `make pages` writes them again."""
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "make_proto.py"), str(tmp_path)], check=True, timeout=60
+    )
+    for module, package in ((control_pb2, "rsrv/control/v1"), (gateway_pb2, "rsrv_gateway/v1")):
+        generated = {path.name: path.read_text() for path in (tmp_path / package).iterdir() if path.is_file()}
+        folder = Path(str(module.__file__)).parent
+        assert len(generated) == 3
+        assert {name: (folder / name).read_text() for name in generated} == generated
+
+
+@pytest.mark.parametrize(
+    ("module", "service", "page"),
+    [(control_pb2, "Control", "control.md"), (gateway_pb2, "Gateway", "gateway.md")],
+    ids=["control", "gateway"],
+)
+def test_every_call_is_in_the_docs(module: ModuleType, service: str, page: str) -> None:
+    """The page has a row for each."""
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / page).read_text(), re.MULTILINE))
+    assert {method.name for method in module.DESCRIPTOR.services_by_name[service].methods} <= rows

@@ -100,6 +100,7 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## make what code makes again: tables and pi
 	$(BIN)/python tools/dashboards.py
 	$(BIN)/python tools/alerts_page.py
 	$(BIN)/python tools/scheduler_page.py
+	$(BIN)/python tools/state_diagrams.py
 	$(BIN)/python tools/simulator_page.py
 	$(BIN)/python tools/eviction_page.py
 	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png

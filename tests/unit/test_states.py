@@ -1,0 +1,35 @@
+"""The page of states shows the tables of the present code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from importlib import import_module
+
+import pytest
+
+import state_diagrams as tool
+
+
+def test_the_page_is_current() -> None:
+    """If not, run make pages."""
+    page = tool.PAGE.read_text(encoding="utf-8")
+
+    assert tool.rewrite(page) == page
+
+
+@pytest.mark.parametrize("module", tool.TABLES.values())
+def test_every_state_is_reached_and_every_event_is_used(module: str) -> None:
+    """A state or an event that the table lacks would be drawn nowhere."""
+    transitions: Mapping[tuple[StrEnum, StrEnum], StrEnum] = import_module(module).TRANSITIONS
+    (first, event), *_ = transitions
+    states, events = list(type(first)), list(type(event))
+
+    assert {first, *transitions.values()} == set(states)
+    assert {event for _, event in transitions} == set(events)
+
+
+def test_a_page_without_markers_is_refused() -> None:
+    """Otherwise the page would keep its old diagrams without a word."""
+    with pytest.raises(ValueError, match="<!-- weights -->"):
+        tool.rewrite("")

@@ -1,0 +1,77 @@
+"""Draw the state tables of docs/states.md from the code: a Mermaid diagram and a table for each.
+
+    python tools/state_diagrams.py     # rewrites docs/states.md between its markers
+
+To add a table, give a module these constants, and `TABLES` a line with its name:
+
+    TRANSITIONS: Mapping[tuple[State, Event], State]    # State and Event are StrEnums; the first key holds the first state
+    EFFECTS: Mapping[Event, str]                        # optional: what carries an event out, for example an instruction
+
+Then put `<!-- NAME -->` and `<!-- end NAME -->` on lines of their own into the page, and run the command.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "states.md"
+
+#: name of the markers in the page -> the module with the table.
+TABLES: Mapping[str, str] = {
+    "weights": "rsrv.scheduler.weight_states",
+}
+
+
+def mermaid(transitions: Mapping[tuple[Any, Any], StrEnum], effects: Mapping[Any, str]) -> str:
+    """Draw a table as a Mermaid state diagram: one arrow for each pair of states, with all of its events."""
+    arrows: dict[tuple[StrEnum, StrEnum], list[str]] = {}
+    for (state, event), following in transitions.items():
+        effect = effects.get(event)
+        arrows.setdefault((state, following), []).append(f"{event} / {effect}" if effect else f"{event}")
+    lines = [f"    {_id(before)} --> {_id(after)}: {', '.join(on)}" for (before, after), on in arrows.items()]
+    first = next(iter(transitions))[0]
+    return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {_id(first)}", *lines, "```"])
+
+
+def table(transitions: Mapping[tuple[Any, Any], StrEnum], effects: Mapping[Any, str]) -> str:
+    """Write a table as Markdown: a row for each change of state."""
+    rows = [
+        f"| {state} | {event} | {following} | {f'`{effects[event]}`' if event in effects else ''} |"
+        for (state, event), following in transitions.items()
+    ]
+    return "\n".join(["| state | event | next state | carried out by |", "|---|---|---|---|", *rows])
+
+
+def _id(state: StrEnum) -> str:
+    # Mermaid takes no blanks in the name of a state.
+    return state.value.replace(" ", "_").replace("-", "_")
+
+
+def rewrite(page: str) -> str:
+    """Return the page with the present tables between its markers.
+
+    Raises:
+        ValueError: the page lacks the markers of a table, or has them twice.
+    """
+    for name, module in TABLES.items():
+        source = import_module(module)
+        transitions, effects = source.TRANSITIONS, getattr(source, "EFFECTS", {})
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"\n<!-- end {name} -->")
+        if not end or mark in after:
+            raise ValueError(f"docs/states.md needs <!-- {name} --> and <!-- end {name} --> once each")
+        page = (
+            f"{before}{mark}\n{mermaid(transitions, effects)}\n\n{table(transitions, effects)}\n{end}{after}"
+        )
+    return page
+
+
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The states of one model's weights on the device, and the table of changes between them.
+
+Weights are in exactly one `WeightState`. `TRANSITIONS` is the only way from one to another: `WeightAccounts.move` looks
+each change up there, keeps the byte accounts by it, and raises `InvariantError` with the model's history if the table
+has no such change. docs/states.md shows the table as a diagram.
+
+These facts are attributes beside the state, because each of them holds in several states:
+
+- pinned: an operator may pin weights wherever they are, and they stay pinned while they are absent;
+- the number of executions: it changes with requests, not with weights;
+- shared tensors: one group of bytes has many users, each in a state of its own;
+- an abandoned load: it may still end well, so the weights are loading until it ends;
+- an eviction that was requested while the weights load or warm up: it takes effect at the end of either;
+- reasons to load: several may hold at a time, and those of a load that fails hold on.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class WeightState(StrEnum):
+    """Where the weights of a model are, and what is about to happen to them."""
+
+    #: not on the device, without a reason to load them.
+    ABSENT = "absent"
+    #: not on the device, in line for a load; `LoadQueue.reason` says why.
+    QUEUED = "queued"
+    #: being copied to the device.
+    LOADING = "loading"
+    #: on the device, for the model's warm-up only.
+    RESERVED = "reserved"
+    #: on the device, for requests.
+    RESIDENT = "resident"
+    #: on the device until nothing executes on them, or has to execute first.
+    EVICTING = "evicting"
+    #: not on the device: a load failed, and is not retried before the back-off ends.
+    BACKOFF = "backoff"
+
+
+class LoadReason(StrEnum):
+    """Why weights are in line for a load, in order of precedence."""
+
+    #: the model is pinned, or is to be warmed up, or its load found no memory and is retried once.
+    REQUIRED = "required"
+    #: requests wait for them.
+    DEMAND = "demand"
+    #: they were prefetched, or their load took too long for a request's deadline and the next request should find them.
+    PREFETCH = "prefetch"
+    #: a compaction evicted them, and there is room for them again.
+    RESTORE = "restore"
+
+
+class WeightEvent(StrEnum):
+    """What changes the state of weights."""
+
+    #: a first reason to load them appeared.
+    QUEUE = "queue"
+    #: the last reason to load them is gone.
+    WITHDRAW = "withdraw"
+    #: their load starts.
+    LOAD = "load"
+    #: the end of their load is requested; it may still end well.
+    ABANDON = "abandon"
+    #: their load ended well.
+    LOADED = "loaded"
+    #: their load failed, or was abandoned.
+    NOT_LOADED = "not loaded"
+    #: they were on the device before the model was added.
+    ADOPT = "adopt"
+    #: a warm-up on them starts, or is retried.
+    WARM_UP = "warm up"
+    #: the warm-up ended, well or not.
+    WARMED_UP = "warmed up"
+    #: they are to be evicted as soon as they are free.
+    RELEASE = "release"
+    #: they are to stay after all.
+    KEEP = "keep"
+    #: they are evicted.
+    EVICT = "evict"
+    #: a failed load is not retried for a while.
+    BACK_OFF = "back off"
+    #: the back-off is over.
+    END_BACKOFF = "end of back-off"
+
+
+#: The table.
+TRANSITIONS: Mapping[tuple[WeightState, WeightEvent], WeightState] = {
+    (WeightState.ABSENT, WeightEvent.QUEUE): WeightState.QUEUED,
+    (WeightState.ABSENT, WeightEvent.ADOPT): WeightState.RESIDENT,
+    (WeightState.ABSENT, WeightEvent.BACK_OFF): WeightState.BACKOFF,
+    (WeightState.QUEUED, WeightEvent.WITHDRAW): WeightState.ABSENT,
+    (WeightState.QUEUED, WeightEvent.LOAD): WeightState.LOADING,
+    (WeightState.LOADING, WeightEvent.ABANDON): WeightState.LOADING,
+    (WeightState.LOADING, WeightEvent.LOADED): WeightState.RESIDENT,
+    (WeightState.LOADING, WeightEvent.NOT_LOADED): WeightState.ABSENT,
+    (WeightState.RESIDENT, WeightEvent.WARM_UP): WeightState.RESERVED,
+    (WeightState.RESIDENT, WeightEvent.RELEASE): WeightState.EVICTING,
+    (WeightState.RESIDENT, WeightEvent.EVICT): WeightState.ABSENT,
+    (WeightState.RESERVED, WeightEvent.WARM_UP): WeightState.RESERVED,
+    (WeightState.RESERVED, WeightEvent.WARMED_UP): WeightState.RESIDENT,
+    (WeightState.EVICTING, WeightEvent.KEEP): WeightState.RESIDENT,
+    (WeightState.EVICTING, WeightEvent.EVICT): WeightState.ABSENT,
+    (WeightState.BACKOFF, WeightEvent.QUEUE): WeightState.QUEUED,
+    (WeightState.BACKOFF, WeightEvent.END_BACKOFF): WeightState.ABSENT,
+}
+
+#: The instruction that an event is carried out by; events without one are bookkeeping.
+EFFECTS: Mapping[WeightEvent, str] = {
+    WeightEvent.LOAD: "LoadWeights",
+    WeightEvent.ABANDON: "AbandonLoad",
+    WeightEvent.WARM_UP: "WarmUp",
+    WeightEvent.EVICT: "EvictWeights",
+}
+
+#: States in which an execution could run on the weights, if nothing else forbids it.
+RUNNABLE = frozenset({WeightState.RESIDENT, WeightState.EVICTING})
+#: States in which the weights are on the device.
+ON_DEVICE = RUNNABLE | {WeightState.RESERVED}
+#: States in which the weights take bytes of the device.
+TAKING_BYTES = ON_DEVICE | {WeightState.LOADING}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.status import ask
+from rsrv.wire.socket import ask
 
 
 class Refused(Exception):

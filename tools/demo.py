@@ -27,7 +27,7 @@ from examples import digits
 from examples.build import SMALL
 from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
 from rsrv.hooks.text import as_text
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from triton_install import InstallError
 

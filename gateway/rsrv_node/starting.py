@@ -12,8 +12,7 @@ from typing import Any
 from rsrv.address import Address
 from rsrv.logs import fields
 from rsrv.wire.frames import ProtocolError
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from rsrv_node.plan import Worker
 
 log = logging.getLogger("rsrv.node")

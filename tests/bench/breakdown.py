@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.bench import models
 from tests.bench.load import Side, load
 from tests.bench.phases import served

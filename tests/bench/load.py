@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from local_triton import TritonServer
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.bench.figures import Sample
 from tests.bench.processes import CLIENT, Machine, cpu_seconds, server_processes
 from tests.bench.status import ModelStatus, model_status

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from local_triton import ServerFailed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.bench import chains, report
 from tests.bench.crowd import Questions, crowd, popularity
 from tests.bench.figures import Rounds, Swapping

@@ -22,8 +22,7 @@ import psutil
 from local_triton import LOOPBACK, TritonServer, free_ports
 from rsrv.control.stub_health import CONNECT
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import STRIKE, Record

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from examples import digits, mlp, two_sizes, v2_affine
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_bundle import Bundle, load_weights, read_bundle
 from rsrv_bundle.modules import as_exported, check_signatures, module_file
 from tests.e2e import bundles

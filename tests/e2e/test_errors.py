@@ -18,7 +18,7 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.e2e import bundles
 from tests.e2e.bundles import deed
 from tests.e2e.calls import (

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tritonclient.utils import InferenceServerException
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.fleets import RunningGateway, entry, running_gateway

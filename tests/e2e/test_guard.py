@@ -17,8 +17,7 @@ import pytest
 from rsrv.runtime.activity import Phase
 from rsrv.runtime.crash_history import read_slots
 from rsrv.wire import paths
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from rsrv_bundle.writer import write_weights
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from local_triton import LOOPBACK
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles, metas
 from tests.e2e.answers import LEAST_STEPS, stepped

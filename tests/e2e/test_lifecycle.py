@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from rsrv.control.triton import State, Triton
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome
 from tests.e2e.harness import RunningTriton, running_triton, wait_until

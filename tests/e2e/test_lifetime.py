@@ -18,8 +18,7 @@ import psutil
 import pytest
 
 from examples import mlp
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import deed

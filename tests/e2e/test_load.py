@@ -21,7 +21,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from examples import mlp, two_sizes
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS, deed

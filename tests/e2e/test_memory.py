@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, assert_same, at_once, caller
 from tests.e2e.harness import RunningTriton, StartTriton, wait_until

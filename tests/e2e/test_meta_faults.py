@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Caller, Refused, at_once, caller, outcome, refusal
 from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until

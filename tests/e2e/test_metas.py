@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import PROTOCOLS, Caller, Refused, at_once, caller, outcome
 from tests.e2e.harness import RunningTriton, running_triton, wait_until

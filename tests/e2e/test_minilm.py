@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rsrv.hooks.text import as_text
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.e2e.calls import PROTOCOLS, caller, refusal
 from tests.e2e.harness import RunningTriton
 from tests.examples.test_minilm import Direct

@@ -15,7 +15,7 @@ from examples import family, fno, unet
 from examples.build import MODELS
 from examples.resnet18 import hooks
 from rsrv.hooks.text import as_text
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_bundle import load_weights, read_bundle
 from rsrv_bundle.numerics import TOLERANCE
 from rsrv_gen import cli as rsrv_gen

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
 from tests.e2e.bundles import LEAST_STEPS

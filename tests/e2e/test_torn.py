@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e.calls import Refused, caller, outcome
 from tests.e2e.harness import RunningTriton, running_triton, wait_until

@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles

@@ -16,8 +16,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import psutil
 
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
 from tests.chaos import bundles
 from tests.chaos.figures import RIGHT, Record

@@ -22,8 +22,7 @@ from rsrv.stub.launch import greet
 from rsrv.wire.frames import Status, Submission
 from rsrv.wire.layout import Interface
 from rsrv.wire.paths import SOCKET, make_private, runtime_directory
-from rsrv.wire.socket import connect, listen
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import connect, listen, read_status
 from tests.bench.gpu.models import Model
 
 #: seconds that an answer may take

@@ -16,7 +16,7 @@ import jax
 import jax.dlpack
 import numpy as np
 
-from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.cuda import Driver
 from rsrv.runtime.cuda_memory import CPU, CUDA, Around
 from rsrv.runtime.device import Array

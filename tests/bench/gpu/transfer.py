@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Array, Device, Executable
 from rsrv.runtime.jax_device import JaxDevice
 from tests.bench.gpu.raw import computes_with, raw

@@ -16,8 +16,7 @@ import pytest
 
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Array, Device
-from rsrv.runtime.host import HostStore
-from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_weights import HostStore, PrivateMemory
 from rsrv.runtime.loop import Loop
 from rsrv.runtime.models import Model, build, warm_up
 from rsrv.runtime.policy import scheduler_settings
@@ -33,8 +32,7 @@ from rsrv.stub.replies import Responses
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
 from rsrv.wire.paths import SOCKET
-from rsrv.wire.socket import connect, listen
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import connect, listen, read_status
 from rsrv_bundle import read_bundle
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inspection import Inspector
@@ -100,9 +98,9 @@ StartRuntime = Callable[..., Runtime]
 
 @pytest.fixture
 def start_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRuntime]:
-    """Start a runtime at the same socket, where `rsrv.wire.status` finds it; every one is stopped at the end."""
+    """Start a runtime at the same socket, where `rsrv.wire.socket` finds it; every one is stopped at the end."""
     started: list[Runtime] = []
-    monkeypatch.setattr("rsrv.wire.status.runtime_directory", lambda server_pid, gpu: tmp_path)
+    monkeypatch.setattr("rsrv.wire.socket.runtime_directory", lambda server_pid, gpu: tmp_path)
 
     def start(
         settings: Settings | None = None,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Array
 
 _CONTEXT, _STREAM, _POOL = 7, 8, 9

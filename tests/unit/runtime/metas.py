@@ -27,7 +27,7 @@ from rsrv.stub.replies import RequestFailure, Responses, untag
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Array, Tensors
 from rsrv.wire.frames import Status
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.fakes import FakePbUtils, FakeRequest, FakeResponse
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from rsrv.settings import load_settings
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import Refused, command
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, until

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.control_supervisor import control_command, next_pause, steer
+from rsrv.runtime.child_processes import control_command, next_pause, steer
 from rsrv.wire.paths import CONTROL_LOCK, remove
 
 

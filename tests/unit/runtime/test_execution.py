@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import Job, RequestSlice, Staging, find_contiguous_runs, gather, scatter
+from rsrv.runtime.executor import Job, RequestSlice, Staging, find_contiguous_runs, gather, scatter
 from rsrv.runtime.models import Model
+from rsrv.runtime.transport import Connection
 from rsrv.wire.layout import Block, Interface, Tensor, Variant, aligned
 from tests.fakes import FakeDevice
 

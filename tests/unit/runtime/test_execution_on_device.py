@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.runtime.device import Array
-from rsrv.runtime.execution import AnySlice, CallSlice, Job, RequestSlice, gather, scatter
+from rsrv.runtime.executor import AnySlice, CallSlice, Job, RequestSlice, gather, scatter
 from rsrv.runtime.models import Model
 from rsrv.runtime.runs import Kept, Run
 from rsrv.wire.layout import NUMPY, Block, Interface, Tensor, Variant

@@ -15,10 +15,16 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from rsrv.runtime import host
-from rsrv.runtime.aligned import LARGE, Bytes
-from rsrv.runtime.host import HostCounts, HostStore
-from rsrv.runtime.host_memory import Block, HostMemoryError, PrivateMemory, SharedMemory
+from rsrv.runtime import host_weights
+from rsrv.runtime.allocation import LARGE, Bytes
+from rsrv.runtime.host_weights import (
+    Block,
+    HostCounts,
+    HostMemoryError,
+    HostStore,
+    PrivateMemory,
+    SharedMemory,
+)
 from rsrv_bundle import Bundle, BundleError, dtypes, load_weights, read_bundle
 from rsrv_bundle.weights import WeightsFile
 from tests.unit.bundle.forge import make_bundle
@@ -479,7 +485,7 @@ def test_memory_that_cannot_be_page_locked_is_used_all_the_same(
         raise OSError("no more")
 
     store = HostStore(PrivateMemory(), refuse)
-    with caplog.at_level(logging.WARNING, host.log.name):
+    with caplog.at_level(logging.WARNING, host_weights.log.name):
         weights = store.open(make(a=large(1), b=large(2)), keep=True)
 
     assert [record.getMessage() for record in caplog.records] == [

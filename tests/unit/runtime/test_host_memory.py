@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.runtime import host_memory
-from rsrv.runtime.aligned import LARGE, Bytes
-from rsrv.runtime.host_memory import Block, HostMemoryError, PrivateMemory, SharedMemory, fresh
+from rsrv.runtime import host_weights
+from rsrv.runtime.allocation import LARGE, Bytes
+from rsrv.runtime.host_weights import Block, HostMemoryError, PrivateMemory, SharedMemory, fresh
 from tests.unit.runtime.peers import Peer
 
 
@@ -370,7 +370,7 @@ def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no")
 
-    monkeypatch.setattr(host_memory, "_map", refuse)
+    monkeypatch.setattr(host_weights, "_map", refuse)
     with pytest.raises(HostMemoryError, match="max_map_count"):
         place(memory, 1)
 

@@ -11,9 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rsrv.runtime.aligned import LARGE
-from rsrv.runtime.host import HostStore, HostWeights
-from rsrv.runtime.host_memory import SharedMemory
+from rsrv.runtime.allocation import LARGE
+from rsrv.runtime.host_weights import HostStore, HostWeights, SharedMemory
 from tests.unit.runtime.weights import Array, large, small, write_bundle
 
 
@@ -77,7 +76,7 @@ class Runtimes(RuleBasedStateMachine):
         """The kernel closes everything and removes nothing; so does `close` when it may not unlink."""
         self.left |= self.held(runtime)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rsrv.runtime.host_memory.os.unlink", _refuse)
+            patch.setattr("rsrv.runtime.host_weights.os.unlink", _refuse)
             self.stop(runtime)
 
     @rule(runtime=st.integers(0, 1))

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.runs import Runs
+from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler import events as ev
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.wire import frames
 from rsrv.wire.calls import Call, Entrance, Leaving, Release, Spot, Where
 from rsrv.wire.frames import Completion, Status
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import write_meta
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rsrv.runtime.aligned import aligned_copy
+from rsrv.runtime.allocation import aligned_copy
 from rsrv.runtime.device import Abandoned, Array, DeviceError, Executable, OutOfMemory, Piece, run
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import describe

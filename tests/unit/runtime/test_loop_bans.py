@@ -8,7 +8,7 @@ import pytest
 from rsrv.runtime.activity import Activity
 from rsrv.runtime.device import Array
 from rsrv.runtime.executor import BAN_S, SLOW_S, WINDOW_S, Executor, LoopBans
-from rsrv.runtime.workers import Inbox
+from rsrv.runtime.threads import Inbox
 from tests.fakes import FakeDevice
 from tests.unit.runtime.conftest import build_here, double
 from tests.unit.runtime.test_pipelining import lay_out, take_ends

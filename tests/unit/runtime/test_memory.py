@@ -20,7 +20,7 @@ from rsrv.stub.replies import Responses
 from rsrv.stub.request import ClientRequest, Now
 from rsrv.stub.session import Session
 from rsrv.stub.tensors import Tensors
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.fakes import FakePbUtils, FakeRequest
 from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question

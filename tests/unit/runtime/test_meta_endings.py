@@ -14,7 +14,7 @@ import pytest
 
 from rsrv.settings import load_settings
 from rsrv.stub.direct import DirectRun
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime, StartRuntime
 from tests.unit.runtime.metas import ask, meta_engine, rows, send, write_meta

@@ -13,8 +13,7 @@ import pytest
 from rsrv.stub.connection import RuntimeConnection
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.session import Session
-from rsrv.wire.socket import Closed
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import Closed, read_status
 from tests.fakes import FakeError, FakeRequest
 from tests.runtime_commands import configure
 from tests.unit.bundle.forge import seal

@@ -20,7 +20,7 @@ from rsrv.stub.engine import Engine
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.tensors import Array
 from rsrv.wire.frames import Status
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.fakes import FakeError, FakeRequest, FakeResponse
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime, double, nothing_is_under_way, until
 from tests.unit.runtime.metas import FakeTriton, answer_of, assert_fails, assert_y, memory_of, model_engine

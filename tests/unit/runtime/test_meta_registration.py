@@ -15,8 +15,7 @@ import pytest
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import Kind, pack_json
-from rsrv.wire.socket import send
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status, send
 from tests.fakes import FakeRequest
 from tests.unit.bundle.forge import seal
 from tests.unit.runtime.conftest import Runtime

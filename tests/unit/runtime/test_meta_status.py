@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import write_meta
 

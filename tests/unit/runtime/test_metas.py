@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from tests.fakes import FakeRequest
 from tests.unit.runtime.conftest import Runtime
 from tests.unit.runtime.metas import ask, meta_engine, rows, write_meta

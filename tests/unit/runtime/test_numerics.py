@@ -19,7 +19,7 @@ from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.numerics import OVERRIDE, Computes, hardware_of, judge, probe, treatment
 from rsrv.settings import Numerics, SettingsError, load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import Signature, signature_of
 from rsrv_bundle.precision import Treatment, product, treat

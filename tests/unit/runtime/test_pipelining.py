@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 
 from rsrv.runtime.activity import Activity
-from rsrv.runtime.connection import Connection
 from rsrv.runtime.device import Array, Device
-from rsrv.runtime.execution import Job, RequestSlice
-from rsrv.runtime.executor import Executor, Failure
+from rsrv.runtime.executor import Executor, Failure, Job, RequestSlice
 from rsrv.runtime.jax_device import JaxDevice
 from rsrv.runtime.models import Model
-from rsrv.runtime.workers import Inbox
+from rsrv.runtime.threads import Inbox
+from rsrv.runtime.transport import Connection
 from rsrv.settings import Settings, load_settings
 from rsrv.stub.engine import Engine
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_bundle.export import export_bundle
 from tests.fakes import FakeError, FakeRequest, FakeResponse
 from tests.runtime_commands import configure

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime.host import HostStore
-from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_weights import HostStore, PrivateMemory
 from rsrv.runtime.models import build
 from rsrv.runtime.policy import Policy, scheduler_settings
 from rsrv.scheduler.events import Pause, Program

@@ -10,8 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from rsrv.runtime.host import HostStore
-from rsrv.runtime.host_memory import PrivateMemory
+from rsrv.runtime.host_weights import HostStore, PrivateMemory
 from rsrv.runtime.models import build, identify
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory
+from rsrv.runtime.host_weights import HostMemoryError, PrivateMemory
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.stub.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.runtime.timeline import Span, Timeline, answer
+from rsrv.runtime.timeline import DeviceSpan, Timeline
 from rsrv.scheduler import events as ev
 
 
@@ -24,11 +24,11 @@ def test_what_the_device_did() -> None:
     assert timeline.since(0) == (
         0,
         [
-            Span("load", "a@1", 10.5, 11.0),
-            Span("warm_up", "a@1", 11.0, 13.0),
-            Span("execute", "a@1", 13.75, 14.0, 3, 4, 2),
-            Span("execute", "a@1", 14.0, 14.5, 4, 4, 1, failed=True),
-            Span("evict", "a@1", 15.0, 15.0),
+            DeviceSpan("load", "a@1", 10.5, 11.0),
+            DeviceSpan("warm_up", "a@1", 11.0, 13.0),
+            DeviceSpan("execute", "a@1", 13.75, 14.0, 3, 4, 2),
+            DeviceSpan("execute", "a@1", 14.0, 14.5, 4, 4, 1, failed=True),
+            DeviceSpan("evict", "a@1", 15.0, 15.0),
         ],
     )
 
@@ -41,8 +41,8 @@ def test_loads_that_end_without_weights() -> None:
     timeline.happened(ev.LoadAbandoned("a@1", 1), 3.0)
     timeline.happened(ev.LoadFailed("a@1", 2, "no"), 4.0)
     assert timeline.since(0)[1] == [
-        Span("load", "a@1", 1.0, 3.0, failed=True),
-        Span("load", "a@1", 2.0, 4.0, failed=True),
+        DeviceSpan("load", "a@1", 1.0, 3.0, failed=True),
+        DeviceSpan("load", "a@1", 2.0, 4.0, failed=True),
     ]
 
 
@@ -50,7 +50,7 @@ def test_an_answer() -> None:
     """It says when spans began by how long that is ago, and where to go on."""
     timeline = Timeline()
     timeline.begins(ev.EvictWeights("a@1", 1), 15.0)
-    assert answer(timeline, "i", 0, 17.5) == {
+    assert timeline.answer("i", 0, 17.5) == {
         "instance": "i",
         "first": 0,
         "next": 1,

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rsrv.hooks import BadInput
-from rsrv.runtime.timeline import Timeline
-from rsrv.runtime.traces import Traces
+from rsrv.runtime.timeline import Timeline, Traces
 from rsrv.scheduler import events as ev
 from rsrv.settings import load_settings
 from rsrv.stub.calls import CallError
@@ -143,8 +142,8 @@ def test_spans_that_nobody_asks_for_are_forgotten() -> None:
     """The oldest first; the numbers show how many, and what stubs have dropped is told beside."""
     played = Played(length=3)
     told = [span(1, name, 1, 2) for name in "abcde"]
-    played.traces.told(told, 4)
-    played.traces.told([], 2)
+    played.traces.report(told, 4)
+    played.traces.report([], 2)
 
     assert played.traces.answer("i", 1) == {
         "instance": "i",

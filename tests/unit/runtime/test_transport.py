@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rsrv.runtime.connection import Connection
-from rsrv.runtime.transport import Transport
+from rsrv.runtime.transport import Connection, Transport
 from rsrv.wire.frames import Kind, hello, pack_ids, pack_json
 from rsrv.wire.socket import connect, listen, send
 

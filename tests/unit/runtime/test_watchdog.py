@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rsrv.runtime.activity import Activity, ActivitySlot, Phase, Task
 from rsrv.runtime.device import Array
-from rsrv.runtime.host import HostWeights
+from rsrv.runtime.host_weights import HostWeights
 from rsrv.runtime.models import warm_up
 from rsrv.runtime.watchdog import Watchdog, describe
 from rsrv.settings import load_settings

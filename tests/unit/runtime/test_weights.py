@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from rsrv.runtime.aligned import Bytes
+from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.device import DeviceError
-from rsrv.runtime.host import HostStore
+from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.models import identify
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
 from rsrv.wire.frames import Kind, read_header
-from rsrv.wire.status import read_status
+from rsrv.wire.socket import read_status
 from rsrv_bundle.weights import WeightsFile
 from tests.fakes import FakeError
 from tests.runtime_commands import Refused, compact, configure, set_residency

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rsrv.runtime.aligned import LARGE
+from rsrv.runtime.allocation import LARGE
 from rsrv_bundle import Bundle, read_bundle, writer
 from tests.unit.bundle.forge import GOOD, changed, make_bundle, seal
 

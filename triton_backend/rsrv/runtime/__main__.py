@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rsrv import logs
 from rsrv.limits import raise_limit
-from rsrv.runtime.heap import use_one_arena
+from rsrv.runtime.allocation import use_one_arena
 from rsrv.wire import paths
 from rsrv.wire.socket import listen
 
@@ -52,11 +52,10 @@ def main(argv: list[str] | None = None) -> int:
         server = os.pidfd_open(options.server_pid)
         # Only now are the heavy modules loaded: a broken installation is reported to who waits.
         from rsrv.runtime.activity import ActivitySlot, Task
-        from rsrv.runtime.control_supervisor import control_command, keep_steering
+        from rsrv.runtime.child_processes import control_command, end_orphans, keep_steering
         from rsrv.runtime.crash_history import BlackBox
         from rsrv.runtime.jax_device import JaxDevice
         from rsrv.runtime.loop import Loop
-        from rsrv.runtime.orphans import end_orphans
         from rsrv.runtime.policy import scheduler_settings
         from rsrv.runtime.watchdog import Watchdog, describe
         from rsrv.scheduler.scheduler import Scheduler

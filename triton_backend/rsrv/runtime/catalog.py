@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rsrv.runtime.connection import Connection, Registration
 from rsrv.runtime.models import Model
 from rsrv.runtime.policy import Policy
 from rsrv.runtime.state_feed import Entry, State, StateFeed, Weights
+from rsrv.runtime.transport import Connection, Registration
 
 
 @dataclass(slots=True)

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rsrv.explain import explain, nearest
-from rsrv.runtime.connection import Connection
 from rsrv.runtime.executor import LoopBans
 from rsrv.runtime.metrics import StubMetrics, metrics, overview
 from rsrv.runtime.profiling import Profiler, Refused
@@ -21,10 +20,9 @@ from rsrv.runtime.registry import Registry
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.status import load
-from rsrv.runtime.timeline import Timeline, answer
-from rsrv.runtime.traces import Traces
-from rsrv.runtime.transport import Transport
-from rsrv.runtime.workers import Inbox
+from rsrv.runtime.threads import Inbox
+from rsrv.runtime.timeline import Timeline, Traces
+from rsrv.runtime.transport import Connection, Transport
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import SettingsError
@@ -262,7 +260,7 @@ class Commands:
                 backlog = self._scheduler.backlog_seconds(self._clock())
                 return load(self._registry, self._state_feed.instance, self._scheduler.load(), backlog)
             case _Timeline(since=since):
-                return answer(self._timeline, self._state_feed.instance, since, self._clock())
+                return self._timeline.answer(self._state_feed.instance, since, self._clock())
             case _Traces(since=since):
                 return self._traces.answer(self._state_feed.instance, since)
             case _Metrics():

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from rsrv.runtime.activity import ActivitySlot
 from rsrv.runtime.device import Device, DeviceError
-from rsrv.runtime.host_memory import HostMemoryError
+from rsrv.runtime.host_weights import HostMemoryError
 from rsrv.runtime.numerics import Computes, probe
+from rsrv.runtime.threads import Inbox
 from rsrv.runtime.weight_mover import WeightMover
-from rsrv.runtime.workers import Inbox
 from rsrv.settings import Settings
 
 log = logging.getLogger("rsrv.equipment")

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from rsrv.histogram import LONG_SECONDS, Histogram
-from rsrv.runtime.aligned import Reuse
+from rsrv.runtime.allocation import Reuse
 from rsrv.runtime.compile_cache import CompileCache, CompileCacheError, make_private
 from rsrv.runtime.cuda import CudaError, Driver, client_options, has_plugin
 from rsrv.runtime.cuda_memory import Moving, WeightMemory

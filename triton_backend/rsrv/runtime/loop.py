@@ -13,22 +13,19 @@ from functools import partial
 from typing import Any, assert_never
 
 from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.child_processes import open_stub
 from rsrv.runtime.commands import Commands
-from rsrv.runtime.connection import Connection
 from rsrv.runtime.crash_history import BlackBox
 from rsrv.runtime.device import Device
-from rsrv.runtime.execution import CallSlice, Job
-from rsrv.runtime.executor import Executor, Failure
+from rsrv.runtime.executor import CallSlice, Executor, Failure, Job
 from rsrv.runtime.metrics import StubMetrics, figures
-from rsrv.runtime.orphans import open_stub
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.requests import Requests
 from rsrv.runtime.state_feed import StateFeed
 from rsrv.runtime.status import status
-from rsrv.runtime.timeline import Timeline
-from rsrv.runtime.traces import Traces
-from rsrv.runtime.transport import Transport
-from rsrv.runtime.workers import Inbox
+from rsrv.runtime.threads import Inbox
+from rsrv.runtime.timeline import Timeline, Traces
+from rsrv.runtime.transport import Connection, Transport
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings
@@ -221,7 +218,7 @@ class Loop:
             case Kind.SPANS:
                 if connection.group is None:
                     raise ProtocolError("SPANS before REGISTERED")
-                self._traces.told(*read_spans(unpack_json(frame)))
+                self._traces.report(*read_spans(unpack_json(frame)))
             case Kind.WATCH:
                 self._state_feed.watch(connection)
             case _:

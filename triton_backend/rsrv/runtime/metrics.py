@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rsrv.histogram import SECONDS, Histogram
-from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.status import memory
+from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.scheduler.events import Outcome, Reason
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Totals

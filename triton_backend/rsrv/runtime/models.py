@@ -13,7 +13,7 @@ import numpy as np
 from rsrv.logs import fields
 from rsrv.runtime.activity import ActivitySlot, Phase
 from rsrv.runtime.device import Array, Buffer, Device, Executable, run
-from rsrv.runtime.host import HostStore, HostWeights
+from rsrv.runtime.host_weights import HostStore, HostWeights
 from rsrv.runtime.numerics import treatment
 from rsrv.runtime.policy import terms
 from rsrv.scheduler.events import Program

@@ -11,8 +11,8 @@ from rsrv.runtime.device import CacheCounts, Device
 from rsrv.runtime.models import Model, about
 from rsrv.runtime.numerics import Computes
 from rsrv.runtime.policy import scheduler_settings
+from rsrv.runtime.threads import Worker
 from rsrv.runtime.weight_mover import Ended, WeightMover
-from rsrv.runtime.workers import Worker
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 

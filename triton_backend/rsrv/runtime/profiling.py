@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from rsrv.runtime.device import Device
-from rsrv.runtime.workers import Inbox
+from rsrv.runtime.threads import Inbox
 
 log = logging.getLogger("rsrv.profiling")
 

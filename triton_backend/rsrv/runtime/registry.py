@@ -9,19 +9,18 @@ from typing import Any
 
 from rsrv.logs import fields
 from rsrv.runtime.activity import Activity, Phase
+from rsrv.runtime.allocation import give_back
 from rsrv.runtime.catalog import Catalog, ModelEntry
-from rsrv.runtime.connection import Connection, MetaCounts, Registration
 from rsrv.runtime.crash_history import CrashHistory
 from rsrv.runtime.device import Device, DeviceError, OutOfMemory
 from rsrv.runtime.device_startup import DeviceStartup
-from rsrv.runtime.heap import give_back
-from rsrv.runtime.host_memory import HostMemoryError
+from rsrv.runtime.host_weights import HostMemoryError
 from rsrv.runtime.models import Model, Wanted, about, build, identify, to_json, warm_up, wire_tensors
 from rsrv.runtime.placement import Placement
 from rsrv.runtime.policy import Policy
 from rsrv.runtime.state_feed import StateFeed
-from rsrv.runtime.transport import Transport
-from rsrv.runtime.workers import Inbox, Worker
+from rsrv.runtime.threads import Inbox, Worker
+from rsrv.runtime.transport import Connection, MetaCounts, Registration, Transport
 from rsrv.scheduler import events as ev
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.settings import Settings

@@ -6,12 +6,11 @@ Belongs to the loop. Frames become the scheduler's requests here, and what the s
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
-from rsrv.runtime.connection import Connection
-from rsrv.runtime.execution import AnySlice, CallSlice, Job, RequestSlice
+from rsrv.runtime.executor import AnySlice, CallSlice, Job, RequestSlice
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run, Runs, find_sources, find_targets
-from rsrv.runtime.traces import Traces
-from rsrv.runtime.transport import Transport
+from rsrv.runtime.timeline import Traces
+from rsrv.runtime.transport import Connection, Transport
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance
 from rsrv.wire.frames import Completion, ProtocolError, Status

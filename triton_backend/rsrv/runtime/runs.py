@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rsrv.runtime.connection import Connection, Registration
 from rsrv.runtime.device import Array, Buffer
+from rsrv.runtime.transport import Connection, Registration
 from rsrv.scheduler import events as ev
 from rsrv.wire.calls import Call, Entrance, Spot, Where
 from rsrv.wire.frames import ProtocolError, Status

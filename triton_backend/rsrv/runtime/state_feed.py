@@ -3,8 +3,7 @@
 import secrets
 from typing import Any, Literal, NamedTuple
 
-from rsrv.runtime.connection import Connection
-from rsrv.runtime.transport import Transport
+from rsrv.runtime.transport import Connection, Transport
 from rsrv.wire.frames import Kind
 
 #: entries of what failed that are remembered

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from rsrv.runtime.catalog import Catalog, ModelEntry
-from rsrv.runtime.connection import MetaCounts, Registration
 from rsrv.runtime.device import Device
 from rsrv.runtime.registry import Registry
 from rsrv.runtime.runs import Run
+from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.runtime.weight_mover import WeightMover
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Load, ModelSnapshot, Snapshot

@@ -1,53 +1,58 @@
-"""What the device did of late: executions, warm-ups, loads of weights and evictions, one after the other."""
+"""Recent work of the device, and spans of traced requests: how long each waited, for which load, and its execution."""
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from rsrv.scheduler import events as ev
+from rsrv.wire.traces import Mark, Span
 
 T = TypeVar("T")
 
+#: device spans that are kept: half a minute of a thousand a second. About 5 MB.
+TIMELINE_LENGTH = 32_768
+#: device spans of one answer: serialising more would delay requests for milliseconds
+TIMELINE_ANSWER = 2_000
+#: spans of traced requests that are kept, and those of one answer
+TRACES_LENGTH, TRACES_ANSWER = 16_384, 500
+
+WorkKind = Literal["execute", "warm_up", "load", "evict"]
+SpanAttributes = dict[str, str | int | float]
+
 
 class RingBuffer(Generic[T]):
-    """The latest `length` of all that were ever added."""
+    """The latest `length` of all elements that were ever added."""
 
     def __init__(self, length: int) -> None:
         self._kept: deque[T] = deque(maxlen=length)
-        #: how many there ever were: the number of the next one
+        #: elements ever added: the number of the next one
         self.next = 0
 
-    def add(self, one: T) -> None:
-        self._kept.append(one)
+    def add(self, element: T) -> None:
+        self._kept.append(element)
         self.next += 1
 
     def since(self, number: int, most: int) -> tuple[int, list[T]]:
-        """Those from this number on, oldest first and at most so many, and the number of the first of them.
+        """Return at most `most` elements from this number on, oldest first, and the number of the first of them.
 
-        That is more than `number` where older ones are forgotten.
+        The number returned is larger than `number` if older elements are forgotten.
         """
         oldest = self.next - len(self._kept)
         first = min(max(number, oldest), self.next)
         return first, list(islice(self._kept, first - oldest, first - oldest + most))
 
 
-#: spans that are kept: half a minute of a thousand a second. About 5 MB.
-LENGTH = 32_768
-#: spans of one answer: putting more into words would hold up requests for milliseconds
-MOST = 2_000
+class DeviceSpan(NamedTuple):
+    """One piece of work of the device; an eviction takes no time."""
 
-Kind = Literal["execute", "warm_up", "load", "evict"]
-
-
-class Span(NamedTuple):
-    """Something that the device did; an eviction takes no time."""
-
-    kind: Kind
+    kind: WorkKind
     model: str
     #: on the loop's clock, seconds
     start: float
     end: float
-    #: useful rows, the compiled size, and how many requests: of executions
+    #: of executions: useful rows, the compiled size, and the number of requests
     rows: int = 0
     size: int = 0
     requests: int = 0
@@ -55,10 +60,10 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Belongs to the loop, which tells it all events, and those instructions that begin something."""
+    """Recent executions, warm-ups, loads and evictions. The loop passes in all events and the instructions that begin one."""
 
-    def __init__(self, length: int = LENGTH) -> None:
-        self._spans: RingBuffer[Span] = RingBuffer(length)
+    def __init__(self, length: int = TIMELINE_LENGTH) -> None:
+        self._spans: RingBuffer[DeviceSpan] = RingBuffer(length)
         self._executing: dict[int, ev.Execute] = {}
         self._loading: dict[tuple[str, int], float] = {}
         self._warming: dict[str, float] = {}
@@ -74,15 +79,15 @@ class Timeline:
             case ev.WarmUp():
                 self._warming[instruction.model] = now
             case ev.EvictWeights():
-                self._add(Span("evict", instruction.model, now, now))
+                self._add(DeviceSpan("evict", instruction.model, now, now))
 
-    def happened(self, event: ev.Event, now: float) -> Span | None:
-        """What ended with it; events that end nothing of what is shown are nothing here."""
+    def happened(self, event: ev.Event, now: float) -> DeviceSpan | None:
+        """Return the span that ended with the event, if one did."""
         match event:
             case ev.ExecutionFinished():
                 begun = self._executing.pop(event.dispatch)
                 return self._add(
-                    Span(
+                    DeviceSpan(
                         "execute",
                         begun.model,
                         now - event.seconds,
@@ -95,54 +100,184 @@ class Timeline:
                 )
             case ev.WeightsLoaded() | ev.LoadFailed() | ev.LoadAbandoned():
                 start = self._loading.pop((event.model, event.epoch))
-                # The link's own time where it is known: a load may have waited for evictions.
+                # The transfer's own time where it is known: a load may have waited for evictions.
                 if isinstance(event, ev.WeightsLoaded):
                     start = max(start, now - event.seconds)
-                return self._add(
-                    Span("load", event.model, start, now, failed=not isinstance(event, ev.WeightsLoaded))
-                )
+                failed = not isinstance(event, ev.WeightsLoaded)
+                return self._add(DeviceSpan("load", event.model, start, now, failed=failed))
             case ev.WarmUpEnded():
                 start = self._warming.pop(event.model, now)
-                return self._add(Span("warm_up", event.model, start, now, failed=event.costs is None))
+                return self._add(DeviceSpan("warm_up", event.model, start, now, failed=event.costs is None))
         return None
 
     @property
     def next(self) -> int:
-        """The number of the next span."""
+        """Number of the next span."""
         return self._spans.next
 
     def loading(self, model: str) -> float | None:
-        """When the load of a model's weights that is under way began."""
+        """Return the start of the model's load that is under way; None: there is none."""
         return min((start for (name, _), start in self._loading.items() if name == model), default=None)
 
-    def since(self, number: int, most: int = MOST) -> tuple[int, list[Span]]:
-        """As `RingBuffer.since`."""
+    def since(self, number: int, most: int = TIMELINE_ANSWER) -> tuple[int, list[DeviceSpan]]:
+        """Return spans as `RingBuffer.since` does."""
         return self._spans.since(number, most)
 
-    def _add(self, span: Span) -> Span:
+    def answer(self, instance: str, since: int, now: float) -> dict[str, Any]:
+        """Answer the command `timeline`; a span's start is given as seconds before `now`."""
+        first, spans = self.since(since)
+        return {
+            "instance": instance,
+            "first": first,
+            "next": first + len(spans),
+            "end": self.next,
+            "spans": [
+                (
+                    span.kind,
+                    span.model,
+                    round(now - span.start, 6),
+                    round(span.end - span.start, 6),
+                    span.rows,
+                    span.size,
+                    span.requests,
+                    span.failed,
+                )
+                for span in spans
+            ],
+        }
+
+    def _add(self, span: DeviceSpan) -> DeviceSpan:
         self._spans.add(span)
         return span
 
 
-def answer(timeline: Timeline, instance: str, since: int, now: float) -> dict[str, Any]:
-    """As the command `timeline` is answered: when spans began is seconds before now."""
-    first, spans = timeline.since(since)
-    return {
-        "instance": instance,
-        "first": first,
-        "next": first + len(spans),
-        "end": timeline.next,
-        "spans": [
-            (
-                s.kind,
-                s.model,
-                round(now - s.start, 6),
-                round(s.end - s.start, 6),
-                s.rows,
-                s.size,
-                s.requests,
-                s.failed,
-            )
-            for s in spans
-        ],
-    }
+@dataclass(slots=True, eq=False)
+class _TracedRequest:
+    """A request; times on the loop's clock, seconds."""
+
+    mark: Mark
+    #: the model's key
+    model: str
+    arrived: float | None = None
+    #: an execution of it has begun
+    executed: bool = False
+    #: loads of its model's weights that ended while it waited
+    loads: list[DeviceSpan] = field(default_factory=list)
+
+
+class Traces:
+    """Spans of traced requests, kept until the control process fetches them.
+
+    Belongs to the loop, which passes in what it passes to the timeline while `live` has a request. Requests that are
+    not traced cost nothing here.
+    """
+
+    def __init__(self, timeline: Timeline, length: int = TRACES_LENGTH) -> None:
+        self._timeline = timeline
+        self._spans: RingBuffer[Span] = RingBuffer(length)
+        #: spans that stubs have dropped so far
+        self._dropped = 0
+        #: traced requests that are not over, by their global ids
+        self.live: dict[int, _TracedRequest] = {}
+        #: executions with traced requests in them
+        self._executing: dict[int, tuple[ev.Execute, list[_TracedRequest]]] = {}
+
+    # --- events and instructions --------------------------------------------------------------------------
+
+    def begin(self, id: int, mark: Mark, model: str) -> None:
+        """Trace a request that is about to arrive."""
+        self.live[id] = _TracedRequest(mark, model)
+
+    def happened(self, event: ev.Event, ended: DeviceSpan | None, now: float) -> None:
+        """Take in an event; `ended`: the timeline's span that it ended."""
+        match event:
+            case ev.RequestsArrived(requests):
+                for request in requests:
+                    traced = self.live.get(request.id)
+                    if traced is not None:
+                        traced.arrived = now
+            case ev.ExecutionFinished(dispatch):
+                begun = self._executing.pop(dispatch, None)
+                if begun is not None and ended is not None:
+                    self._add_executions(*begun, ended)
+            case ev.WeightsLoaded(model) | ev.LoadFailed(model) | ev.LoadAbandoned(model):
+                for traced in self.live.values():
+                    if traced.model == model and not traced.executed and ended is not None:
+                        traced.loads.append(ended)
+
+    def executes(self, execute: ev.Execute, now: float) -> None:
+        """End the waiting of requests whose execution begins."""
+        traced = [request for id in execute.requests if (request := self.live.get(id)) is not None]
+        if not traced:
+            return
+        self._executing[execute.dispatch] = execute, traced
+        for request in traced:
+            if not request.executed:  # else this is the second try
+                request.executed = True
+                self._add_waiting(request, now, "")
+
+    def finished(self, finish: ev.Finish, now: float) -> None:
+        traced = self.live.pop(finish.request, None)
+        if traced is not None and not traced.executed:
+            reason = finish.outcome if finish.reason is None else finish.reason
+            self._add_waiting(traced, now, reason.value)
+
+    def report(self, spans: Sequence[Span], dropped: int) -> None:
+        """Take in a stub's spans and the number of those that it dropped."""
+        for span in spans:
+            self._spans.add(span)
+        self._dropped += dropped
+
+    def answer(self, instance: str, since: int) -> dict[str, Any]:
+        """Answer the command `traces`."""
+        first, spans = self._spans.since(since, TRACES_ANSWER)
+        return {
+            "instance": instance,
+            "first": first,
+            "next": first + len(spans),
+            "end": self._spans.next,
+            "dropped": self._dropped,
+            "spans": spans,
+        }
+
+    # --- spans --------------------------------------------------------------------------------------------
+
+    def _add_waiting(self, traced: _TracedRequest, now: float, error: str) -> None:
+        arrived = now if traced.arrived is None else traced.arrived
+        self._add(traced.mark, "queue", arrived, now, error, _attributes(traced.model))
+        for load in traced.loads:
+            failed = "the weights did not come" if load.failed else ""
+            start = max(load.start, arrived)
+            self._add(traced.mark, "load", start, load.end, failed, _attributes(traced.model, load))
+        loading = self._timeline.loading(traced.model)
+        if error and loading is not None:
+            start = max(loading, arrived)
+            self._add(traced.mark, "load", start, now, "still under way", _attributes(traced.model))
+
+    def _add_executions(
+        self, execute: ev.Execute, requests: Sequence[_TracedRequest], done: DeviceSpan
+    ) -> None:
+        attributes = _attributes(execute.model) | {
+            # Requests of one execution have this in common.
+            "rsrv.batch.id": execute.dispatch,
+            "rsrv.batch.size": done.size,
+            "rsrv.batch.rows": done.rows,
+            "rsrv.batch.requests": done.requests,
+        }
+        error = "the execution failed" if done.failed else ""
+        for traced in requests:
+            self._add(traced.mark, "execute", done.start, done.end, error, attributes)
+
+    def _add(
+        self, mark: Mark, name: str, start: float, end: float, error: str, attributes: SpanAttributes
+    ) -> None:
+        times = int(start * 1e9), int(end * 1e9)
+        self._spans.add(Span(mark.trace, mark.span, "", name, *times, error, attributes))
+
+
+def _attributes(key: str, load: DeviceSpan | None = None) -> SpanAttributes:
+    name, _, version = key.rpartition("@")
+    attributes: SpanAttributes = {"rsrv.model": name, "rsrv.version": version}
+    if load is not None:
+        attributes["rsrv.load.seconds"] = round(load.end - load.start, 6)
+    return attributes

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from rsrv.runtime.activity import ActivitySlot, Phase
 from rsrv.runtime.device import Abandoned, Array, Buffer, Device, OutOfMemory
-from rsrv.runtime.host import HostStore, HostWeights
-from rsrv.runtime.host_memory import HostMemoryError, PrivateMemory, SharedMemory
+from rsrv.runtime.host_weights import HostMemoryError, HostStore, HostWeights, PrivateMemory, SharedMemory
 from rsrv.runtime.models import Model, about
-from rsrv.runtime.workers import Inbox, Worker
+from rsrv.runtime.threads import Inbox, Worker
 from rsrv.scheduler import events as ev
 from rsrv.settings import Settings
 from rsrv_bundle import BundleError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.runtime import orphans
+from rsrv.runtime import child_processes
 
 _HANGS = "import signal; print(flush=True); signal.pause()"
 _HOLDS_A_REGION = """
@@ -24,7 +24,7 @@ signal.pause()
 
 @pytest.fixture
 def region() -> Iterator[Path]:
-    path = Path(f"{orphans._REGION}_test_{os.getpid()}")
+    path = Path(f"{child_processes._REGION}_test_{os.getpid()}")
     yield path
     path.unlink(missing_ok=True)
 
@@ -42,13 +42,13 @@ def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
     region: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it stays."""
-    monkeypatch.setattr(orphans, "_PATIENCE", 0.05)
+    monkeypatch.setattr(child_processes, "_PATIENCE", 0.05)
     process = start(_HOLDS_A_REGION, str(region))
-    stub = orphans.open_stub(process.pid, os.getpid())
+    stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None
     assert region.exists()
 
-    orphans.end_orphans({process.pid: stub})
+    child_processes.end_orphans({process.pid: stub})
 
     assert process.wait(10) == -signal.SIGKILL
     assert not region.exists()
@@ -58,11 +58,11 @@ def test_a_stub_that_hangs_is_killed_and_its_shared_memory_removed(
 def test_a_stub_that_ends_by_itself_is_left_alone() -> None:
     """No signal is sent, and nobody waits longer than it takes."""
     process = start(_HANGS)
-    stub = orphans.open_stub(process.pid, os.getpid())
+    stub = child_processes.open_stub(process.pid, os.getpid())
     assert stub is not None
     process.terminate()
 
-    orphans.end_orphans({process.pid: stub})
+    child_processes.end_orphans({process.pid: stub})
 
     assert process.wait(10) == -signal.SIGTERM
     os.close(stub)
@@ -72,8 +72,8 @@ def test_another_servers_child_is_no_stub_of_ours() -> None:
     """A tool that asks for the status must not be killed with the server."""
     process = start(_HANGS)
 
-    assert orphans.open_stub(process.pid, os.getppid()) is None
+    assert child_processes.open_stub(process.pid, os.getppid()) is None
 
     process.kill()
     process.wait(10)
-    assert orphans.open_stub(4194303, os.getpid()) is None
+    assert child_processes.open_stub(4194303, os.getpid()) is None

@@ -5,7 +5,7 @@ import sys
 
 _THREADS = """
 import threading
-from rsrv.runtime.heap import give_back, use_one_arena
+from rsrv.runtime.allocation import give_back, use_one_arena
 from pathlib import Path
 
 MIB = 2**20

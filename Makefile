@@ -36,7 +36,7 @@ $(FRAMEWORKS): $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,frameworks]'
 	@touch $@
 
-$(TRITON): $(VENV) tools/triton_install.py
+$(TRITON): $(VENV) triton_backend/rsrv/serve/triton_install.py
 	@echo "== .triton: tritonserver for this machine"
 	$(BIN)/python tools/local_triton.py install
 	@touch $@

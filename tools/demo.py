@@ -27,9 +27,9 @@ from examples import digits
 from examples.build import SMALL
 from local_triton import LOOPBACK, ServerFailed, TritonServer, free_ports
 from rsrv.hooks.text import as_text
+from rsrv.serve.triton_install import InstallError
 from rsrv.wire.socket import read_status
 from rsrv_gen import cli as rsrv_gen
-from triton_install import InstallError
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "digits"

@@ -6,7 +6,7 @@
 
 `install` fetches tritonserver 2.51 (24.10) with its Python backend from the wheel `nvidia-pytriton` and
 perf_analyzer from a `tritonclient` wheel, and makes the small environment that Triton's stub processes run in.
-It needs nothing but Python's standard library, and nothing is done twice. `serve` stays in the foreground on
+Nothing is done twice. `serve` stays in the foreground on
 Triton's usual ports; `run` serves on free ports for as long as a command runs and names them in `TRITON_HTTP_URL`
 and `TRITON_GRPC_URL`. Flags that these do not know are passed to tritonserver.
 
@@ -31,10 +31,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from triton_install import ROOT, Installation, InstallError, say
+from rsrv.serve.triton_install import Installation, InstallError, make_stub_environment
 
+ROOT = Path(__file__).resolve().parent.parent
+#: what `make` installs
+INSTALLATION = Installation.at(ROOT / ".triton", ROOT / ".triton")
 LOOPBACK = "127.0.0.1"
 EXEC_BOUND = ROOT / "gateway" / "rsrv_node" / "exec_bound.py"
+
+
+def say(text: str) -> None:
+    """Print one line of progress at once."""
+    print(f"local_triton: {text}", flush=True)
+
+
+def numpy2_bin() -> Path:
+    """Return `bin` of an environment for stubs with numpy 2, which is made at the first call."""
+    folder = INSTALLATION.own / "stub-numpy2"
+    if not (folder / "done").exists():
+        make_stub_environment(folder, "numpy>=2.1,<3\npillow>=10.1\ntokenizers>=0.21,<1\n")
+        (folder / "done").touch()
+    return folder / "bin"
 
 
 class ServerFailed(Exception):
@@ -88,7 +105,7 @@ class TritonServer:
         `client_shared_memory`.
         """
         self.model_repository = model_repository
-        self.installation = installation or Installation()
+        self.installation = installation or INSTALLATION
         # Ports are asked for only where none was given: each is closed again before the server opens it.
         ports = iter(free_ports(3))
         self.http_port = http_port or next(ports)
@@ -157,10 +174,13 @@ class TritonServer:
         return {"RSRV_RUNTIME_PYTHON": sys.executable, **os.environ, **fixed, **self.env}
 
     def start(self) -> Self:
-        """Starts the process and returns at once."""
-        if missing := self.installation.missing():
-            names = ", ".join(step.name for step in missing)
-            raise InstallError(f"not installed: {names}; run python tools/local_triton.py install")
+        """Start the process and return at once.
+
+        Raises:
+            InstallError: the installation is missing, or of other versions.
+        """
+        if not self.installation.is_installed():
+            raise InstallError("tritonserver is not installed here: run python tools/local_triton.py install")
         bound = [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
         with contextlib.ExitStack() as files:
             log = files.enter_context(self.log_path.open("ab")) if self.log_path else None
@@ -307,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "run", help="serve on free ports while the command after -- runs", allow_abbrev=False
     )
     for each in (install, serve, run):
-        each.add_argument("--dir", type=Path, default=Installation().folder, help="default: %(default)s")
+        each.add_argument("--dir", type=Path, default=INSTALLATION.folder, help="default: %(default)s")
     for each in (serve, run):
         each.add_argument("--model-repository", type=Path, required=True)
         each.add_argument("--log-file", type=Path, help="the server's output; default: ours")
@@ -322,13 +342,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         cut = arguments.index("--")
         arguments, command = arguments[:cut], arguments[cut + 1 :]
     options, flags = parser.parse_known_args(arguments)
-    installation = Installation(options.dir.absolute())
+    folder = options.dir.absolute()
+    installation = Installation.at(folder, folder)
     try:
         match options.verb:
             case "install":
                 if flags:
                     parser.error(f"unknown: {' '.join(flags)}")
-                installation.install()
+                installation.install(say)
                 say(f"ready in {installation.folder}")
                 return 0
             case "serve":

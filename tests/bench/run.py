@@ -15,12 +15,12 @@ from importlib import metadata
 from typing import Any
 
 from local_triton import ServerFailed
+from rsrv.serve.triton_install import InstallError
 from tests.bench import breakdown, decisions, metas, phases, report
 from tests.bench.figures import Rounds, Target, per_added_model
 from tests.bench.load import BenchFailed
 from tests.bench.phases import BUSY_CLIENTS, CLIENTS, IN_PLACE_MS, PLAIN, RSRV, Footprint, say
 from tests.bench.places import RESULT, ROOT, WORK
-from triton_install import InstallError
 
 PARTS = ("throughput", "memory", "busy", "decisions", "metas")
 

@@ -16,12 +16,11 @@ import psutil
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from local_triton import EXEC_BOUND, LOOPBACK
+from local_triton import EXEC_BOUND, INSTALLATION, LOOPBACK
 from rsrv.explain import read_yaml
 from rsrv.settings_fleet import WorkerEntry
 from tests.e2e.harness import compilation_cache, wait_until
 from tests.e2e.lives import COLUMNS
-from triton_install import Installation
 
 
 class RunningNode:
@@ -106,7 +105,7 @@ def running_node(bundles: Path, folder: Path, settings: str, *arguments: Any) ->
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
             + [sys.executable, "-m", "rsrv_node", str(bundles), "--config", str(config)]
-            + ["--directory", str(folder / "node"), "--tritonserver", str(Installation().launcher)]
+            + ["--directory", str(folder / "node"), "--tritonserver", str(INSTALLATION.launcher)]
             + [str(argument) for argument in arguments],
             env=environment,
             stdin=subprocess.DEVNULL,

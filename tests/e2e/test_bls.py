@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from local_triton import numpy2_bin
 from rsrv.wire.frames import Status
 from tests.e2e import called_model, calling_model
 from tests.e2e.called_model import ECHO, RAISE, TERMS, TOGETHER, WAIT
 from tests.e2e.calling_model import TIMEOUT, TOKENS
 from tests.e2e.calls import at_once, caller
 from tests.e2e.harness import RunningTriton, StartTriton, running_triton, wait_until
-from triton_install import Installation
 
 _MIRROR = '''
 class TritonPythonModel:
@@ -134,7 +134,7 @@ def test_the_run_and_the_deadline_arrive(server: RunningTriton) -> None:
 @pytest.mark.parametrize("pairing", ["numpy1", pytest.param("numpy2", marks=pytest.mark.long)])
 def test_tensors_of_every_dtype_go_and_come(start_triton: StartTriton, tmp_path: Path, pairing: str) -> None:
     """Small, empty and large ones, of any memory layout, also with the numpy that this Triton does not get on with."""
-    env = {"PATH": f"{Installation().numpy2_bin()}:{os.environ['PATH']}"} if pairing == "numpy2" else None
+    env = {"PATH": f"{numpy2_bin()}:{os.environ['PATH']}"} if pairing == "numpy2" else None
     repository = models(tmp_path)
     for name in ("one", "two"):
         shutil.rmtree(repository / name)

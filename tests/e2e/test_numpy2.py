@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from local_triton import numpy2_bin
 from rsrv_bundle.export import export_bundle
 from rsrv_gen import cli as rsrv_gen
 from tests.e2e import bundles
@@ -21,7 +22,6 @@ from tests.e2e.bundles import DTYPES, LEAST_STEPS
 from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, caller, random_u32, refusal
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.test_answers import varied
-from triton_install import Installation
 
 #: what the model with hooks takes and gives; rows long enough that memory used too late has changed
 HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -56,7 +56,7 @@ def numpy2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTriton]:
         )
     others = [bundles.ensure() / name for name in ("every_dtype", "exact", "axes", "elastic")]
     assert rsrv_gen.main([str(folder / "fresh"), *map(str, others), "-o", str(folder / "gen")]) == 0
-    path = f"{Installation().numpy2_bin()}:{os.environ.get('PATH', os.defpath)}"
+    path = f"{numpy2_bin()}:{os.environ.get('PATH', os.defpath)}"
     with running_triton(folder / "gen", folder / "server.log", env={"PATH": path}) as running:
         yield running
 

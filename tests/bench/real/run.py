@@ -23,6 +23,7 @@ from typing import Self
 import tritonclient.grpc
 
 from local_triton import ServerFailed
+from rsrv.serve.triton_install import InstallError
 from rsrv_bundle import read_bundle
 from scheduler_page import DOCS, rewrite, table
 from tests.bench.load import BenchFailed
@@ -33,7 +34,6 @@ from tests.bench.real.cases import CASES, Arrays, Case
 from tests.bench.real.page import Line, Rates, exported
 from tests.bench.real.page import served as served_table
 from tests.e2e.calls import tensors
-from triton_install import InstallError
 
 PAGE = DOCS / "models.md"
 RESULT = WORK / "models.json"

@@ -19,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rsrv.cli import gateway_commands
 
             return gateway_commands.run(options)
+        if options.command == "triton":
+            from rsrv.cli import serve_commands
+
+            return serve_commands.run(options)
         from rsrv.cli import server_commands
 
         return server_commands.run(options)
@@ -92,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
     profile = command("profile", "record what the runtime and its device do")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
+    help = "install a tritonserver for this user"
+    triton = commands.add_parser("triton", help=help, description=help)
+    verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    help = "fetch tritonserver 24.10, its Python backend and perf_analyzer (100 MB; Linux on x86-64)"
+    install = verbs.add_parser("install", help=help, description=help)
+    install.add_argument("--dir", type=Path, metavar="DIR", help="default: in the user's cache")
+    triton.set_defaults(command="triton")
     help = "several servers behind one endpoint"
     asked = _common("gateway", "rsrv-gateway", "gateway.control_listen")
     gateway = commands.add_parser("gateway", help=help, description=help, parents=[asked])

@@ -1,0 +1,65 @@
+"""Installing tritonserver for a user: what is refused, and that what is fetched fits the package."""
+
+import platform
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from rsrv.cli.main import main
+from rsrv.serve import triton_install
+from rsrv.serve.triton_install import Installation, InstallError, default_folder
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_another_machine_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On aarch64 the command names the ways that are left, and leaves no folder behind."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert main(["triton", "install", "--dir", str(tmp_path / "triton")]) == 1
+    assert "NVIDIA's container" in capsys.readouterr().err
+    assert not (tmp_path / "triton").exists()
+
+
+def test_a_wheel_with_another_checksum_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip refuses a file whose hash is not the expected one, and the step does not count as done."""
+    with zipfile.ZipFile(tmp_path / "pillow-13.0.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            "pillow-13.0.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: pillow\nVersion: 13.0.0\n"
+        )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(triton_install, "STUB", f"pillow==13.0.0 --hash=sha256:{'0' * 64}\n")
+    installation = Installation.at(tmp_path, tmp_path)
+    with pytest.raises(InstallError, match="THESE PACKAGES DO NOT MATCH THE HASHES"):
+        installation.install(lambda line: None)
+    assert not installation.is_installed()
+
+
+def test_environments_share_the_server_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two Python environments find one server, each with stubs and a command of its own, in the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    one = Installation.at(default_folder())
+    monkeypatch.setattr("sys.prefix", "/another/environment")
+    other = Installation.at(default_folder())
+    assert one.tritonserver == other.tritonserver
+    assert one.launcher != other.launcher
+    assert default_folder().is_relative_to(tmp_path)
+
+
+def test_the_stubs_packages_are_those_that_the_package_asks_for() -> None:
+    """Each pinned version satisfies the extra `hooks`, and each requirement of the extra is pinned."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = [Requirement(line.partition(" --hash")[0]) for line in triton_install.STUB.splitlines()]
+    versions = {one.name: str(one.specifier).removeprefix("==") for one in pinned}
+    for text in project["optional-dependencies"]["hooks"]:
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(versions[wanted.name]), text

@@ -76,7 +76,7 @@ class Admin:
         own = metrics.expose(
             self._leavers.without(gateway.plane.counts(), views, gateway.clock()),
             views,
-            gateway.status,
+            await gateway.status(),
             {name: None not in pages for name, pages in texts.items()},
         )
         found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]

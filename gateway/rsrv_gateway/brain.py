@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rsrv.placement.contract import Table, Worker
 from rsrv.placement.planner import Planner
-from rsrv.placement.status import Status
+from rsrv.placement.status import PlannerStatus
 from rsrv_gateway.members import Members
 from rsrv_gateway.plane import Plane
 from rsrv_gateway.probes import Errands, Probes
@@ -46,8 +46,6 @@ class Gateway:
         self._pause = pause
         self._drain = drain
         self.clock = clock
-        #: what the planner showed last; None: it has not looked yet
-        self.status: Status | None = None
         self._rounded = asyncio.Event()
         self._round_lock = asyncio.Lock()
         self._rounding: set[asyncio.Task[None]] = set()
@@ -115,7 +113,6 @@ class Gateway:
             try:
                 # Of a large fleet it takes longer than requests should wait.
                 plan = await asyncio.to_thread(self.planner.look, views, self.clock())
-                self.status = plan.status
                 alive = {name: worker for name, worker in workers.items() if views[name].alive}
                 if self._applied != (alive, plan.table):
                     await self.plane.apply(alive, plan.table)
@@ -128,6 +125,11 @@ class Gateway:
                 self._errands.send(step.act, step.worker, step.model)
             self._rounded.set()
             self._rounded = asyncio.Event()
+
+    async def status(self) -> PlannerStatus | None:
+        """Describe the planner after its last look; None before the first one."""
+        async with self._round_lock:
+            return await asyncio.to_thread(self.planner.status)
 
     async def next_round(self) -> None:
         """Returns after the next one that was carried out."""

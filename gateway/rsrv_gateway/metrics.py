@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rsrv.placement.contract import DURATION_BOUNDS, Counts, WorkerView
-from rsrv.placement.status import Status
+from rsrv.placement.contract import DURATION_BOUNDS, TrafficCounts, WorkerView
+from rsrv.placement.status import PlannerStatus
 
 V = TypeVar("V", int, float)
 
@@ -25,7 +25,7 @@ class Leavers:
         #: when each worker was there last
         self._there: dict[str, float] = {}
 
-    def without(self, counts: Counts, there: Iterable[str], now: float) -> Counts:
+    def without(self, counts: TrafficCounts, there: Iterable[str], now: float) -> TrafficCounts:
         """`counts` without those of workers that left more than ten minutes ago. `now`: seconds."""
         self._there.update(dict.fromkeys(there, now))
 
@@ -42,7 +42,10 @@ class Leavers:
 
 
 def expose(
-    counts: Counts, views: Mapping[str, WorkerView], status: Status | None, scraped: Mapping[str, bool]
+    counts: TrafficCounts,
+    views: Mapping[str, WorkerView],
+    status: PlannerStatus | None,
+    scraped: Mapping[str, bool],
 ) -> str:
     """`scraped`: whether each worker's own metrics are there, by name."""
     registry = CollectorRegistry(auto_describe=False)
@@ -58,7 +61,7 @@ class _Families(Collector):
         return self._families
 
 
-def _traffic(counts: Counts) -> Iterator[Metric]:
+def _traffic(counts: TrafficCounts) -> Iterator[Metric]:
     yield _counter(
         "rsrv_gateway_requests",
         "Inference requests that are over. No model: the client named none that there is, or was not let in; no worker: it "
@@ -122,7 +125,7 @@ def _workers(views: Mapping[str, WorkerView], scraped: Mapping[str, bool]) -> It
     )
 
 
-def _plan(status: Status | None) -> Iterator[Metric]:
+def _plan(status: PlannerStatus | None) -> Iterator[Metric]:
     if status is None or status.mode != "lpt_packing":
         return
     models, repacks = status.models, status.repacks

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from rsrv.placement.contract import Brain, Counts, Table, Worker
+from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contacts import Contacts
 from rsrv_gateway.grpc_plane import GrpcFront
@@ -36,7 +36,7 @@ class Plane:
         self.http.apply(workers)
         self._traffic.apply(workers, table)
 
-    def counts(self) -> Counts:
+    def counts(self) -> TrafficCounts:
         return self._traffic.counts()
 
     async def drain(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.placement.contract import Act, ModelView, Weights, Worker, WorkerView
+from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv_gateway.contacts import Contacts, Control
 from rsrv_gateway.probes import DEAD, ActError
 
@@ -29,7 +29,7 @@ _MOST_S = 1e9
 #: what Triton says to who has not the right key, with the name of that
 _RESTRICTED = re.compile("restricted, expecting header 'triton-grpc-protocol-([^']*)'")
 
-_WEIGHTS = {pb.WEIGHTS_LOADING: Weights.LOADING, pb.WEIGHTS_RESIDENT: Weights.RESIDENT}
+_WEIGHTS = {pb.WEIGHTS_LOADING: WeightsView.LOADING, pb.WEIGHTS_RESIDENT: WeightsView.RESIDENT}
 
 
 class _Late(Enum):
@@ -217,7 +217,7 @@ def _model(load: pb.ModelLoad) -> ModelView:
     told = load.HasField("batch_input")
     return ModelView(
         bytes=load.bytes,
-        weights=_WEIGHTS.get(load.weights, Weights.ABSENT),
+        weights=_WEIGHTS.get(load.weights, WeightsView.ABSENT),
         pinned=load.pinned,
         item_s=load.cost_s if load.HasField("cost_s") else None,
         queued=load.queued,

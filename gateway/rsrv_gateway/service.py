@@ -17,7 +17,7 @@ from rsrv.control.enums import member
 from rsrv.control.grpc_errors import Refused, Wrong, answers, steers
 from rsrv.control.server import Kind
 from rsrv.placement.planner import Planner
-from rsrv.placement.status import Status
+from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway import messages
 from rsrv_gateway.brain import Gateway
@@ -45,7 +45,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
 
     @answers
     async def GetStatus(self, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
-        gateway, status = self._gateway, self._status()
+        gateway, status = self._gateway, await self._status()
         models = [one for one in status.models if request.model in ("", one.name)]
         if request.model and not models:
             raise _unknown(request.model)
@@ -76,7 +76,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             planner.change(wanted)
 
         await self._gateway.steer(change)
-        warnings = list(self._status().warnings)
+        warnings = list((await self._status()).warnings)
         if later := sorted(paths & _LATER):
             warnings.append(f"{', '.join(later)}: from the next repack on")
         return pb.SetPolicyResponse(policy=messages.policy(self._planner.options), warnings=warnings)
@@ -90,8 +90,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         if request.model not in self._gateway.table and not request.allow_unknown:
             raise _unknown(request.model)
         await self._gateway.steer(lambda planner: planner.set_placement(request.model, **wanted))
-        warnings = list(self._status().warnings)
-        shown = next((one for one in self._status().models if one.name == request.model), None)
+        status = await self._status()
+        warnings = list(status.warnings)
+        shown = next((one for one in status.models if one.name == request.model), None)
         if shown is not None:
             count = len(shown.placed)
             if shown.effective_replicas != count:
@@ -107,9 +108,9 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         if not any(view.alive for view in gateway.probes.views().values()):
             raise Refused("UNAVAILABLE", "no worker answers, so there is nothing to pack onto")
         number = await gateway.steer(Planner.repack)
-        while request.wait and self._status().repacks.done < number:
+        while request.wait and (await self._status()).repacks.done < number:
             await gateway.next_round()
-        return pb.RepackResponse(repacks=messages.repacks(self._status().repacks, gateway.clock()))
+        return pb.RepackResponse(repacks=messages.repacks((await self._status()).repacks, gateway.clock()))
 
     @answers
     async def Locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
@@ -139,8 +140,8 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
             ]
         )
 
-    def _status(self) -> Status:
-        status = self._gateway.status
+    async def _status(self) -> PlannerStatus:
+        status = await self._gateway.status()
         if status is None:
             raise Refused("UNAVAILABLE", "the gateway has not looked at its workers yet")
         return status

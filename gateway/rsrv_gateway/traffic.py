@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 from rsrv.histogram import Histogram
-from rsrv.placement.contract import DURATION_BOUNDS, Brain, Counts, Durations, Table, Worker
+from rsrv.placement.contract import DURATION_BOUNDS, Brain, Durations, Table, TrafficCounts, Worker
 from rsrv.placement.routing import Choice, Mode, Router
 from rsrv_gateway.outcomes import Refusal, no_worker, not_found, not_served
 
@@ -91,8 +91,8 @@ class Traffic:
         key = (model if model in self.table else "", "", code)
         self._requests[key] = self._requests.get(key, 0) + 1
 
-    def counts(self) -> Counts:
-        return Counts(
+    def counts(self) -> TrafficCounts:
+        return TrafficCounts(
             requests=dict(self._requests),
             items=dict(self._items),
             load=self.router.loads(),

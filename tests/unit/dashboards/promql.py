@@ -12,9 +12,8 @@ import promql_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.placement.contract import DURATION_BOUNDS, Counts, Durations, WorkerView
-from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus
-from rsrv.placement.status import Status as GatewayStatus
+from rsrv.placement.contract import DURATION_BOUNDS, Durations, TrafficCounts, WorkerView
+from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerStatus
 from rsrv.stub.metrics import TritonMirror
 from rsrv.wire.frames import Status
 from rsrv_gateway.metrics import expose
@@ -69,7 +68,7 @@ def mirrored() -> Mapping[str, frozenset[str]]:
 
 def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
     """Of one that has something of everything."""
-    counts = Counts(
+    counts = TrafficCounts(
         requests={("m", "w", "OK"): 1},
         items={"m": 1},
         load={"w": 1.0},
@@ -80,7 +79,7 @@ def _of_a_gateway() -> Iterator[tuple[str, frozenset[str]]]:
     model = ModelStatus("m", ("w",), ("w",), (), (), 1, 1, 0.5, 1.0, 0.1, 10, 1, "least")
     worker = WorkerStatus("w", True, 1, 0.5, 0.5, 10, 20, False, 0.0)
     repacks = Repacks({"start": 1}, "start", 0.0, 1, 1, 0, 1.0, 2.0, 0, 0)
-    status = GatewayStatus("lpt_packing", 1, (model,), (worker,), repacks, ())
+    status = PlannerStatus("lpt_packing", 1, (model,), (worker,), repacks, ())
     text = expose(counts, {"w": WorkerView(True, instance="i")}, status, {"w": True})
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

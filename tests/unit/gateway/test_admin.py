@@ -14,7 +14,14 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control.grpc_server import ListenError
-from rsrv.placement.contract import DURATION_BOUNDS, Counts, Durations, ModelView, Weights, WorkerView
+from rsrv.placement.contract import (
+    DURATION_BOUNDS,
+    Durations,
+    ModelView,
+    TrafficCounts,
+    WeightsView,
+    WorkerView,
+)
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.merging import merge
 from rsrv_gateway.metrics import Leavers, expose
@@ -171,7 +178,7 @@ async def get(url: str) -> tuple[int, str]:
 @looped
 async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
     """A worker whose metrics do not come in time, or are a page for people, is left out, and shown to be."""
-    model = ModelView(400, Weights.RESIDENT)
+    model = ModelView(400, WeightsView.RESIDENT)
     view = WorkerView(True, frozenset({"m"}), "1", backlog_s=0.5, models={"m": model})
     async with triton(TRITON) as one, triton(None) as two, triton("away 5", "text/html") as three:
         section = {
@@ -186,7 +193,7 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
         }
         world = World(section, a=view, one=view, two=view, three=view)
         buckets = (3, 1, *([0] * (len(DURATION_BOUNDS) - 1)))
-        world.plane.counted = Counts(
+        world.plane.counted = TrafficCounts(
             {("m", "one", "OK"): 3, ("m", "one", "INTERNAL"): 1},
             {"m": 8},
             {"one": 1.5},
@@ -221,10 +228,10 @@ async def test_one_scrape_has_the_gateway_and_all_workers() -> None:
 
 def test_a_gateway_that_knows_no_server_says_so() -> None:
     """The numbers of servers are there also when all are 0, for an alert to see them."""
-    nobody = expose(Counts(), {}, None, {})
+    nobody = expose(TrafficCounts(), {}, None, {})
     assert 'rsrv_gateway_workers{state="up"} 0.0' in nobody.splitlines()
     three = {"a": WorkerView(True), "b": WorkerView(False), "c": WorkerView(True)}
-    some = expose(Counts(), three, None, {}).splitlines()
+    some = expose(TrafficCounts(), three, None, {}).splitlines()
     assert 'rsrv_gateway_workers{state="up"} 2.0' in some
     assert 'rsrv_gateway_workers{state="down"} 1.0' in some
 
@@ -232,7 +239,7 @@ def test_a_gateway_that_knows_no_server_says_so() -> None:
 def test_who_left_is_forgotten_after_a_while() -> None:
     """Ten minutes after it was there last; counters of others, and its own if it comes back, go on where they were."""
     leavers = Leavers()
-    counts = Counts(
+    counts = TrafficCounts(
         {("m", "a", "OK"): 3, ("m", "b", "OK"): 5, ("", "", "NOT_FOUND"): 1},
         {"m": 8},
         {"a": 1.0, "b": 0.0},

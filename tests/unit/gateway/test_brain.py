@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from rsrv.control.grpc_server import ListenError
-from rsrv.placement.contract import Act, Step, Table, Worker
+from rsrv.placement.contract import Act, Table, WeightAction, Worker
 from rsrv.placement.planner import Planner
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.plane import Plane
@@ -126,7 +126,10 @@ def test_steps_are_done_once_and_a_plan_that_cannot_be_made_changes_nothing() ->
     async def main() -> None:
         world = World(a="m")
         async with world.running():
-            world.planner.steps = (Step(Act.PREFETCH, "a:8001", "m"), Step(Act.EVICT, "gone", "m"))
+            world.planner.steps = (
+                WeightAction(Act.PREFETCH, "a:8001", "m"),
+                WeightAction(Act.EVICT, "gone", "m"),
+            )
             await asyncio.sleep(2)
             assert world.acts == ["a:8001 prefetch m"]
             for trouble in ("planner", "plane"):
@@ -239,8 +242,9 @@ async def test_settings_change_between_two_looks() -> None:
         await look
 
         assert (await steered, await repacked) == (False, 1)
-        assert world.gateway.status is not None
-        assert world.gateway.status.repacks.asked == 1
+        status = await world.gateway.status()
+        assert status is not None
+        assert status.repacks.asked == 1
 
 
 @looped

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.placement.contract import Act, ModelView, Weights, Worker, WorkerView
+from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.contacts import ContactError, Contacts
 from rsrv_gateway.prober import GrpcProber
@@ -74,8 +74,8 @@ async def test_a_worker_with_control_tells_all_that_the_planner_needs() -> None:
             budget_bytes=1000,
             backlog_s=0.5,
             models={
-                "a": ModelView(300, Weights.LOADING, True, 0.25, 1, 2, 5, 6, 4.5, 3, 8, ("x", 1)),
-                "b": ModelView(0, Weights.RESIDENT),
+                "a": ModelView(300, WeightsView.LOADING, True, 0.25, 1, 2, 5, 6, 4.5, 3, 8, ("x", 1)),
+                "b": ModelView(0, WeightsView.RESIDENT),
             },
             calls={"chain": frozenset({"a", "b"})},
         )

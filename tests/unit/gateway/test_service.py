@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rsrv.cli import main as cli
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.server import listen, listen_locally
-from rsrv.placement.contract import Counts, ModelView, Weights, WorkerView
+from rsrv.placement.contract import ModelView, TrafficCounts, WeightsView, WorkerView
 from rsrv.settings import ControlSection
 from rsrv_gateway.service import GATEWAY, GatewayService, Health
 from rsrv_gateway.v1 import gateway_pb2 as pb
@@ -29,7 +29,7 @@ PACKED = {"mode": "lpt_packing"}
 
 def worker(*models: str, budget: int = 1000) -> WorkerView:
     """With these models, of 400 bytes each, on its device."""
-    view = ModelView(400, Weights.RESIDENT, max_items=8, item_s=0.01, batch_input=("x", 0))
+    view = ModelView(400, WeightsView.RESIDENT, max_items=8, item_s=0.01, batch_input=("x", 0))
     return WorkerView(True, frozenset(models), "1", budget, models=dict.fromkeys(models, view))
 
 
@@ -73,7 +73,7 @@ async def test_the_status_has_workers_models_and_what_moves_them(tmp_path: Path)
     async with served(tmp_path, PACKED, a=worker("m", "n"), b=worker("m", "n"), c=worker()) as gateway:
         del gateway.world.ready["c"]
         gateway.world.gateway.failed("c:8001")
-        gateway.world.plane.counted = Counts(outstanding={("m", "a:8001"): 2, ("n", "a:8001"): 3})
+        gateway.world.plane.counted = TrafficCounts(outstanding={("m", "a:8001"): 2, ("n", "a:8001"): 3})
         while (status := await gateway.status()).workers[2].alive:
             pass
 
@@ -206,7 +206,7 @@ async def test_a_client_is_told_which_workers_to_ask(tmp_path: Path) -> None:
     ready = {name: worker("m", "n") for name in "abc"}
     async with served(tmp_path, {**PACKED, "replicas": 2}, **ready) as gateway:
         placed = (await gateway.status()).models[0].placed
-        gateway.world.plane.counted = Counts(load={placed[0]: 2.0, placed[1]: 1.0})
+        gateway.world.plane.counted = TrafficCounts(load={placed[0]: 2.0, placed[1]: 1.0})
         found = (await gateway.stub.Locate(pb.LocateRequest(model="m"))).workers
         assert [(one.worker, one.placed) for one in found[:2]] == [(placed[1], True), (placed[0], True)]
         assert (len(found), found[2].placed) == (3, False)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rsrv.control.grpc_server import ListenError
-from rsrv.placement.contract import Act, Counts, Step, Table, Worker, WorkerView
+from rsrv.placement.contract import Act, Table, TrafficCounts, WeightAction, Worker, WorkerView
 from rsrv.placement.planner import Plan, Planner
 from rsrv.settings_fleet import GatewaySection
 from rsrv_gateway.brain import Gateway
@@ -23,7 +23,7 @@ class FakePlanner(Planner):
 
     def __init__(self, section: GatewaySection) -> None:
         super().__init__(section)
-        self.steps: tuple[Step, ...] = ()
+        self.steps: tuple[WeightAction, ...] = ()
         self.broken = False
         self.looks = 0
         self.gate = threading.Event()
@@ -51,7 +51,7 @@ class FakePlane(Plane):
         self.log: list[str] = []
         self.applied: list[tuple[list[str], dict[str, tuple[str, ...]]]] = []
         self.refuses = ""
-        self.counted = Counts()
+        self.counted = TrafficCounts()
 
     async def start(self) -> None:
         self.log.append("start")
@@ -64,7 +64,7 @@ class FakePlane(Plane):
         self.log.append("apply")
         self.applied.append((list(workers), {name: routes.ready for name, routes in table.items()}))
 
-    def counts(self) -> Counts:
+    def counts(self) -> TrafficCounts:
         return self.counted
 
     async def drain(self, seconds: float) -> None:

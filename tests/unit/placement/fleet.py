@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rsrv.placement.contract import Act, ModelView, Step, Table, Weights, WorkerView
-from rsrv.placement.packing import Load, Packing, Room
+from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
+from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget
 from rsrv.placement.planner import Plan, Planner
 from rsrv.placement.routing import Router
+from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
 
 #: pause between two looks
@@ -30,7 +31,7 @@ class Model:
 class Copy:
     """A model at a worker."""
 
-    weights: Weights = Weights.ABSENT
+    weights: WeightsView = WeightsView.ABSENT
     until: float = 0.0
     used: float = 0.0
     queued: float = 0.0
@@ -73,7 +74,7 @@ class Fleet:
 
     def resident(self, worker: str) -> set[str]:
         copies = self.servers[worker].copies
-        return {name for name, copy in copies.items() if copy.weights is Weights.RESIDENT}
+        return {name for name, copy in copies.items() if copy.weights is WeightsView.RESIDENT}
 
     def views(self) -> dict[str, WorkerView]:
         return {name: self._view(server) for name, server in self.servers.items()}
@@ -107,13 +108,13 @@ class Fleet:
             calls=server.calls,
         )
 
-    def do(self, steps: Iterable[Step]) -> None:
+    def do(self, steps: Iterable[WeightAction]) -> None:
         for step in steps:
             copy = self.copy(step.worker, step.model)
             if step.act is Act.EVICT:
                 if copy.queued < 1:
-                    copy.weights = Weights.ABSENT
-            elif copy.weights is Weights.ABSENT:
+                    copy.weights = WeightsView.ABSENT
+            elif copy.weights is WeightsView.ABSENT:
                 self._load(step.worker, step.model)
 
     def restart(self, worker: str) -> None:
@@ -145,18 +146,20 @@ class Fleet:
                 copy = self.copy(worker, name)
                 copy.queued += 1
                 copy.used = self.now
-                if copy.weights is not Weights.RESIDENT:
+                if copy.weights is not WeightsView.RESIDENT:
                     self.misses.append((self.now, worker, name))
-                if copy.weights is Weights.ABSENT:
+                if copy.weights is WeightsView.ABSENT:
                     self._load(worker, name)
                 return
 
     def _work(self, worker: str, server: Server) -> None:
         for copy in server.copies.values():
-            if copy.weights is Weights.LOADING and copy.until <= self.now:
-                copy.weights = Weights.RESIDENT
+            if copy.weights is WeightsView.LOADING and copy.until <= self.now:
+                copy.weights = WeightsView.RESIDENT
         left = LOOK_S
-        busy = [(n, c) for n, c in server.copies.items() if c.weights is Weights.RESIDENT and c.queued >= 1]
+        busy = [
+            (n, c) for n, c in server.copies.items() if c.weights is WeightsView.RESIDENT and c.queued >= 1
+        ]
         for rest, (name, copy) in zip(range(len(busy), 0, -1), sorted(busy, key=_waiting), strict=True):
             cost = self.models[name].cost
             done = min(int(copy.queued), int(left / rest / cost))
@@ -168,17 +171,17 @@ class Fleet:
     def _load(self, worker: str, name: str) -> None:
         server = self.servers[worker]
         copy = self.copy(worker, name)
-        copy.weights, copy.until, copy.used = Weights.LOADING, self.now + self.load_s, self.now
+        copy.weights, copy.until, copy.used = WeightsView.LOADING, self.now + self.load_s, self.now
         if server.budget is None:
             return
         held = [
-            (c.used, n) for n, c in server.copies.items() if c.weights is not Weights.ABSENT and n != name
+            (c.used, n) for n, c in server.copies.items() if c.weights is not WeightsView.ABSENT and n != name
         ]
         total = self.models[name].bytes + sum(self.models[n].bytes for _, n in held)
         for _, other in sorted(held):
             if total <= server.budget:
                 break
-            server.copies[other].weights = Weights.ABSENT
+            server.copies[other].weights = WeightsView.ABSENT
             total -= self.models[other].bytes
 
 
@@ -191,12 +194,12 @@ class Script:
 
     def __init__(self, **placed: tuple[str, ...]) -> None:
         self.placed = placed
-        self.asked: list[tuple[dict[str, Load], dict[str, int | None], dict[str, Sequence[str]]]] = []
+        self.asked: list[tuple[dict[str, UnitLoad], dict[str, int | None], dict[str, Sequence[str]]]] = []
 
     def __call__(
         self,
-        loads: Sequence[Load],
-        rooms: Sequence[Room],
+        loads: Sequence[UnitLoad],
+        workers: Sequence[WorkerBudget],
         *,
         previous: Mapping[str, Sequence[str]],
         hysteresis: float,
@@ -205,13 +208,13 @@ class Script:
         self.asked.append(
             (
                 {load.name: load for load in loads},
-                {room.name: room.budget_bytes for room in rooms},
+                {worker.name: worker.budget_bytes for worker in workers},
                 dict(previous),
             )
         )
         placed = {}
         for load in loads:
-            allowed = load.allowed or frozenset(room.name for room in rooms)
+            allowed = load.allowed or frozenset(worker.name for worker in workers)
             wanted = [worker for worker in self.placed.get(load.name, ()) if worker in allowed]
             placed[load.name] = tuple(wanted or sorted(allowed)[: load.replicas])
         return Packing(placed=placed, utilisation={}, bytes={}, held=(), oversubscribed=())
@@ -239,6 +242,11 @@ class Scene:
             self.fleet.do(plan.steps)
         self.fleet.run([])
         return plan
+
+    def status(self) -> PlannerStatus:
+        status = self.planner.status()
+        assert status is not None
+        return status
 
     def settle(self, seconds: float = 5.0) -> Plan:
         for _ in range(round(seconds / LOOK_S)):

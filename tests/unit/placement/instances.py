@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from rsrv.placement.packing import Load, Room
+from rsrv.placement.packing import UnitLoad, WorkerBudget
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -16,8 +16,8 @@ MIB = 1 << 20
 class Instance:
     """Models and devices."""
 
-    loads: list[Load]
-    rooms: list[Room]
+    loads: list[UnitLoad]
+    workers: list[WorkerBudget]
     #: a placement within all budgets exists
     feasible: bool = False
 
@@ -76,7 +76,7 @@ def instance(seed: int) -> Instance:
     with_replicas, restricted = random.random() < 0.2, random.random() < 0.2
     names = [f"device{at:02d}" for at in range(devices)]
     loads = [
-        Load(
+        UnitLoad(
             f"model{at:03d}",
             work[at] / sum(work) * devices / 2,
             weights[at],
@@ -89,7 +89,7 @@ def instance(seed: int) -> Instance:
     ]
     return Instance(
         loads,
-        [Room(name, budget) for name, budget in zip(names, budgets, strict=True)],
+        [WorkerBudget(name, budget) for name, budget in zip(names, budgets, strict=True)],
         kind not in kinds and not with_replicas and not restricted,
     )
 
@@ -110,8 +110,8 @@ def jigsaw(seed: int) -> Instance:
     ]
     random.shuffle(weights)
     return Instance(
-        [Load(f"model{at:03d}", random.random(), weight) for at, weight in enumerate(weights)],
-        [Room(f"device{at:02d}", budget) for at, budget in enumerate(budgets)],
+        [UnitLoad(f"model{at:03d}", random.random(), weight) for at, weight in enumerate(weights)],
+        [WorkerBudget(f"device{at:02d}", budget) for at, budget in enumerate(budgets)],
         feasible=True,
     )
 
@@ -123,6 +123,6 @@ def catalogue(models: int, devices: int, full: float, seed: int = 0) -> Instance
     weights = [int(GIB * random.lognormvariate(0, 0.6)) for _ in range(models)]
     budget = max(int(sum(weights) / full / devices), *weights)
     return Instance(
-        [Load(f"model{at:05d}", work[at] / sum(work) * devices / 2, weights[at]) for at in range(models)],
-        [Room(f"device{at:04d}", budget) for at in range(devices)],
+        [UnitLoad(f"model{at:05d}", work[at] / sum(work) * devices / 2, weights[at]) for at in range(models)],
+        [WorkerBudget(f"device{at:04d}", budget) for at in range(devices)],
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv.placement.contract import ModelView, Weights, WorkerView
+from rsrv.placement.contract import ModelView, WeightsView, WorkerView
 from rsrv.placement.costs import Costs
 
 STEP = 2.0
@@ -20,7 +20,7 @@ def shown(
 ) -> ModelView:
     return ModelView(
         bytes=1,
-        weights=Weights.RESIDENT,
+        weights=WeightsView.RESIDENT,
         device_seconds=device_s,
         requests=requests,
         items=items,

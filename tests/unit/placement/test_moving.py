@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rsrv.placement.contract import Act, Step, Weights
+from rsrv.placement.contract import Act, WeightAction, WeightsView
 from rsrv.placement.moves import MOVE_LIMIT_S
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, Scene, Script, homes
 
@@ -24,13 +24,13 @@ def test_a_moved_model_is_warm_before_traffic_moves() -> None:
         plan = scene.look()
         seen.append((plan.table["a"].placed, scene.fleet.copy("w", "a").weights, plan.steps))
         if plan.table["a"].placed == ("v",):
-            assert plan.status.models[0].moving_to == ("w",)
+            assert scene.status().models[0].moving_to == ("w",)
 
     assert [steps for _, _, steps in seen if steps] == [
-        (Step(Act.PREFETCH, "w", "a"),),
-        (Step(Act.EVICT, "v", "a"),),
+        (WeightAction(Act.PREFETCH, "w", "a"),),
+        (WeightAction(Act.EVICT, "v", "a"),),
     ]
-    assert all(weights is Weights.RESIDENT for placed, weights, _ in seen if placed == ("w",))
+    assert all(weights is WeightsView.RESIDENT for placed, weights, _ in seen if placed == ("w",))
     assert [placed for placed, _, _ in seen] == [("v",)] * 6 + [("w",)] * 6
     assert scene.fleet.resident("v") == set()
 
@@ -63,7 +63,7 @@ def test_who_has_the_weights_serves_meanwhile() -> None:
     fleet = Fleet(["u", "v", "w"], {"a": Model()}, load_s=3.0)
     scene = Scene(fleet, Script(a=("v",)))
     scene.settle()
-    fleet.copy("u", "a").weights = Weights.RESIDENT
+    fleet.copy("u", "a").weights = WeightsView.RESIDENT
     scene.script.placed["a"] = ("w",)
     fleet.servers["v"].alive = False
 
@@ -79,7 +79,7 @@ def test_replicas_are_added_when_they_are_warm() -> None:
     scene.settle()
     scene.planner.set_placement("a", replicas=2)
     scene.script.placed["a"] = ("u", "w")
-    scene.fleet.copy("w", "a").weights = Weights.RESIDENT
+    scene.fleet.copy("w", "a").weights = WeightsView.RESIDENT
     scene.planner.repack()
 
     assert homes(scene.look().table) == {"a": ("v", "w")}
@@ -90,7 +90,7 @@ def test_the_old_home_keeps_the_weights_while_it_works() -> None:
     """Nothing is freed while requests wait or execute there, nor in the look at which the table changes."""
     scene = moving()
     copy = scene.fleet.copy("v", "a")
-    copy.weights = Weights.LOADING
+    copy.weights = WeightsView.LOADING
     copy.until, copy.queued = 1e9, 3
     for _ in range(40):
         plan = scene.look()
@@ -98,7 +98,7 @@ def test_the_old_home_keeps_the_weights_while_it_works() -> None:
 
     assert homes(plan.table) == {"a": ("w",)}
     copy.queued = 0
-    assert scene.look().steps == (Step(Act.EVICT, "v", "a"),)
+    assert scene.look().steps == (WeightAction(Act.EVICT, "v", "a"),)
 
 
 def test_an_old_home_that_others_use_is_left_to_them() -> None:
@@ -124,7 +124,7 @@ def test_a_model_that_comes_back_is_not_freed() -> None:
     assert homes(scene.look().table) == {"a": ("v",)}
     busy.queued = 0
 
-    assert [step for _ in range(10) for step in scene.look().steps] == [Step(Act.EVICT, "w", "a")]
+    assert [step for _ in range(10) for step in scene.look().steps] == [WeightAction(Act.EVICT, "w", "a")]
 
 
 def test_what_cannot_stay_is_not_fetched() -> None:
@@ -138,15 +138,15 @@ def test_what_cannot_stay_is_not_fetched() -> None:
     scene.script.placed.update(a=("w",))
     scene.planner.repack()
     plan = scene.look(do=False)
-    assert Step(Act.PREFETCH, "w", "a") in plan.steps
+    assert WeightAction(Act.PREFETCH, "w", "a") in plan.steps
     scene.script.placed.update(a=("v",), b=("v",))
     scene.planner.repack()
     plan = scene.look(do=False)
 
     assert homes(plan.table) == {"a": ("v",), "b": ("v",)}
     assert plan.steps == ()
-    assert [worker.oversubscribed for worker in plan.status.workers] == [True, False]
-    assert any("v cannot hold" in warning for warning in plan.status.warnings)
+    assert [worker.oversubscribed for worker in scene.status().workers] == [True, False]
+    assert any("v cannot hold" in warning for warning in scene.status().warnings)
 
 
 def test_what_was_done_at_the_old_home_does_not_count() -> None:
@@ -168,7 +168,7 @@ def test_what_gives_way_at_its_home_is_not_asked_for_again() -> None:
     """A worker that freed weights for others loads them with the next request, and not because of us."""
     scene = Scene(Fleet(["v"], {"a": Model()}), Script())
     scene.settle()
-    scene.fleet.copy("v", "a").weights = Weights.ABSENT
+    scene.fleet.copy("v", "a").weights = WeightsView.ABSENT
 
     assert scene.settle(20.0).steps == ()
     assert scene.fleet.resident("v") == set()
@@ -186,5 +186,5 @@ def test_traffic_does_not_wait_where_weights_are_swapped() -> None:
     scene.planner.repack()
     plan = scene.look(do=False)
 
-    assert Step(Act.PREFETCH, "w", "a") in plan.steps
+    assert WeightAction(Act.PREFETCH, "w", "a") in plan.steps
     assert homes(plan.table) == {"a": ("w",), "b": ("w",)}

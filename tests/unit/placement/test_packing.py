@@ -10,41 +10,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.placement.packing import Load, Packing, Room, pack
+from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget, pack
 from tests.unit.placement.instances import catalogue, jigsaw
 
-ROOMS = [Room("a", 100), Room("b", 100)]
+WORKERS = [WorkerBudget("a", 100), WorkerBudget("b", 100)]
 
 
 def peak(packing: Packing) -> float:
     return max(packing.utilisation.values())
 
 
-def moved(loads: Sequence[Load], before: Packing, after: Packing) -> float:
+def moved(loads: Sequence[UnitLoad], before: Packing, after: Packing) -> float:
     """Bytes that a device has to load, as a part of all bytes that are placed."""
     loaded = sum(load.bytes * len({*after.placed[load.name]} - {*before.placed[load.name]}) for load in loads)
     return loaded / sum(load.bytes * len(after.placed[load.name]) for load in loads)
 
 
-def drift(loads: Sequence[Load], random: Random) -> list[Load]:
+def drift(loads: Sequence[UnitLoad], random: Random) -> list[UnitLoad]:
     """The same with a load that is up to a tenth more or less."""
     return [
-        Load(load.name, load.utilisation * random.uniform(0.9, 1.1), load.bytes, load.replicas, load.allowed)
+        UnitLoad(
+            load.name, load.utilisation * random.uniform(0.9, 1.1), load.bytes, load.replicas, load.allowed
+        )
         for load in loads
     ]
 
 
-def lpt(loads: Sequence[Load], rooms: int) -> float:
-    """Load of the busiest room by LPT and nothing else."""
-    busy = [0.0] * rooms
+def lpt(loads: Sequence[UnitLoad], workers: int) -> float:
+    """Return the load of the busiest worker by LPT and nothing else."""
+    busy = [0.0] * workers
     for work in sorted((load.utilisation for load in loads), reverse=True):
         busy[busy.index(min(busy))] += work
     return max(busy)
 
 
-def check(loads: Sequence[Load], rooms: Sequence[Room], packing: Packing) -> None:
+def check(loads: Sequence[UnitLoad], workers: Sequence[WorkerBudget], packing: Packing) -> None:
     """What holds for every packing."""
-    names = {room.name for room in rooms}
+    names = {worker.name for worker in workers}
     work, weights = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     assert sorted(packing.placed) == sorted(load.name for load in loads)
     for load in loads:
@@ -53,15 +55,15 @@ def check(loads: Sequence[Load], rooms: Sequence[Room], packing: Packing) -> Non
         assert allowed.issuperset(placed)
         assert list(placed) == sorted(set(placed))
         assert len(placed) == min(load.replicas, len(allowed))
-        for room in placed:
-            work[room] += load.utilisation / len(placed)
-            weights[room] += load.bytes
+        for worker in placed:
+            work[worker] += load.utilisation / len(placed)
+            weights[worker] += load.bytes
     assert packing.bytes == weights
     assert packing.utilisation == pytest.approx(work, abs=1e-6)
     assert set(packing.oversubscribed) == {
-        room.name
-        for room in rooms
-        if room.budget_bytes is not None and weights[room.name] > room.budget_bytes
+        worker.name
+        for worker in workers
+        if worker.budget_bytes is not None and weights[worker.name] > worker.budget_bytes
     }
 
 
@@ -69,7 +71,7 @@ problems = st.integers(1, 6).flatmap(
     lambda count: st.tuples(
         st.lists(
             st.builds(
-                Load,
+                UnitLoad,
                 name=st.text("xyz", min_size=1, max_size=4),
                 utilisation=st.one_of(st.just(0.0), st.floats(0, 2)),
                 bytes=st.integers(0, 60),
@@ -80,7 +82,9 @@ problems = st.integers(1, 6).flatmap(
             unique_by=lambda load: load.name,
         ),
         st.lists(st.none() | st.integers(0, 120), min_size=count, max_size=count).map(
-            lambda budgets: [Room(name, budget) for name, budget in zip("abcdef", budgets, strict=False)]
+            lambda budgets: [
+                WorkerBudget(name, budget) for name, budget in zip("abcdef", budgets, strict=False)
+            ]
         ),
     )
 )
@@ -89,21 +93,21 @@ problems = st.integers(1, 6).flatmap(
 @given(problems, st.floats(0, 1), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=100)
 def test_any_problem(
-    problem: tuple[list[Load], list[Room]], hysteresis: float, forbid: bool, random: Random
+    problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float, forbid: bool, random: Random
 ) -> None:
     """Any models on any devices, and again when loads, models and devices have changed."""
-    loads, rooms = problem
-    first = pack(loads, rooms, hysteresis=hysteresis, forbid_oversubscription=forbid)
-    check(loads, rooms, first)
-    shuffled = random.sample(loads, len(loads)), random.sample(rooms, len(rooms))
+    loads, workers = problem
+    first = pack(loads, workers, hysteresis=hysteresis, forbid_oversubscription=forbid)
+    check(loads, workers, first)
+    shuffled = random.sample(loads, len(loads)), random.sample(workers, len(workers))
     assert pack(*shuffled, hysteresis=hysteresis, forbid_oversubscription=forbid) == first
 
-    loads = [*drift(loads[1:], random), Load("new", random.random(), 20)]
-    rooms = [*rooms[1:], Room("h", 70)]
+    loads = [*drift(loads[1:], random), UnitLoad("new", random.random(), 20)]
+    workers = [*workers[1:], WorkerBudget("h", 70)]
     previous = {name: random.sample(placed, len(placed)) for name, placed in first.placed.items()}
-    anew = pack(loads, rooms, hysteresis=hysteresis, forbid_oversubscription=forbid)
-    again = pack(loads, rooms, previous=previous, hysteresis=hysteresis, forbid_oversubscription=forbid)
-    check(loads, rooms, again)
+    anew = pack(loads, workers, hysteresis=hysteresis, forbid_oversubscription=forbid)
+    again = pack(loads, workers, previous=previous, hysteresis=hysteresis, forbid_oversubscription=forbid)
+    check(loads, workers, again)
     assert peak(again) <= (1 + hysteresis) * peak(anew) + 1e-6
     if forbid and not anew.oversubscribed:
         assert not again.oversubscribed
@@ -111,53 +115,54 @@ def test_any_problem(
 
 @given(problems, st.floats(0, 1))
 @settings(max_examples=100)
-def test_nothing_changed(problem: tuple[list[Load], list[Room]], hysteresis: float) -> None:
+def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float) -> None:
     """Packed again with what was seen before, nothing moves."""
-    loads, rooms = problem
-    packing = pack(loads, rooms, hysteresis=hysteresis)
+    loads, workers = problem
+    packing = pack(loads, workers, hysteresis=hysteresis)
     if not packing.oversubscribed:
-        again = pack(loads, rooms, previous=packing.placed, hysteresis=hysteresis)
+        again = pack(loads, workers, previous=packing.placed, hysteresis=hysteresis)
         assert again.placed == packing.placed
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=40), st.integers(1, 8))
-def test_no_worse_than_lpt(work: list[float], rooms: int) -> None:
+def test_no_worse_than_lpt(work: list[float], workers: int) -> None:
     """With memory for all, the busiest device is no busier than LPT makes it."""
-    loads = [Load(f"m{at}", value, 1) for at, value in enumerate(work)]
-    packing = pack(loads, [Room(f"r{at}", None) for at in range(rooms)])
-    assert peak(packing) <= lpt(loads, rooms) + 1e-6
+    loads = [UnitLoad(f"m{at}", value, 1) for at, value in enumerate(work)]
+    packing = pack(loads, [WorkerBudget(f"r{at}", None) for at in range(workers)])
+    assert peak(packing) <= lpt(loads, workers) + 1e-6
 
 
 @pytest.mark.parametrize("devices", range(2, 17))
 def test_where_lpt_is_at_its_worst(devices: int) -> None:
     """Graham's example of LPT at its bound: 2m + 1 models on m devices, where 3m would do and LPT needs 4m - 1."""
     sizes = [size for size in range(devices + 1, 2 * devices) for _ in range(2)] + [devices] * 3
-    loads = [Load(f"m{at:02d}", size, 1) for at, size in enumerate(sizes)]
+    loads = [UnitLoad(f"m{at:02d}", size, 1) for at, size in enumerate(sizes)]
     assert lpt(loads, devices) == 4 * devices - 1
     bound = 4 / 3 - 1 / (3 * devices)
     assert (
-        peak(pack(loads, [Room(f"r{at:02d}", None) for at in range(devices)])) <= bound * 3 * devices + 1e-9
+        peak(pack(loads, [WorkerBudget(f"r{at:02d}", None) for at in range(devices)]))
+        <= bound * 3 * devices + 1e-9
     )
 
 
 def test_the_least_busy_device_is_full() -> None:
     """A model goes to a busier device where the least busy has no memory for it."""
-    loads = [Load("hot", 0.8, 10), Load("warm", 0.3, 70), Load("cool", 0.2, 60)]
-    assert pack(loads, ROOMS).placed == {"cool": ("a",), "hot": ("a",), "warm": ("b",)}
+    loads = [UnitLoad("hot", 0.8, 10), UnitLoad("warm", 0.3, 70), UnitLoad("cool", 0.2, 60)]
+    assert pack(loads, WORKERS).placed == {"cool": ("a",), "hot": ("a",), "warm": ("b",)}
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_jigsaw(seed: int) -> None:
     """Models that fit only in one of very few ways are all placed within budgets."""
     puzzle = jigsaw(seed)
-    packing = pack(puzzle.loads, puzzle.rooms)
-    check(puzzle.loads, puzzle.rooms, packing)
+    packing = pack(puzzle.loads, puzzle.workers)
+    check(puzzle.loads, puzzle.workers, packing)
     assert not packing.oversubscribed
 
 
 def test_replicas() -> None:
     """Three replicas on two devices are two; each makes half of the work and takes all bytes."""
-    packing = pack([Load("m", 0.6, 40, replicas=3), Load("n", 0.1, 10)], ROOMS)
+    packing = pack([UnitLoad("m", 0.6, 40, replicas=3), UnitLoad("n", 0.1, 10)], WORKERS)
     assert packing.placed == {"m": ("a", "b"), "n": ("a",)}
     assert packing.utilisation == pytest.approx({"a": 0.4, "b": 0.3})
     assert packing.bytes == {"a": 50, "b": 40}
@@ -166,32 +171,34 @@ def test_replicas() -> None:
 def test_only_some_devices_are_allowed() -> None:
     """A model goes only where it may be, and nowhere if no such device is there."""
     loads = [
-        Load("m", 0.6, 40, allowed=frozenset("b")),
-        Load("n", 0.1, 10, allowed=frozenset("z")),
-        Load("o", 0.5, 1),
+        UnitLoad("m", 0.6, 40, allowed=frozenset("b")),
+        UnitLoad("n", 0.1, 10, allowed=frozenset("z")),
+        UnitLoad("o", 0.5, 1),
     ]
-    assert pack(loads, ROOMS).placed == {"m": ("b",), "n": (), "o": ("a",)}
+    assert pack(loads, WORKERS).placed == {"m": ("b",), "n": (), "o": ("a",)}
 
 
 def test_nothing_is_known_yet() -> None:
     """Models without any work are spread by their bytes."""
-    packing = pack([Load(f"m{at}", 0.0, 10 + at) for at in range(8)], ROOMS)
+    packing = pack([UnitLoad(f"m{at}", 0.0, 10 + at) for at in range(8)], WORKERS)
     assert abs(packing.bytes["a"] - packing.bytes["b"]) <= 2
-    assert {len([1 for placed in packing.placed.values() if placed == (room.name,)]) for room in ROOMS} == {4}
+    assert {
+        len([1 for placed in packing.placed.values() if placed == (worker.name,)]) for worker in WORKERS
+    } == {4}
 
 
 def test_no_devices() -> None:
     """Without a device nothing is placed."""
-    assert pack([Load("m", 0.5, 1)], []).placed == {"m": ()}
+    assert pack([UnitLoad("m", 0.5, 1)], []).placed == {"m": ()}
 
 
 def test_busy_models_are_resident() -> None:
     """More weights than memory: the busiest models have devices on which they fit together, the others share."""
-    loads = [Load(f"hot{at}", 0.3, 50) for at in range(4)] + [
-        Load(f"cold{at}", 0.001, 30) for at in range(20)
+    loads = [UnitLoad(f"hot{at}", 0.3, 50) for at in range(4)] + [
+        UnitLoad(f"cold{at}", 0.001, 30) for at in range(20)
     ]
-    packing = pack(loads, ROOMS)
-    check(loads, ROOMS, packing)
+    packing = pack(loads, WORKERS)
+    check(loads, WORKERS, packing)
     hot = [packing.placed[f"hot{at}"] for at in range(4)]
     assert sorted(hot) == [("a",), ("a",), ("b",), ("b",)]
     assert packing.bytes == {"a": 400, "b": 400}
@@ -200,16 +207,16 @@ def test_busy_models_are_resident() -> None:
 
 def test_one_model_is_too_large() -> None:
     """A model that fits on no device over-subscribes one, and no other is."""
-    loads = [Load("huge", 0.1, 150), *(Load(f"m{at}", 0.1, 30) for at in range(6))]
-    packing = pack(loads, [*ROOMS, Room("c", 100)])
+    loads = [UnitLoad("huge", 0.1, 150), *(UnitLoad(f"m{at}", 0.1, 30) for at in range(6))]
+    packing = pack(loads, [*WORKERS, WorkerBudget("c", 100)])
     assert packing.oversubscribed == packing.placed["huge"]
 
 
 def test_oversubscription_is_allowed() -> None:
     """Where swapping is allowed, busy models share a device although another has memory: work alone decides."""
-    loads = [Load("hot", 0.9, 10), Load("warm", 0.4, 80), Load("cool", 0.4, 80)]
-    assert pack(loads, ROOMS).oversubscribed == ()
-    packing = pack(loads, ROOMS, forbid_oversubscription=False)
+    loads = [UnitLoad("hot", 0.9, 10), UnitLoad("warm", 0.4, 80), UnitLoad("cool", 0.4, 80)]
+    assert pack(loads, WORKERS).oversubscribed == ()
+    packing = pack(loads, WORKERS, forbid_oversubscription=False)
     assert packing.placed == {"hot": ("a",), "warm": ("b",), "cool": ("b",)}
     assert packing.oversubscribed == ("b",)
 
@@ -217,57 +224,61 @@ def test_oversubscription_is_allowed() -> None:
 class TestHysteresis:
     """Models that have a device already."""
 
-    loads = (Load("m", 0.50, 10), Load("n", 0.45, 10), Load("o", 0.05, 10))
+    loads = (UnitLoad("m", 0.50, 10), UnitLoad("n", 0.45, 10), UnitLoad("o", 0.05, 10))
     home: Mapping[str, Sequence[str]] = {"m": ["a"], "n": ["b"], "o": ["a"]}
 
     def test_a_little_better_elsewhere(self) -> None:
         """A model stays on a device that is a little busier than another would be with it."""
-        packing = pack(self.loads, ROOMS, previous=self.home, hysteresis=0.2)
+        packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.2)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("a",)}
         assert packing.held == ("o",)
 
     def test_much_better_elsewhere(self) -> None:
         """It leaves one that is much busier, and is the one with the least bytes for what that gains."""
-        packing = pack(self.loads, ROOMS, previous=self.home, hysteresis=0.05)
+        packing = pack(self.loads, WORKERS, previous=self.home, hysteresis=0.05)
         assert packing.placed == {"m": ("a",), "n": ("b",), "o": ("b",)}
         assert packing.held == ()
 
-    @pytest.mark.parametrize("others", [[], [Load("o", 0.0, 50), Load("p", 0.0, 50)]], ids=["move", "swap"])
+    @pytest.mark.parametrize(
+        "others", [[], [UnitLoad("o", 0.0, 50), UnitLoad("p", 0.0, 50)]], ids=["move", "swap"]
+    )
     @pytest.mark.parametrize(("hot", "cool"), [("m", "n"), ("n", "m")])
-    def test_the_model_with_less_traffic_moves(self, hot: str, cool: str, others: list[Load]) -> None:
+    def test_the_model_with_less_traffic_moves(self, hot: str, cool: str, others: list[UnitLoad]) -> None:
         """Of two models of equal bytes that relieve their device alike, in either order of their names."""
-        loads = [Load(hot, 0.6, 50), Load(cool, 0.4, 50), *others]
+        loads = [UnitLoad(hot, 0.6, 50), UnitLoad(cool, 0.4, 50), *others]
         previous = {hot: ["a"], cool: ["a"], "o": ["b"], "p": ["b"]}
-        placed = pack(loads, ROOMS, previous=previous, hysteresis=0.1).placed
+        placed = pack(loads, WORKERS, previous=previous, hysteresis=0.1).placed
         assert (placed[hot], placed[cool]) == (("a",), ("b",))
 
     def test_a_device_is_gone(self) -> None:
         """Models of a device that is gone find another; the others stay."""
-        packing = pack(self.loads, [*ROOMS[1:], Room("c", 100)], previous=self.home, hysteresis=0.1)
+        packing = pack(self.loads, [*WORKERS[1:], WorkerBudget("c", 100)], previous=self.home, hysteresis=0.1)
         assert packing.placed == {"m": ("c",), "n": ("b",), "o": ("b",)}
 
     def test_a_device_is_new(self) -> None:
         """A new device gets its share of the work, and few bytes are loaded for that."""
         problem = catalogue(80, 9, 0.6)
-        before = pack(problem.loads, problem.rooms[:8])
-        after = pack(problem.loads, problem.rooms, previous=before.placed, hysteresis=0.1)
-        newest = problem.rooms[8].name
+        before = pack(problem.loads, problem.workers[:8])
+        after = pack(problem.loads, problem.workers, previous=before.placed, hysteresis=0.1)
+        newest = problem.workers[8].name
         mean = sum(after.utilisation.values()) / 9
         assert after.utilisation[newest] > 0.7 * mean
         assert moved(problem.loads, before, after) < 1 / 9
 
     def test_fewer_replicas(self) -> None:
         """A model that has more devices than it is to have keeps one of them."""
-        packing = pack([Load("m", 0.5, 10)], ROOMS, previous={"m": ["b", "a"]})
+        packing = pack([UnitLoad("m", 0.5, 10)], WORKERS, previous={"m": ["b", "a"]})
         assert packing.placed == {"m": ("a",)}
 
     @pytest.mark.parametrize("full", [0.5, 0.95, 2.0])
     def test_loads_change_a_little(self, full: float) -> None:
         """When each load changes by up to a tenth, hardly any bytes move."""
         problem = catalogue(150, 12, full)
-        before = pack(problem.loads, problem.rooms, hysteresis=0.1)
+        before = pack(problem.loads, problem.workers, hysteresis=0.1)
         loads = drift(problem.loads, Random(1))
-        assert moved(loads, before, pack(loads, problem.rooms, previous=before.placed, hysteresis=0.1)) < 0.05
+        assert (
+            moved(loads, before, pack(loads, problem.workers, previous=before.placed, hysteresis=0.1)) < 0.05
+        )
 
 
 @pytest.mark.long
@@ -280,12 +291,12 @@ def test_bytes_that_move(full: float) -> None:
         random = Random(seed)
         devices = random.randint(2, 16)
         problem = catalogue(random.randint(3 * devices, 200), devices, full, seed)
-        loads, last = problem.loads, pack(problem.loads, problem.rooms, hysteresis=0.1)
+        loads, last = problem.loads, pack(problem.loads, problem.workers, hysteresis=0.1)
         for _ in range(10):
             loads = drift(loads, random)
-            packing = pack(loads, problem.rooms, previous=last.placed, hysteresis=0.1)
+            packing = pack(loads, problem.workers, previous=last.placed, hysteresis=0.1)
             parts.append(moved(loads, last, packing))
-            worse.append(peak(packing) / peak(pack(loads, problem.rooms, hysteresis=0.1)))
+            worse.append(peak(packing) / peak(pack(loads, problem.workers, hysteresis=0.1)))
             last = packing
     mean = sum(parts) / len(parts)
     print(
@@ -302,16 +313,16 @@ def test_ten_thousand_models(full: float) -> None:
     """10,000 models on 1,000 devices are packed in under two seconds of one core, from nothing and again."""
     problem = catalogue(10_000, 1_000, full)
     start = process_time()
-    first = pack(problem.loads, problem.rooms, hysteresis=0.1)
+    first = pack(problem.loads, problem.workers, hysteresis=0.1)
     fresh = process_time() - start
     loads = drift(problem.loads, Random(1))
     start = process_time()
-    packing = pack(loads, problem.rooms, previous=first.placed, hysteresis=0.1)
+    packing = pack(loads, problem.workers, previous=first.placed, hysteresis=0.1)
     again = process_time() - start
     print(
         f"\n{full:.0%} full: {fresh:.2f} s, again {again:.2f} s, {moved(loads, first, packing):.2%} of the bytes move"
     )
-    check(loads, problem.rooms, packing)
+    check(loads, problem.workers, packing)
     assert bool(packing.oversubscribed) == (full > 1)
     # Twice the claim: the machine may have other work.
     assert max(fresh, again) < 4

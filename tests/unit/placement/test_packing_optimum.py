@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from ortools.sat.python import cp_model
 
-from rsrv.placement.packing import Load, Room, pack
+from rsrv.placement.packing import UnitLoad, WorkerBudget, pack
 from tests.unit.placement.instances import MIB, Instance, instance
 
 #: a utilisation of 1 for CP-SAT, which knows whole numbers only
@@ -29,12 +29,14 @@ class Optimum:
 def optimum(problem: Instance, effort: float) -> Optimum:
     """Solve it; `effort` is in CP-SAT's deterministic seconds, so that the answer does not depend on the machine."""
     model = cp_model.CpModel()
-    work: list[list[cp_model.LinearExprT]] = [[] for _ in problem.rooms]
-    weights: list[list[cp_model.LinearExprT]] = [[] for _ in problem.rooms]
+    work: list[list[cp_model.LinearExprT]] = [[] for _ in problem.workers]
+    weights: list[list[cp_model.LinearExprT]] = [[] for _ in problem.workers]
     loads = []
     for load in problem.loads:
         allowed = [
-            at for at, room in enumerate(problem.rooms) if load.allowed is None or room.name in load.allowed
+            at
+            for at, worker in enumerate(problem.workers)
+            if load.allowed is None or worker.name in load.allowed
         ]
         replicas = min(load.replicas, len(allowed))
         loads += [round(load.utilisation / replicas * ONE)] * replicas
@@ -43,10 +45,10 @@ def optimum(problem: Instance, effort: float) -> Optimum:
         for at, chosen in here.items():
             work[at].append(loads[-1] * chosen)
             weights[at].append(load.bytes // MIB * chosen)
-    busiest = model.new_int_var(max(-(-sum(loads) // len(problem.rooms)), *loads), sum(loads), "")
-    for at, room in enumerate(problem.rooms):
-        assert room.budget_bytes is not None
-        model.add(sum(weights[at]) <= room.budget_bytes // MIB)
+    busiest = model.new_int_var(max(-(-sum(loads) // len(problem.workers)), *loads), sum(loads), "")
+    for at, worker in enumerate(problem.workers):
+        assert worker.budget_bytes is not None
+        model.add(sum(weights[at]) <= worker.budget_bytes // MIB)
         model.add(sum(work[at]) <= busiest)
     model.minimize(busiest)
     solver = cp_model.CpSolver()
@@ -63,8 +65,8 @@ def memory_binds(problem: Instance) -> bool:
     """Whether budgets, or where models may be, keep them from where they would go by their work alone."""
     if any(load.replicas > 1 or load.allowed is not None for load in problem.loads):
         return True
-    free = pack(problem.loads, [Room(room.name, None) for room in problem.rooms])
-    return any(free.bytes[room.name] > (room.budget_bytes or 0) for room in problem.rooms)
+    free = pack(problem.loads, [WorkerBudget(worker.name, None) for worker in problem.workers])
+    return any(free.bytes[worker.name] > (worker.budget_bytes or 0) for worker in problem.workers)
 
 
 def compare(seeds: Sequence[int], effort: float) -> None:
@@ -72,7 +74,7 @@ def compare(seeds: Sequence[int], effort: float) -> None:
     ratios, beside, unknown, missed, loose = [], [], [], [], 0
     for seed in seeds:
         problem = instance(seed)
-        packing = pack(problem.loads, problem.rooms)
+        packing = pack(problem.loads, problem.workers)
         best = optimum(problem, effort)
         if packing.oversubscribed:
             if best.feasible:
@@ -87,7 +89,7 @@ def compare(seeds: Sequence[int], effort: float) -> None:
         beside.append(busiest / best.found)
         if not memory_binds(problem):
             loose += 1
-            devices = len(problem.rooms)
+            devices = len(problem.workers)
             assert busiest <= (4 / 3 - 1 / (3 * devices)) * best.bound + 1e-6, seed
     print(
         f"\n{len(ratios)} instances packed by both, {len(unknown)} only here, {len(missed)} only by CP-SAT; "
@@ -116,10 +118,10 @@ def test_a_bound_is_not_exceeded() -> None:
     """Without limits on memory no packing is above LPT's bound: 4/3 - 1/(3m) of the optimum on m devices."""
     for seed in range(20):
         problem = instance(seed)
-        devices = len(problem.rooms)
+        devices = len(problem.workers)
         # Few models on each device, where LPT is far from the optimum.
-        loads = [Load(load.name, load.utilisation, MIB) for load in problem.loads[: 2 * devices + 1]]
-        rooms = [Room(room.name, len(loads) * MIB) for room in problem.rooms]
-        best = optimum(Instance(loads, rooms), effort=0.1)
-        busiest = max(pack(loads, rooms).utilisation.values())
+        loads = [UnitLoad(load.name, load.utilisation, MIB) for load in problem.loads[: 2 * devices + 1]]
+        workers = [WorkerBudget(worker.name, len(loads) * MIB) for worker in problem.workers]
+        best = optimum(Instance(loads, workers), effort=0.1)
+        busiest = max(pack(loads, workers).utilisation.values())
         assert busiest <= (4 / 3 - 1 / (3 * devices)) * best.found + 1e-6, seed

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rsrv.placement.contract import Act, ModelView, Step, Weights, WorkerView
+from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView, WorkerView
 from rsrv.placement.planner import SETTLE_S, Planner
 from rsrv.placement.routing import Router
 from rsrv.settings_fleet import GatewayModelSection
@@ -85,9 +85,9 @@ def test_homes_from_the_start() -> None:
     plan = scene.look()
 
     assert homes(plan.table) == {"a": ("v",), "b": ("w",)}
-    assert set(plan.steps) == {Step(Act.PREFETCH, "v", "a"), Step(Act.PREFETCH, "w", "b")}
+    assert set(plan.steps) == {WeightAction(Act.PREFETCH, "v", "a"), WeightAction(Act.PREFETCH, "w", "b")}
     assert scene.look().steps == ()
-    assert plan.status.repacks.last == "start"
+    assert scene.status().repacks.last == "start"
 
 
 def test_a_start_with_missing_workers_waits_a_moment() -> None:
@@ -96,7 +96,7 @@ def test_a_start_with_missing_workers_waits_a_moment() -> None:
     scene.fleet.servers["u"].alive = False
     plan = scene.look()
     assert homes(plan.table) == {"a": ()}
-    assert any("not all workers" in warning for warning in plan.status.warnings)
+    assert any("not all workers" in warning for warning in scene.status().warnings)
 
     plan = scene.settle(SETTLE_S - LOOK_S)
     assert homes(plan.table) == {"a": ()}
@@ -107,7 +107,7 @@ def test_models_stay_where_their_weights_are() -> None:
     """A gateway that starts beside running workers leaves models where they are resident, if that is clear."""
     fleet = Fleet(["v", "w"], {"a": Model(), "b": Model(), "c": Model()})
     for worker, model in (("w", "a"), ("v", "b"), ("w", "b")):
-        fleet.copy(worker, model).weights = Weights.RESIDENT
+        fleet.copy(worker, model).weights = WeightsView.RESIDENT
     scene = Scene(fleet, Script(a=("v",), b=("v",), c=("v",)))
 
     plan = scene.look()
@@ -124,9 +124,9 @@ def test_pinned_weights_take_their_part_of_the_budget() -> None:
     scene = Scene(fleet, Script())
     scene.look()
 
-    loads, rooms, _ = scene.script.asked[0]
+    loads, workers, _ = scene.script.asked[0]
     assert {name: load.bytes for name, load in loads.items()} == {"a": 0, "b": 5}
-    assert rooms == {"v": 13, "w": 13}
+    assert workers == {"v": 13, "w": 13}
 
 
 def test_a_meta_model_and_what_it_calls_are_together() -> None:
@@ -144,9 +144,9 @@ def test_a_meta_model_and_what_it_calls_are_together() -> None:
     scene.planner.repack()
     scene.look(do=False)
     for model in "ab":
-        fleet.copy("w", model).weights = Weights.RESIDENT
+        fleet.copy("w", model).weights = WeightsView.RESIDENT
     assert homes(scene.look(do=False).table)["m"] == ("v",)
-    fleet.copy("w", "c").weights = Weights.RESIDENT
+    fleet.copy("w", "c").weights = WeightsView.RESIDENT
     assert homes(scene.look().table) == dict.fromkeys("abcdmn", ("w",))
 
 
@@ -161,7 +161,7 @@ def test_a_meta_model_torn_apart_is_told() -> None:
     plan = scene.look()
 
     assert homes(plan.table) == {"a": ("v",), "b": ("w",), "m": ("v",)}
-    assert any(warning.startswith("m and the models that it calls") for warning in plan.status.warnings)
+    assert any(warning.startswith("m and the models that it calls") for warning in scene.status().warnings)
 
 
 def test_a_meta_model_charges_what_it_calls() -> None:
@@ -196,9 +196,10 @@ def test_consumed_device_seconds_repack() -> None:
         fleet.copy("v", "a").device_s = n * LOOK_S
         if n == 200:
             scene.planner.repack()
-        plan = scene.look()
-        if plan.status.repacks.last_at == fleet.now - LOOK_S and plan.status.repacks.last != "start":
-            at.append((plan.status.repacks.last, n * LOOK_S))
+        scene.look()
+        repacks = scene.status().repacks
+        if repacks.last_at == fleet.now - LOOK_S and repacks.last != "start":
+            at.append((repacks.last, n * LOOK_S))
 
     assert at == [
         ("work", 10.0),
@@ -209,9 +210,9 @@ def test_consumed_device_seconds_repack() -> None:
         ("work", 160.0),
         ("work", 190.0),
     ]
-    assert plan.status.repacks.counts == {"start": 1, "work": 6, "operator": 1}
-    assert (plan.status.repacks.asked, plan.status.repacks.done) == (1, 1)
-    assert plan.status.repacks.threshold_device_s == 30
+    assert scene.status().repacks.counts == {"start": 1, "work": 6, "operator": 1}
+    assert (scene.status().repacks.asked, scene.status().repacks.done) == (1, 1)
+    assert scene.status().repacks.threshold_device_s == 30
 
 
 def test_a_model_is_where_it_executed_since_the_last_repack() -> None:
@@ -250,7 +251,7 @@ def test_a_worker_that_joins_is_used_when_it_has_settled() -> None:
 
     assert joined == 1
     assert len(scene.script.asked) == 2
-    assert plan.status.repacks.last == "membership"
+    assert scene.status().repacks.last == "membership"
     assert homes(plan.table)["b"] == ("w",)
 
 
@@ -265,8 +266,9 @@ def test_only_models_without_a_home_move_when_a_worker_dies() -> None:
 
     assert homes(plan.table) == {"a": ("w",), "b": ("v",)}
     assert scene.script.asked[-1][0]["b"].allowed == frozenset("v")
-    assert plan.status.repacks.last == "homes"
-    assert scene.settle().status.repacks.last == "membership"
+    assert scene.status().repacks.last == "homes"
+    scene.settle()
+    assert scene.status().repacks.last == "membership"
 
 
 def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
@@ -283,7 +285,7 @@ def test_a_worker_that_misses_a_probe_gets_its_models_back() -> None:
 
     plan = scene.look()
     assert homes(plan.table) == before
-    assert not plan.status.workers[0].oversubscribed
+    assert not scene.status().workers[0].oversubscribed
     plan = scene.settle(10.0)
     assert homes(plan.table) == before
     assert fleet.resident("v") == {name for name, home in before.items() if home == ("v",)}
@@ -313,7 +315,7 @@ def test_a_control_service_that_is_away_moves_nothing() -> None:
 
     assert plan.table == table
     assert len(scene.script.asked) == packed
-    assert any("control services of v" in warning for warning in plan.status.warnings)
+    assert any("control services of v" in warning for warning in scene.status().warnings)
 
 
 def test_workers_without_a_control_service_get_what_nobody_else_serves() -> None:
@@ -339,8 +341,8 @@ def test_replicas_and_quanta_follow_the_settings() -> None:
     scene.planner.set_placement("a", replicas=1, fill="rr", fill_factor=1.5)
     plan = scene.look()
     assert (plan.table["a"].quantum, plan.table["a"].fill) == (12, "rr")
-    assert (plan.status.models[0].replicas, plan.table["a"].placed) == (1, ("u", "v"))
-    assert plan.status.generation == 1
+    assert (scene.status().models[0].replicas, plan.table["a"].placed) == (1, ("u", "v"))
+    assert scene.status().generation == 1
     scene.planner.change(options(route="spread"))
     assert scene.look().table["a"].quantum == 1
 
@@ -352,7 +354,18 @@ def test_the_largest_figures_that_are_believed(mode: str) -> None:
     most = 2**64 - 1
     for look in range(4):
         shown = ModelView(
-            most, Weights.RESIDENT, False, 1e9, most, most, look, look, 1e9 * look / 4, most, most, ("x", 0)
+            most,
+            WeightsView.RESIDENT,
+            False,
+            1e9,
+            most,
+            most,
+            look,
+            look,
+            1e9 * look / 4,
+            most,
+            most,
+            ("x", 0),
         )
         view = WorkerView(True, frozenset("m"), "1", most, 1e9, {"m": shown})
         plan = planner.look({"v": view, "w": view}, 2.5 * look)
@@ -376,9 +389,12 @@ def test_a_server_that_is_named_twice_is_told(mode: str) -> None:
     fleet = Fleet(["u", "v", "w"], {"a": Model()})
     fleet.servers["v"].instance = "w"
 
-    warnings = Planner(options(mode=mode)).look(fleet.views(), 0.0).status.warnings
+    planner = Planner(options(mode=mode))
+    planner.look(fleet.views(), 0.0)
+    status = planner.status()
 
-    assert [warning.partition(" are one server")[0] for warning in warnings] == ["v, w"]
+    assert status is not None
+    assert [warning.partition(" are one server")[0] for warning in status.warnings] == ["v, w"]
 
 
 def test_nothing_is_served() -> None:
@@ -388,4 +404,7 @@ def test_nothing_is_served() -> None:
     assert planner.look({}, 0.0).table == {}
     assert planner.look({"v": WorkerView(alive=False)}, 100.0).table == {}
     assert planner.look({"v": WorkerView(alive=True, instance="i")}, 200.0).table == {}
-    assert planner.look({"v": WorkerView(alive=True)}, 300.0).status.repacks.counts == {}
+    assert planner.look({"v": WorkerView(alive=True)}, 300.0).table == {}
+    status = planner.status()
+    assert status is not None
+    assert status.repacks.counts == {}

@@ -26,7 +26,7 @@ class Worker:
     control: str | None = None
 
 
-class Weights(Enum):
+class WeightsView(Enum):
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
@@ -38,7 +38,7 @@ class ModelView:
 
     #: device bytes of its weights
     bytes: int
-    weights: Weights
+    weights: WeightsView
     #: whether weights stay on the device whatever the gateway says
     pinned: bool = False
     #: expected device seconds per item, at the size where that is least; None: never executed
@@ -107,7 +107,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class WeightAction:
     """Something to ask of a worker's control service."""
 
     act: Act
@@ -126,7 +126,7 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class TrafficCounts:
     """What a plane has done since its start, and what is under way. Names that clients made up are not in it."""
 
     #: inference requests that are over, by model, worker (empty: none was asked) and gRPC code by name, such as "OK"

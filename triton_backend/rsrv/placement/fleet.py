@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rsrv.placement.contract import ModelView, Weights, WorkerView
+from rsrv.placement.contract import ModelView, WeightsView, WorkerView
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class FleetModel:
     """One model, over all workers that are alive."""
 
     #: where it is ready, by name
@@ -45,7 +45,7 @@ class Fleet:
     #: workers that are alive, by name
     views: Mapping[str, WorkerView]
     #: all models that a member serves, or served when it was last seen
-    models: Mapping[str, Model]
+    models: Mapping[str, FleetModel]
     #: what is packed, by name
     units: tuple[Unit, ...]
     #: meta models whose called models are not all ready on one worker
@@ -55,7 +55,7 @@ class Fleet:
         """Whether all weights that a unit needs are on this worker's device, as far as it says anything."""
         models = self.views[worker].models
         return all(
-            view.weights is Weights.RESIDENT or view.bytes == 0
+            view.weights is WeightsView.RESIDENT or view.bytes == 0
             for view in map(models.get, unit.models)
             if view is not None
         )
@@ -74,12 +74,12 @@ def survey(alive: Mapping[str, WorkerView], absent: Iterable[WorkerView]) -> Fle
     models = _models(views)
     for view in absent:
         for name in view.ready:
-            models.setdefault(name, Model(ready=()))
+            models.setdefault(name, FleetModel(ready=()))
     units, torn = _units(views, models)
     return Fleet(views, models, units, torn)
 
 
-def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
+def _models(views: Mapping[str, WorkerView]) -> dict[str, FleetModel]:
     # Workers that serve the same are looked at together: a thousand of them have ten thousand models each.
     alike: defaultdict[frozenset[str], list[str]] = defaultdict(list)
     shown: defaultdict[str, list[ModelView]] = defaultdict(list)
@@ -89,7 +89,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
         alike[view.ready].append(worker)
         for name, seen in view.models.items():
             shown[name].append(seen)
-            if seen.weights is Weights.RESIDENT:
+            if seen.weights is WeightsView.RESIDENT:
                 resident[name].append(worker)
         for name, called in view.calls.items():
             calls[name] = calls.get(name, frozenset()) | called
@@ -113,7 +113,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
             size, most = max(size, seen.bytes), max(most, seen.max_items)
             pinned = pinned and seen.pinned
             batch_input = batch_input or seen.batch_input
-        models[name] = Model(
+        models[name] = FleetModel(
             ready=same[serving],
             resident=tuple(resident.get(name, ())),
             bytes=0 if pinned else size,
@@ -126,7 +126,7 @@ def _models(views: Mapping[str, WorkerView]) -> dict[str, Model]:
 
 
 def _units(
-    views: Mapping[str, WorkerView], models: Mapping[str, Model]
+    views: Mapping[str, WorkerView], models: Mapping[str, FleetModel]
 ) -> tuple[tuple[Unit, ...], tuple[str, ...]]:
     told = {worker for worker, view in views.items() if view.instance is not None}
     units = []
@@ -142,7 +142,7 @@ def _units(
     return tuple(sorted(units, key=lambda unit: unit.models)), tuple(sorted(torn))
 
 
-def _allowed(group: tuple[str, ...], models: Mapping[str, Model], told: set[str]) -> tuple[str, ...]:
+def _allowed(group: tuple[str, ...], models: Mapping[str, FleetModel], told: set[str]) -> tuple[str, ...]:
     """Workers where all of them are ready that are; with a control service, where there is one."""
     places = [models[name].ready for name in group if models[name].ready]
     if not places:
@@ -153,7 +153,7 @@ def _allowed(group: tuple[str, ...], models: Mapping[str, Model], told: set[str]
     return tuple([worker for worker in common if worker in told]) or common
 
 
-def _together(models: Mapping[str, Model]) -> list[tuple[str, ...]]:
+def _together(models: Mapping[str, FleetModel]) -> list[tuple[str, ...]]:
     """The models that are packed, in groups that calls connect."""
     parent = {name: name for name, model in models.items() if model.known}
 

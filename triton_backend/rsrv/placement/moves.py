@@ -9,7 +9,7 @@ A limit ends each wait, for weights may never come, and another gateway may stil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from rsrv.placement.contract import Act, ModelView, Step, Weights
+from rsrv.placement.contract import Act, ModelView, WeightAction, WeightsView
 from rsrv.placement.fleet import Fleet, Unit
 
 #: after this time traffic goes to a new home whose weights have not come, and old homes are no longer waited for
@@ -19,7 +19,7 @@ ASK_AGAIN_S = 10.0
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _OldHome:
     """A model's weights at a worker that it went from."""
 
     since: float
@@ -38,7 +38,7 @@ class Moves:
         self._since: dict[str, float] = {}
         #: (model, worker): when it was last asked for the weights for this target
         self._asked: dict[tuple[str, str], float] = {}
-        self._leaving: dict[tuple[str, str], _Leaving] = {}
+        self._leaving: dict[tuple[str, str], _OldHome] = {}
 
     def home(self, unit: Unit) -> tuple[str, ...]:
         """The target that all of a unit have; empty: they have none, or not the same, or it is not all there."""
@@ -67,14 +67,14 @@ class Moves:
         crowded: Collection[tuple[str, str]],
         swapping: Collection[str],
         now: float,
-    ) -> tuple[list[Step], list[str]]:
+    ) -> tuple[list[WeightAction], list[str]]:
         """Take every unit as far as it can go now.
 
         crowded: (unit, worker) whose weights would not stay there; they are not asked for.
         swapping: workers where no weights are waited for, because they do not stay without requests.
         Returns what to ask of the workers, and the models whose place has changed.
         """
-        steps: list[Step] = []
+        steps: list[WeightAction] = []
         changed: list[str] = []
         for unit in fleet.units:
             target = self.home(unit)
@@ -127,19 +127,19 @@ class Moves:
         fleet: Fleet,
         crowded: Collection[tuple[str, str]],
         now: float,
-    ) -> list[Step]:
+    ) -> list[WeightAction]:
         """What to ask for, so that the unit becomes warm at its target."""
         steps = []
         for worker in self._cold(unit, target, fleet, crowded):
             for name in unit.models:
                 view = fleet.views[worker].models.get(name)
-                if view is None or view.weights is not Weights.ABSENT or view.bytes == 0:
+                if view is None or view.weights is not WeightsView.ABSENT or view.bytes == 0:
                     continue
                 asked = self._asked.get((name, worker))
                 # What gave way later, at a home, comes back with the next request.
                 if asked is None or (now - asked >= ASK_AGAIN_S and worker not in self.placed.get(name, ())):
                     self._asked[name, worker] = now
-                    steps.append(Step(Act.PREFETCH, worker, name))
+                    steps.append(WeightAction(Act.PREFETCH, worker, name))
         return steps
 
     def _left(self, name: str, old: tuple[str, ...], new: tuple[str, ...], fleet: Fleet, now: float) -> None:
@@ -149,15 +149,15 @@ class Moves:
             view = fleet.views.get(worker)
             seen = None if view is None else view.models.get(name)
             if worker not in new and seen is not None:
-                self._leaving[name, worker] = _Leaving(now, seen)
+                self._leaving[name, worker] = _OldHome(now, seen)
 
-    def _free(self, fleet: Fleet, now: float) -> list[Step]:
+    def _free(self, fleet: Fleet, now: float) -> list[WeightAction]:
         """Old homes that have nothing under way any more."""
         steps = []
         for (name, worker), leaving in list(self._leaving.items()):
             view = fleet.views.get(worker)
             seen = None if view is None else view.models.get(name)
-            if seen is None or seen.weights is Weights.ABSENT or seen.pinned:
+            if seen is None or seen.weights is WeightsView.ABSENT or seen.pinned:
                 del self._leaving[name, worker]
                 continue
             late = now - leaving.since >= MOVE_LIMIT_S
@@ -169,7 +169,7 @@ class Moves:
                 del self._leaving[name, worker]
                 # Requests that come all the time are another gateway's, which will find out by itself.
                 if not still:
-                    steps.append(Step(Act.EVICT, worker, name))
+                    steps.append(WeightAction(Act.EVICT, worker, name))
         return steps
 
     def _forget(self, models: Mapping[str, object]) -> None:

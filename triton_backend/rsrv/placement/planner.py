@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rsrv.placement import packing
-from rsrv.placement.contract import Routes, Step, Table, WorkerView
+from rsrv.placement.contract import Routes, Table, WeightAction, WorkerView
 from rsrv.placement.costs import Costs
 from rsrv.placement.fleet import Fleet, Unit, survey
 from rsrv.placement.moves import Moves
-from rsrv.placement.packing import Load, Packing, Room
-from rsrv.placement.status import Repacks, Status, Trigger, show_models, show_workers, warn
+from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget
+from rsrv.placement.status import PlannerStatus, Repacks, Trigger, show_models, show_workers, warn
 from rsrv.placement.tables import make_table, replicas
 from rsrv.settings_fleet import GatewayModelSection, GatewaySection, Replicas
 
@@ -39,8 +39,8 @@ _PRESENT = 0.1
 class Pack(Protocol):
     def __call__(
         self,
-        loads: Sequence[Load],
-        rooms: Sequence[Room],
+        loads: Sequence[UnitLoad],
+        workers: Sequence[WorkerBudget],
         *,
         previous: Mapping[str, Sequence[str]],
         hysteresis: float,
@@ -52,8 +52,7 @@ class Pack(Protocol):
 class Plan:
     #: the very object of the plan before when nothing in it changed
     table: Table
-    steps: tuple[Step, ...]
-    status: Status
+    steps: tuple[WeightAction, ...]
 
 
 class Planner:
@@ -85,6 +84,9 @@ class Planner:
         self._counts: dict[Trigger, int] = {}
         self._last: tuple[Trigger, float] | None = None
         self._packed = self._moved = self._held = 0
+        #: arguments of the last look, for `status`
+        self._views: Mapping[str, WorkerView] = {}
+        self._fleet: Fleet | None = None
 
     @property
     def options(self) -> GatewaySection:
@@ -113,7 +115,7 @@ class Planner:
         self.change(self._options.model_copy(update={"models": {**self._options.models, model: section}}))
 
     def repack(self) -> int:
-        """Pack with the next look. Returns the number that `Status.repacks.done` has reached when that is done."""
+        """Pack with the next look. Returns the number that `PlannerStatus.repacks.done` has reached when that is done."""
         self._asked += 1
         return self._asked
 
@@ -126,7 +128,7 @@ class Planner:
         consumed = self._costs.observe(views, now)
         alive = {worker: self._latest[worker] for worker, view in views.items() if view.alive}
         fleet = survey(alive, [view for worker, view in self._latest.items() if worker not in alive])
-        steps: list[Step] = []
+        steps: list[WeightAction] = []
         if self._options.mode == "lpt_packing":
             self._device_s += consumed
             self._watch(fleet, now)
@@ -140,7 +142,8 @@ class Planner:
         table = make_table(self._options, fleet, self._moves.placed, self._costs, self._table)
         if table != self._table:
             self._table = table
-        return Plan(self._table, tuple(steps), self._status(views, fleet))
+        self._views, self._fleet = views, fleet
+        return Plan(self._table, tuple(steps))
 
     # --- when ----------------------------------------------------------------------------------------------
 
@@ -197,7 +200,7 @@ class Planner:
         """Give every unit its target."""
         options = self._options
         whole = trigger not in ("start", "homes")
-        loads: list[Load] = []
+        loads: list[UnitLoad] = []
         previous: dict[str, tuple[str, ...]] = {}
         shared: dict[tuple[str, ...], frozenset[str]] = {}
         for unit in fleet.units:
@@ -210,7 +213,7 @@ class Planner:
                 stays = before
             allowed = stays or unit.allowed
             loads.append(
-                Load(
+                UnitLoad(
                     unit.name,
                     sum(self._costs.measured(name).utilisation for name in unit.models),
                     unit.bytes,
@@ -221,7 +224,7 @@ class Planner:
             previous[unit.name] = before
         result = self._pack(
             loads,
-            [Room(worker, fleet.free_bytes(worker)) for worker in fleet.views],
+            [WorkerBudget(worker, fleet.free_bytes(worker)) for worker in fleet.views],
             previous=previous,
             hysteresis=options.hysteresis,
             forbid_oversubscription=options.forbid_memory_oversubscription,
@@ -281,29 +284,37 @@ class Planner:
 
     # --- what is shown -------------------------------------------------------------------------------------
 
-    def _status(self, views: Mapping[str, WorkerView], fleet: Fleet) -> Status:
+    def status(self) -> PlannerStatus | None:
+        """Describe the state after the last `look`; None before the first one. Costs as much as a look."""
+        views, fleet = self._views, self._fleet
+        if fleet is None:
+            return None
         options, moves = self._options, self._moves
         effective = {name: self._replicas(unit) for unit in fleet.units for name in unit.models}
         workers = show_workers(views, fleet, moves.placed, self._costs)
-        last, last_at = self._last or (None, None)
-        return Status(
+        return PlannerStatus(
             mode=options.mode,
             generation=self._generation,
             models=show_models(options, fleet, self._table, moves.targets, effective, self._costs),
             workers=workers,
-            repacks=Repacks(
-                counts=dict(self._counts),
-                last=last,
-                last_at=last_at,
-                packed=self._packed,
-                moved=self._moved,
-                held=self._held,
-                device_s=self._device_s,
-                threshold_device_s=self._threshold(),
-                asked=self._asked,
-                done=self._done,
-            ),
+            repacks=self.repacks(),
             warnings=tuple(warn(options, views, fleet, workers, started=self._started)),
+        )
+
+    def repacks(self) -> Repacks:
+        """Count the repacks so far."""
+        last, last_at = self._last or (None, None)
+        return Repacks(
+            counts=dict(self._counts),
+            last=last,
+            last_at=last_at,
+            packed=self._packed,
+            moved=self._moved,
+            held=self._held,
+            device_s=self._device_s,
+            threshold_device_s=self._threshold(),
+            asked=self._asked,
+            done=self._done,
         )
 
 
@@ -312,7 +323,7 @@ def _halflife(options: GatewaySection) -> float:
 
 
 def _crowded(
-    fleet: Fleet, loads: Sequence[Load], placed: Mapping[str, tuple[str, ...]]
+    fleet: Fleet, loads: Sequence[UnitLoad], placed: Mapping[str, tuple[str, ...]]
 ) -> frozenset[tuple[str, str]]:
     """(unit, worker) that find no room there after the busier ones."""
     free = {worker: fleet.free_bytes(worker) for worker in fleet.views}

@@ -23,7 +23,7 @@ Mode = Literal["round_robin", "least_outstanding", "lpt_packing"]
 _UNITS = 1_000_000_000
 
 
-class _Load:
+class _WorkerLoad:
     """What one worker has under way, over all models."""
 
     __slots__ = ("units", "worker")
@@ -33,18 +33,18 @@ class _Load:
         self.units = 0
 
 
-class _Share:
+class _ReplicaLoad:
     """What one model has under way at one worker."""
 
     __slots__ = ("items", "load", "requests")
 
-    def __init__(self, load: _Load) -> None:
+    def __init__(self, load: _WorkerLoad) -> None:
         self.load = load
         self.items = 0
         self.requests = 0
 
 
-class _Model:
+class _RoutedModel:
     """What is known of one model. It outlives its routes until nothing of it is under way."""
 
     __slots__ = ("cursor", "name", "placed", "ready", "requests", "routes", "run", "shares", "spent", "units")
@@ -52,15 +52,15 @@ class _Model:
     def __init__(self, name: str, cursor: int) -> None:
         self.name = name
         self.routes: Routes | None = None
-        self.ready: tuple[_Load, ...] = ()
-        self.placed: tuple[_Share, ...] = ()
+        self.ready: tuple[_WorkerLoad, ...] = ()
+        self.placed: tuple[_ReplicaLoad, ...] = ()
         #: by worker: all that has something under way, and what is placed
-        self.shares: dict[str, _Share] = {}
+        self.shares: dict[str, _ReplicaLoad] = {}
         self.requests = 0
         #: whose turn it is next: an index into `placed`, or else into `ready`; modulo their number
         self.cursor = cursor
         #: the replica that requests go to now, and the items that it has got
-        self.run: _Share | None = None
+        self.run: _ReplicaLoad | None = None
         self.spent = 0
         #: what an item, or a request, adds to a load
         self.units = _UNITS
@@ -71,7 +71,9 @@ class Choice:
 
     __slots__ = ("_counted", "_items", "_model", "_others", "_router", "_share", "_units")
 
-    def __init__(self, router: "Router", model: _Model, share: _Share, items: int, units: int) -> None:
+    def __init__(
+        self, router: "Router", model: _RoutedModel, share: _ReplicaLoad, items: int, units: int
+    ) -> None:
         self._router = router
         self._model = model
         self._share = share
@@ -101,17 +103,17 @@ class Router:
 
     def __init__(self, mode: Mode) -> None:
         self._round_robin = mode == "round_robin"
-        self._models: dict[str, _Model] = {}
-        self._loads: dict[str, _Load] = {}
+        self._models: dict[str, _RoutedModel] = {}
+        self._loads: dict[str, _WorkerLoad] = {}
 
     def update(self, table: Table) -> None:
         """Choose by this table from now on. What is under way stays counted, also where nothing goes any more."""
-        ready: dict[tuple[str, ...], tuple[_Load, ...]] = {}
+        ready: dict[tuple[str, ...], tuple[_WorkerLoad, ...]] = {}
         for name, routes in table.items():
             model = self._models.get(name)
             if model is None:
                 # Each begins with another worker, or the first few would get all that is rarely asked for.
-                model = self._models[name] = _Model(name, len(self._models))
+                model = self._models[name] = _RoutedModel(name, len(self._models))
             if routes.ready not in ready:
                 ready[routes.ready] = tuple([self._load(worker) for worker in routes.ready])
             model.ready = ready[routes.ready]
@@ -177,7 +179,7 @@ class Router:
 
     # --- choosing ------------------------------------------------------------------------------------------
 
-    def _replica(self, model: _Model, items: int, routes: Routes) -> _Share:
+    def _replica(self, model: _RoutedModel, items: int, routes: Routes) -> _ReplicaLoad:
         """The placed worker that the request goes to."""
         placed = model.placed
         if len(placed) == 1:
@@ -203,7 +205,7 @@ class Router:
         model.run, model.spent = placed[at], items
         return placed[at]
 
-    def _turn(self, model: _Model) -> _Load:
+    def _turn(self, model: _RoutedModel) -> _WorkerLoad:
         """The worker that the request goes to when the model is not placed."""
         ready = model.ready
         count = len(ready)
@@ -219,7 +221,7 @@ class Router:
         model.cursor = at + 1
         return ready[at]
 
-    def _others(self, model: _Model, chosen: str) -> tuple[str, ...]:
+    def _others(self, model: _RoutedModel, chosen: str) -> tuple[str, ...]:
         placed = sorted(model.placed, key=lambda share: (share.items, share.load.units))
         order = [share.load for share in placed]
         if self._round_robin:
@@ -231,7 +233,7 @@ class Router:
 
     # --- counters ------------------------------------------------------------------------------------------
 
-    def _route(self, model: _Model, routes: Routes) -> None:
+    def _route(self, model: _RoutedModel, routes: Routes) -> None:
         model.routes = routes
         model.units = max(round(routes.charge * _UNITS), 1)
         model.placed = tuple([self._share(model, self._load(worker)) for worker in routes.placed])
@@ -243,16 +245,16 @@ class Router:
         if model.run not in model.placed:
             model.run = None
 
-    def _load(self, worker: str) -> _Load:
+    def _load(self, worker: str) -> _WorkerLoad:
         load = self._loads.get(worker)
         if load is None:
-            load = self._loads[worker] = _Load(worker)
+            load = self._loads[worker] = _WorkerLoad(worker)
         return load
 
-    def _share(self, model: _Model, load: _Load) -> _Share:
+    def _share(self, model: _RoutedModel, load: _WorkerLoad) -> _ReplicaLoad:
         share = model.shares.get(load.worker)
         if share is None:
-            share = model.shares[load.worker] = _Share(load)
+            share = model.shares[load.worker] = _ReplicaLoad(load)
         return share
 
 

@@ -76,7 +76,7 @@ class Repacks:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class PlannerStatus:
     mode: str
     #: rises with every change of the policy
     generation: int

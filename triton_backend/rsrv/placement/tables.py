@@ -5,7 +5,7 @@ from typing import Literal
 
 from rsrv.placement.contract import Routes, Table
 from rsrv.placement.costs import Costs
-from rsrv.placement.fleet import Fleet, Model
+from rsrv.placement.fleet import Fleet, FleetModel
 from rsrv.settings_fleet import GatewaySection, Replicas
 
 #: fraction by which a charge must change before the table does
@@ -54,7 +54,7 @@ def _charges(fleet: Fleet, costs: Costs) -> dict[str, float]:
     }
 
 
-def _quantum(options: GatewaySection, name: str, model: Model) -> int:
+def _quantum(options: GatewaySection, name: str, model: FleetModel) -> int:
     own = options.models.get(name)
     factor = options.fill_factor if own is None or own.fill_factor is None else own.fill_factor
     return 1 if options.route == "spread" else max(1, round(factor * model.max_items))

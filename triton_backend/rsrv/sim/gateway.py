@@ -8,7 +8,7 @@ then the planner sees what a server would show of a model that nobody has asked 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from rsrv.placement.contract import Act, ModelView, Step, Table, Weights, WorkerView
+from rsrv.placement.contract import Act, ModelView, Table, WeightAction, WeightsView, WorkerView
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Choice, Router
 from rsrv.scheduler.events import Event, Evict, Prefetch, Program, Request
@@ -29,7 +29,7 @@ class Gateway:
         self.names = [f"gpu{index:0{digits}}" for index in range(len(devices))]
         #: when it looks at the devices next; the first time before anything else happens.
         self.next_look = 0.0
-        self.steps: list[tuple[float, Step]] = []
+        self.steps: list[tuple[float, WeightAction]] = []
         #: whole repacks by what asked for them, and how often a packed model was given another home.
         self.repacks: dict[str, int] = {}
         self.moves = 0
@@ -69,14 +69,14 @@ class Gateway:
         if plan.table is not self._table:
             self._table = plan.table
             self._router.update(plan.table)
-        repacks = plan.status.repacks
+        repacks = self._planner.repacks()
         self.repacks = {str(trigger): times for trigger, times in repacks.counts.items()}
         if repacks.last_at == now:
             self.moves += repacks.moved
         self.next_look = instant(now + self._pause)
         return [self._carry_out(step, now) for step in plan.steps]
 
-    def _carry_out(self, step: Step, now: float) -> tuple[int, Event]:
+    def _carry_out(self, step: WeightAction, now: float) -> tuple[int, Event]:
         self.steps.append((now, step))
         index = self._index[step.worker]
         self._devices[index].meet(step.model, now)
@@ -142,14 +142,14 @@ def _unseen(program: Program) -> ModelView:
     most = program.max_batch_rows or max(size for _, size in program.costs)
     return ModelView(
         bytes=sum((program.tensors or {}).values()),
-        weights=Weights.ABSENT,
+        weights=WeightsView.ABSENT,
         item_s=min(seconds / min(size, most) for (_, size), seconds in program.costs.items()),
         max_items=most,
         batch_input=_ROWS,
     )
 
 
-def _weights(name: str, resident: set[str], loading: str | None) -> Weights:
+def _weights(name: str, resident: set[str], loading: str | None) -> WeightsView:
     if name in resident:
-        return Weights.RESIDENT
-    return Weights.LOADING if name == loading else Weights.ABSENT
+        return WeightsView.RESIDENT
+    return WeightsView.LOADING if name == loading else WeightsView.ABSENT

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from rsrv.placement.contract import Step
+from rsrv.placement.contract import WeightAction
 from rsrv.scheduler.events import Execute, Instruction, Outcome, Request
 from rsrv.sim.scenario import Scenario
 
@@ -73,7 +73,7 @@ class FleetRecord:
     #: by name, in order; `Sent.device` is the place in it.
     devices: Mapping[str, Record]
     #: (when, what the gateway asked of a device)
-    steps: Sequence[tuple[float, Step]]
+    steps: Sequence[tuple[float, WeightAction]]
     #: whole repacks by what asked for them.
     repacks: Mapping[str, int]
     #: times that a packed model was given another home.

@@ -27,7 +27,6 @@ PACKAGES = {
     "rsrv_bundle": "bundles/rsrv_bundle",
     "rsrv_gateway": "gateway/rsrv_gateway",
     "rsrv_gen": "model_repository_gen/rsrv_gen",
-    "rsrv_node": "gateway/rsrv_node",
 }
 #: packages below rsrv that make the core
 CORE = ("runtime", "scheduler", "stub", "wire", "control")
@@ -38,7 +37,7 @@ LAYERS = {
     "rsrv.placement": ("rsrv.settings_fleet",),
 }
 #: packages at the top: who else may import them
-TOPS = {"rsrv_gateway": ("rsrv.cli", "rsrv_node"), "rsrv.cli": (), "rsrv_node": ()}
+TOPS = {"rsrv_gateway": ("rsrv.cli",), "rsrv.cli": (), "rsrv.serve": ("rsrv.cli",)}
 #: a module with fewer lines and a single user belongs in that user
 FRAGMENT_LINES = 60
 #: limits that fail the command
@@ -239,7 +238,7 @@ def main() -> int:
     core = [
         name for name in modules if name.split(".")[:1] == ["rsrv"] and set(name.split(".")[1:2]) & set(CORE)
     ]
-    gateway = [one for name, one in modules.items() if name.startswith(("rsrv_gateway", "rsrv_node"))]
+    gateway = [one for name, one in modules.items() if name.startswith(("rsrv_gateway", "rsrv.serve"))]
     pages = sorted((ROOT / "docs").glob("*.md"))
     targets = re.findall(r"^([a-z][a-z-]*):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     sources = [one.path for one in modules.values()] + sorted((ROOT / "tools").glob("*.py"))

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: what `make` installs
 INSTALLATION = Installation.at(ROOT / ".triton", ROOT / ".triton")
 LOOPBACK = "127.0.0.1"
-EXEC_BOUND = ROOT / "gateway" / "rsrv_node" / "exec_bound.py"
+EXEC_BOUND = ROOT / "triton_backend" / "rsrv" / "serve" / "exec_bound.py"
 
 
 def say(text: str) -> None:

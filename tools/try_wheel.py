@@ -36,7 +36,7 @@ TESTS = (
     "tests/unit/control/test_cli.py",
     "tests/unit/placement/test_planner.py",
     "tests/unit/gen/test_cli.py",
-    "tests/unit/node/test_plan.py",
+    "tests/unit/serve/test_plan.py",
     "tests/unit/sim/test_cli.py",
     "tests/unit/stub/test_session.py",
     "tests/unit/wire",
@@ -121,7 +121,7 @@ def _tree(folder: Path, site: Path) -> Path:
     for name in ("backends", "lib", "perf", "site"):
         (folder / ".triton" / name).symlink_to(ROOT / ".triton" / name)
     # The tools look for parts of the package where the sources have them, and so do stubs.
-    for name in ("bundles/rsrv_bundle", "gateway/rsrv_node", "triton_backend/rsrv"):
+    for name in ("bundles/rsrv_bundle", "triton_backend/rsrv"):
         link = folder / name
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(site / link.name)

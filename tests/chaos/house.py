@@ -115,7 +115,7 @@ class _NodeServer(_HousedServer):
     def command(self) -> list[str]:
         return [
             *self._inside,
-            *(sys.executable, "-m", "rsrv_node", str(self.folder / "bundles"), "--cpu-workers", "1"),
+            *(sys.executable, "-m", "rsrv.serve", str(self.folder / "bundles"), "--cpu-workers", "1"),
             *("--config", str(self.folder / "settings.yaml"), "--directory", str(self.folder / "node")),
             *("--tritonserver", str(self.installation.launcher)),
         ]

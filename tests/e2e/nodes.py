@@ -104,7 +104,7 @@ def running_node(bundles: Path, folder: Path, settings: str, *arguments: Any) ->
     with (folder / "node.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(EXEC_BOUND), str(os.getpid()), ""]
-            + [sys.executable, "-m", "rsrv_node", str(bundles), "--config", str(config)]
+            + [sys.executable, "-m", "rsrv.serve", str(bundles), "--config", str(config)]
             + ["--directory", str(folder / "node"), "--tritonserver", str(INSTALLATION.launcher)]
             + [str(argument) for argument in arguments],
             env=environment,

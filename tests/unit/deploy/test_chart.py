@@ -13,8 +13,8 @@ import promql_parser
 import pytest
 from ruamel.yaml import YAML
 
+from rsrv.serve.plan import needs_gateway
 from rsrv.settings import load_settings
-from rsrv_node.plan import needs_gateway
 from tests.unit.deploy.manifests import (
     CHART,
     ROOT,

@@ -1,1 +1,4 @@
-"""Serving on one machine: the tritonserver that `rsrv serve` starts, and how it is installed."""
+"""Serving on one machine: tritonserver installed, started with the right flags, and supervised.
+
+One tritonserver per device, and with several of them the gateway in front.
+"""

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from rsrv_node.logs import Prefixer
-from rsrv_node.plan import Child
+from rsrv.serve.logs import Prefixer
+from rsrv.serve.plan import Child
 
 _EXEC_BOUND = Path(__file__).parent / "exec_bound.py"
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from rsrv.serve.plan import Child
+from rsrv.serve.restarts import Restarts
+from rsrv.serve.supervise import Anew, House, Orders, supervise
 from rsrv.wire.paths import start_time
-from rsrv_node.plan import Child
-from rsrv_node.restarts import Restarts
-from rsrv_node.supervise import Anew, House, Orders, supervise
 
 #: says who it is, waits to be told to end, and says that it does. Nobody ever writes to the fifo.
 POLITE = "trap 'echo bye; exit 0' TERM; exec 3<>{fifo}; echo up $$; while :; do read -r _ <&3; done"
@@ -274,9 +274,9 @@ def test_a_node_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     """The kernel ends its children, whatever they do with signals."""
     script = f"""
 import asyncio
-from rsrv_node.plan import Child
-from rsrv_node.restarts import Restarts
-from rsrv_node.supervise import House, Orders, supervise
+from rsrv.serve.plan import Child
+from rsrv.serve.restarts import Restarts
+from rsrv.serve.supervise import House, Orders, supervise
 
 def started(child, pid):
     print(pid, flush=True)

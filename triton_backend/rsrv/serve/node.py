@@ -15,16 +15,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rsrv import logs
+from rsrv.serve import cores, nvml, repositories, starting
+from rsrv.serve.devices import choose
+from rsrv.serve.errors import NodeError
+from rsrv.serve.logs import Prefixer
+from rsrv.serve.plan import WORKERS_FILE, Child, Plan, describe, plan
+from rsrv.serve.pulse import hangs
+from rsrv.serve.restarts import Restarts
+from rsrv.serve.roll import Roll, write
+from rsrv.serve.supervise import Anew, House, Orders, supervise
 from rsrv.settings import Settings, SettingsError, load_settings
-from rsrv_node import cores, nvml, repositories, starting
-from rsrv_node.devices import choose
-from rsrv_node.errors import NodeError
-from rsrv_node.logs import Prefixer
-from rsrv_node.plan import WORKERS_FILE, Child, Plan, describe, plan
-from rsrv_node.pulse import hangs
-from rsrv_node.restarts import Restarts
-from rsrv_node.roll import Roll, write
-from rsrv_node.supervise import Anew, House, Orders, supervise
 
 log = logging.getLogger("rsrv.node")
 

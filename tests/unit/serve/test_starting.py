@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rsrv.address import Address
-from rsrv_node.devices import Device
-from rsrv_node.plan import Child, Ports, Worker
-from rsrv_node.starting import listens, look, tell
+from rsrv.serve.devices import Device
+from rsrv.serve.plan import Child, Ports, Worker
+from rsrv.serve.starting import listens, look, tell
 
 HERE = Address("127.0.0.1", 1)
 WORKER = Worker(Child("worker0", (), {}), Device("cpu", ""), Ports(HERE, HERE, HERE), Path("models"))

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from rsrv.explain import parse_yaml
-from rsrv_node.plan import Child
-from rsrv_node.roll import Roll
-from tests.unit.node.test_plan import planned
+from rsrv.serve.plan import Child
+from rsrv.serve.roll import Roll
+from tests.unit.serve.test_plan import planned
 
 
 def names(file: Path) -> list[str]:

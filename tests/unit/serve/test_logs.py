@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rsrv_node.logs import Prefixer
+from rsrv.serve.logs import Prefixer
 
 
 def test_lines_come_when_they_are_whole() -> None:

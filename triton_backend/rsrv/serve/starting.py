@@ -11,9 +11,9 @@ from typing import Any
 
 from rsrv.address import Address
 from rsrv.logs import fields
+from rsrv.serve.plan import Worker
 from rsrv.wire.frames import ProtocolError
 from rsrv.wire.socket import Closed, read_status
-from rsrv_node.plan import Worker
 
 log = logging.getLogger("rsrv.node")
 

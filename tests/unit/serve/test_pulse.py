@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from rsrv.address import Address
-from rsrv_node.pulse import hangs
+from rsrv.serve.pulse import hangs
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

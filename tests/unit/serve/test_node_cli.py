@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rsrv_node import node
-from rsrv_node.cli import main
-from rsrv_node.errors import NodeError
+from rsrv.serve import node
+from rsrv.serve.errors import NodeError
+from rsrv.serve.node_cli import main
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 CPU = ("--cpu-workers", "2", "--tritonserver", "/bin/true")

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Collection
 from pathlib import Path
 
+from rsrv.serve.plan import Child, Plan, workers_file
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
-from rsrv_node.plan import Child, Plan, workers_file
 
 log = logging.getLogger("rsrv.node")
 

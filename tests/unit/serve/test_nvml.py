@@ -8,8 +8,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from rsrv_node.devices import Found, Gpu
-from rsrv_node.nvml import look
+from rsrv.serve.devices import Found, Gpu
+from rsrv.serve.nvml import look
 
 
 class Library:

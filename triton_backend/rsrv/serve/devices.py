@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rsrv_node.errors import NodeError
+from rsrv.serve.errors import NodeError
 
 _CPU_HINT = "node.cpu_workers (--cpu-workers N) starts servers on the CPU"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.serve.errors import NodeError
+from rsrv.serve.repositories import check, find, generate, is_empty, watched
 from rsrv.settings import load_settings
 from rsrv_gen import cli as rsrv_gen
-from rsrv_node.errors import NodeError
-from rsrv_node.repositories import check, find, generate, is_empty, watched
 from tests.unit.gen.bundles_for_tests import write_bundle
 
 

@@ -6,7 +6,7 @@ import os
 
 import pynvml
 
-from rsrv_node.devices import Found, Gpu
+from rsrv.serve.devices import Found, Gpu
 
 #: bits of a word in NVML's masks of cores
 _WORD = 64

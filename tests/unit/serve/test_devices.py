@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv_node.devices import Device, Found, Gpu, choose
-from rsrv_node.errors import NodeError
+from rsrv.serve.devices import Device, Found, Gpu, choose
+from rsrv.serve.errors import NodeError
 
 TWO = Found(
     (Gpu("GPU-aa11", "H100", frozenset({0, 1})), Gpu("GPU-bb22", "H100", frozenset({2, 3}))),

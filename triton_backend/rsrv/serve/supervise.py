@@ -8,9 +8,9 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from rsrv_node.plan import Child
-from rsrv_node.restarts import Restarts
-from rsrv_node.spawn import Process
+from rsrv.serve.plan import Child
+from rsrv.serve.restarts import Restarts
+from rsrv.serve.spawn import Process
 
 log = logging.getLogger("rsrv.node")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rsrv_node.cores import Cores, Share, look, share
+from rsrv.serve.cores import Cores, Share, look, share
 
 EIGHT = Cores(tuple(range(8)))
 LEFT, RIGHT = frozenset(range(4)), frozenset(range(4, 8))

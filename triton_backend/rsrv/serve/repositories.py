@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rsrv.serve.errors import NodeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
 from rsrv_gen.update import Step, steps
 from rsrv_gen.write import RepositoryWriter, open_repository
-from rsrv_node.errors import NodeError
 
 
 def find(bundles: Sequence[Path]) -> tuple[Sources, list[str]]:

@@ -9,12 +9,12 @@ import pytest
 
 from rsrv.address import Address
 from rsrv.explain import parse_yaml, read_yaml
+from rsrv.serve.cores import Share
+from rsrv.serve.devices import Device
+from rsrv.serve.errors import NodeError
+from rsrv.serve.plan import Plan, Ports, describe, needs_gateway, plan, workers_file
 from rsrv.settings import load_settings
 from rsrv.settings_fleet import WorkerEntry
-from rsrv_node.cores import Share
-from rsrv_node.devices import Device
-from rsrv_node.errors import NodeError
-from rsrv_node.plan import Plan, Ports, describe, needs_gateway, plan, workers_file
 
 CPU = Device("", "CPU")
 GPU = Device("GPU-aa11", "H100 (GPU-aa11)")

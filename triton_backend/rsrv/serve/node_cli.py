@@ -17,7 +17,7 @@ processes has used up its restarts, with 2 for a wrong command line."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command."""
     options = parser().parse_args(argv)
-    from rsrv_node import node
+    from rsrv.serve import node
 
     try:
         return node.run(options)

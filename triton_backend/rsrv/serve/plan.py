@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rsrv.address import LOOPBACK, Address, parse_address
+from rsrv.serve.cores import Share
+from rsrv.serve.devices import Device
+from rsrv.serve.errors import NodeError
 from rsrv.settings import Settings, dump_settings
-from rsrv_node.cores import Share
-from rsrv_node.devices import Device
-from rsrv_node.errors import NodeError
 
 GATEWAY = "gateway"
 #: in the node's directory: what the gateway is told of the workers, and its settings

@@ -1,1 +1,0 @@
-"""One machine: a tritonserver per device, and the gateway in front of them, supervised."""

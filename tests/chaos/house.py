@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 
 from local_triton import LOOPBACK, TritonServer, free_ports
-from rsrv.control.stub_health import CONNECT
+from rsrv.control.stub_health import CONNECT_S
 from rsrv.wire.paths import CONTROL_SOCKET, runtime_directory
 from rsrv.wire.socket import Closed, read_status
 from rsrv_gen import cli as rsrv_gen
@@ -258,7 +258,9 @@ class House:
 
         For some seconds after that no stub is taken for dead, either: they may be on their way to the runtime.
         """
-        wait_until(lambda: self.status()["uptime_s"] > CONNECT, 2 * CONNECT, what="the runtime not to be new")
+        wait_until(
+            lambda: self.status()["uptime_s"] > CONNECT_S, 2 * CONNECT_S, what="the runtime not to be new"
+        )
 
     def runtime_folder(self) -> Path:
         return runtime_directory(self.server.pid, "0")

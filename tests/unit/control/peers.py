@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.health import Health
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.overrides import Overrides
 from rsrv.control.protocols import Entry, RuntimeView
 from rsrv.control.readiness import Readiness
-from rsrv.control.reconcile_queue import Failure
-from rsrv.control.reconciler import LifecycleError
+from rsrv.control.reconciler import ReloadError
 from rsrv.control.runtime import RuntimeLink
 from rsrv.control.server import listen_locally
 from rsrv.control.service import ControlService
@@ -292,11 +292,11 @@ class FakeLifecycle:
     """Reloads nothing, and says so where `refusals` has something to say."""
 
     def __init__(self) -> None:
-        self.failures: dict[str, Failure] = {}
+        self.failures: dict[str, BundleFailure] = {}
         self.loading: set[str] = set()
         self.unwanted: set[str] = set()
         self.reloaded: list[str] = []
-        self.refusals: dict[str, LifecycleError] = {}
+        self.refusals: dict[str, ReloadError] = {}
         self.asked = asyncio.Event()
 
     async def reload(self, name: str) -> None:

@@ -20,7 +20,7 @@ from rsrv.cli import main as cli
 from rsrv.cli.output import amount, duration, to_json
 from rsrv.cli.server_pages import print_update
 from rsrv.control import find
-from rsrv.control.reconcile_queue import Failure
+from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.server import listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
@@ -87,7 +87,9 @@ def test_the_status_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
     @looped
     async def run() -> None:
         async with shell(tmp_path, capsys) as rsrv:
-            rsrv.server.lifecycle.failures["c"] = Failure("manifest.yaml:\n  no such key", since=1.0, tries=3)
+            rsrv.server.lifecycle.failures["c"] = BundleFailure(
+                "manifest.yaml:\n  no such key", since=1.0, tries=3
+            )
             rsrv.server.runtime.change("m@1", entry("m", kind="meta", weights=None, models=["a@1"]))
             await until(rsrv.server.link, lambda: "m@1" in rsrv.server.link.entries)
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrv.control import loads, watching
+from rsrv.control import model_loader, watching
 from rsrv.control.bundle_debounce import Seen
-from rsrv.control.reconciler import LifecycleError, Reconciler
+from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
 from rsrv_gen.aside import version_of
@@ -216,7 +216,7 @@ def test_what_leaves_is_unwanted_until_the_repository_has_lost_it(
             remove(*what)
 
         with monkeypatch.context() as patch:
-            patch.setattr(loads, "remove", look_and_remove)
+            patch.setattr(model_loader, "remove", look_and_remove)
             shutil.rmtree(world.roots["r"] / "a")
             await asyncio.sleep(20)
         assert not lifecycle.unwanted
@@ -267,7 +267,7 @@ def test_a_failed_load_is_taken_back_and_tried_again_ever_more_seldom(tmp_path: 
 
 def forsake(lifecycle: Reconciler) -> None:
     """The process of this one is no more, and its locks are gone."""
-    for put in lifecycle._loads._put.values():
+    for put in lifecycle._loader._replaced.values():
         put.leave()
 
 
@@ -350,10 +350,10 @@ def test_what_was_left_undecided_is_not_decided_while_somebody_writes_it(tmp_pat
         world.triton.log.clear()
         async with living(world) as lifecycle:
             async with lifecycle._writing:
-                assert lifecycle._loads.take("a")
+                assert lifecycle._loader.reserve("a")
                 await asyncio.sleep(5)
                 assert not world.triton.log
-                lifecycle._loads.release()
+                lifecycle._loader.release()
             await asyncio.sleep(5)
             assert world.triton.log == ["load a", "loaded a"]
             assert world.triton.texts() == {"a": "v2"}
@@ -424,9 +424,9 @@ def test_who_comes_back_in_time_is_not_unloaded(tmp_path: Path) -> None:
         await asyncio.sleep(19.9)
         seen = dict.fromkeys(("back", "glimpse", "slow"), "1")
         place(root / "back", "v1")
-        lifecycle._took({root: watching.scan(root, linked=True)})
+        lifecycle._on_look({root: watching.scan(root, linked=True)})
         identity = watching.scan(root, linked=True).identity
-        lifecycle._took({root: Seen(identity, seen)})
+        lifecycle._on_look({root: Seen(identity, seen)})
         await asyncio.sleep(0.5)
         assert "loaded slow" in world.triton.log
         assert not any(line.startswith("unload") for line in world.triton.log)
@@ -464,7 +464,7 @@ def test_a_bundle_that_is_being_written_is_not_reloaded(tmp_path: Path) -> None:
     async def tell(world: World, lifecycle: Reconciler) -> None:
         (world.roots["r"] / "a" / "model.b1.mlir").write_text("half 1")
         for _ in ("before a look", "after the first one"):
-            with pytest.raises(LifecycleError, match="is being written") as caught:
+            with pytest.raises(ReloadError, match="is being written") as caught:
                 await lifecycle.reload("a")
             assert caught.value.code == "UNAVAILABLE"
             while lifecycle._debounce.settled("a") is not None:
@@ -494,7 +494,7 @@ def test_a_bundle_that_is_broken_while_it_is_copied_is_not_reported_as_reloaded(
             copying = asyncio.create_task(copy(name))
             # Whatever nobody has seen is not there.
             await asyncio.sleep(5.5 if name == "new" else 1.3)
-            with pytest.raises(LifecycleError, match="is being written") as caught:
+            with pytest.raises(ReloadError, match="is being written") as caught:
                 await lifecycle.reload(name)
             assert caught.value.code == "UNAVAILABLE"
             await copying
@@ -595,12 +595,12 @@ def test_a_dead_stub_is_replaced_while_the_repository_is_written(tmp_path: Path)
 
     async def tell(world: World, lifecycle: Reconciler) -> None:
         async with lifecycle._writing:
-            assert lifecycle._loads.take("a")
+            assert lifecycle._loader.reserve("a")
             for name in ("a", "b"):
                 world.triton.kill(name)
             await asyncio.sleep(5)
             assert world.triton.dead == {"a"}
-            lifecycle._loads.release()
+            lifecycle._loader.release()
         await asyncio.sleep(10)
         assert not world.triton.dead
 
@@ -615,7 +615,7 @@ def test_a_model_that_is_being_loaded_is_not_written_to(tmp_path: Path) -> None:
         world.triton.kill("a")
         while not world.triton.log:
             await asyncio.sleep(0.1)
-        assert not lifecycle._loads.take("a")
+        assert not lifecycle._loader.reserve("a")
         place(world.roots["r"] / "a", "v2")
         await asyncio.sleep(15)
         assert whole(world.repository / "a" / "1" / "bundle") == "v1"
@@ -690,7 +690,7 @@ def test_a_dead_stub_that_is_tried_again_brings_no_new_bundle(
         assert world.triton.texts() == {"a": "v1"}
         with monkeypatch.context() as patch:
             patch.setattr(world.triton, "load", refuse)
-            with pytest.raises(LifecycleError, match="no memory"):
+            with pytest.raises(ReloadError, match="no memory"):
                 await lifecycle.reload("a")
         await asyncio.sleep(20)
         assert world.triton.texts() == {"a": "v2"}
@@ -709,15 +709,17 @@ def test_static_follows_nothing_and_reloads_when_asked(tmp_path: Path) -> None:
         assert world.triton.texts() == {"a": "v2", "b": "v1"}
         await lifecycle.reload("b")
         assert world.triton.log[-2:] == ["load b", "loaded b"]
-        with pytest.raises(LifecycleError, match="there is no model 'c'") as caught:
+        with pytest.raises(ReloadError, match="there is no model 'c'") as caught:
             await lifecycle.reload("c")
         assert caught.value.code == "NOT_FOUND"
         shutil.rmtree(world.roots["r"] / "b")
-        with pytest.raises(LifecycleError, match="b: there is no bundle, or it is out of sight") as caught:
+        with pytest.raises(
+            ReloadError, match="b: there is no bundle, or its directory is not mounted"
+        ) as caught:
             await lifecycle.reload("b")
         assert caught.value.code == "FAILED_PRECONDITION"
         place(world.roots["r"] / "a", BAD)
-        with pytest.raises(LifecycleError, match="a: could not be loaded: no module") as caught:
+        with pytest.raises(ReloadError, match="a: could not be loaded: no module") as caught:
             await lifecycle.reload("a")
         assert caught.value.code == "INTERNAL"
 
@@ -774,7 +776,7 @@ def test_a_server_whose_models_are_fixed_is_told_of_once(
             await asyncio.sleep(60)
             assert "nothing may be written" in lifecycle.failures["a"].text
             assert "its stub process is dead" in lifecycle.failures["b"].text
-            with pytest.raises(LifecycleError, match="--model-control-mode=explicit") as caught:
+            with pytest.raises(ReloadError, match="--model-control-mode=explicit") as caught:
                 await lifecycle.reload("a")
             assert caught.value.code == "FAILED_PRECONDITION"
             place(world.roots["r"] / "a", "v1")

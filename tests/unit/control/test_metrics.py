@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rsrv.control import http
+from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.http import HttpServer
 from rsrv.control.metric_catalog import FAMILIES, table
 from rsrv.control.metrics import Server, expose
-from rsrv.control.reconcile_queue import Failure
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 from rsrv.live.routes import Page
@@ -153,7 +153,7 @@ async def test_the_service_gives_the_page_while_the_runtime_is_and_is_not_there(
     """It ends; a bundle that failed shows all the time."""
     async with served(tmp_path, models=["a"]) as server:
         server.runtime.answers = lambda command: SAID
-        server.lifecycle.failures["a"] = Failure("no module", since=0.0)
+        server.lifecycle.failures["a"] = BundleFailure("no module", since=0.0)
 
         up = samples((await server.control.GetMetrics(pb.GetMetricsRequest())).text)
         server.runtime.die()

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from rsrv.control.reconcile_queue import Failure
-from rsrv.control.reconciler import KNOCK, LifecycleError
+from rsrv.control.bundle_states import BundleFailure
+from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.v1 import control_pb2 as pb
 from tests.unit.control.peers import entry, looped, model_status, served, until
 
@@ -41,7 +41,7 @@ async def test_the_status_has_what_the_runtime_and_the_lifecycle_know(tmp_path: 
             "device_seconds": 0.5,
             "kept_bytes": 64,
         }
-        server.lifecycle.failures["c"] = Failure("manifest.yaml: not YAML", since=1000.0, tries=2)
+        server.lifecycle.failures["c"] = BundleFailure("manifest.yaml: not YAML", since=1000.0, tries=2)
         await until(server.link, lambda: "m@1" in server.link.entries)
 
         status = await server.control.GetStatus(pb.GetStatusRequest())
@@ -358,7 +358,7 @@ async def test_a_pin_that_waits_ends_with_the_runtime(tmp_path: Path) -> None:
 async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
     """One that works answers with what is served; one that does not, with the reason."""
     async with served(tmp_path, models=["a", "b"]) as server:
-        server.lifecycle.refusals["b"] = LifecycleError("FAILED_PRECONDITION", "the mode is static")
+        server.lifecycle.refusals["b"] = ReloadError("FAILED_PRECONDITION", "the mode is static")
 
         answer = await server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a"))
         assert server.lifecycle.reloaded == ["a"]
@@ -375,7 +375,7 @@ async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
     """The looks do not agree on it yet; later they do. Of another bundle they never do."""
     settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
     async with served(tmp_path, models=["a", "b"], settings=settings) as server:
-        late = LifecycleError("UNAVAILABLE", "the bundle is being written")
+        late = ReloadError("UNAVAILABLE", "the bundle is being written")
         server.lifecycle.refusals["a"] = server.lifecycle.refusals["b"] = late
         call = asyncio.ensure_future(server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a")))
         await server.lifecycle.asked.wait()
@@ -394,8 +394,8 @@ async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path)
     """They begin a moment after the server has begun to serve, however short the pauses between looks are."""
     settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
     async with served(tmp_path, models=["a"], settings=settings) as server:
-        server.lifecycle.refusals["a"] = LifecycleError("UNAVAILABLE", "the bundle is being written")
-        asyncio.get_running_loop().call_later(KNOCK / 2, server.lifecycle.refusals.clear)
+        server.lifecycle.refusals["a"] = ReloadError("UNAVAILABLE", "the bundle is being written")
+        asyncio.get_running_loop().call_later(STARTUP_POLL_S / 2, server.lifecycle.refusals.clear)
         await server.control.ReloadWeights(pb.ReloadWeightsRequest(model="a"))
         assert server.lifecycle.reloaded == ["a"]
 

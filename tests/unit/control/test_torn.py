@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.control.reconciler import LifecycleError, Reconciler
+from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv_gen.write import LINK_BYTES
 from tests.unit.bundle.forge import seal
 from tests.unit.control.test_lifecycle import add_meta, silent_kernel, story
@@ -40,7 +40,7 @@ def test_a_torn_bundle_keeps_its_old_version_until_it_fits(tmp_path: Path, endin
             await asyncio.sleep(10)
             assert "model.b8.mlir does not match the manifest" in lifecycle.failures["a"].text
             write_bundle(world.roots["r"] / "b", "v2")
-        with pytest.raises(LifecycleError, match=r"model\.b8\.mlir does not match the manifest") as caught:
+        with pytest.raises(ReloadError, match=r"model\.b8\.mlir does not match the manifest") as caught:
             await lifecycle.reload("a")
         assert caught.value.code == "FAILED_PRECONDITION"
         assert world.triton.texts() == {"a": "v1", "b": "v2"}
@@ -80,7 +80,7 @@ def test_static_mode_tries_a_torn_bundle_again_when_it_was_asked_for(tmp_path: P
     async def tell(world: World, lifecycle: Reconciler) -> None:
         a = seal(write_bundle(world.roots["r"] / "a", "v2"))
         (a / "model.b8.mlir").write_text("half 8")
-        with pytest.raises(LifecycleError, match="does not match the manifest"):
+        with pytest.raises(ReloadError, match="does not match the manifest"):
             await lifecycle.reload("a")
         (a / "model.b8.mlir").write_text("v2 8")
         await asyncio.sleep(20)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypedDict
 
-from rsrv.control.reconcile_queue import Failure
+from rsrv.control.bundle_states import BundleFailure
 
 
 class Entry(TypedDict):
@@ -56,8 +56,8 @@ class Reloading(Protocol):
     """The lifecycle, as the service sees it."""
 
     @property
-    def failures(self) -> Mapping[str, Failure]:
+    def failures(self) -> Mapping[str, BundleFailure]:
         """Models that are not as their bundles say, by name."""
 
     async def reload(self, name: str) -> None:
-        """Serve what the bundle holds now. Raises LifecycleError; then what was served before is served still."""
+        """Serve what the bundle holds now. Raises ReloadError; then what was served before is served still."""

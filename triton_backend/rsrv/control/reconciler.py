@@ -1,7 +1,9 @@
-"""Which models are served: following the bundles, mending what lost its stub, and loading anew when asked.
+"""Keeps the served models as their bundles are, replaces dead stubs, and loads a model again when an operator asks.
 
-`bundle_debounce`, `reconcile_queue` and `stub_health` decide, and are tested without a server; `rsrv_gen` writes the repository; here the two
-meet `loads`, which tells Triton. In the mode `dynamic` all of it happens, in `static` and `explicit` only the mending and `reload`.
+`bundle_debounce` says which changes on disk count, `bundle_states` what each bundle's state makes necessary and when,
+`stub_health` which stubs are dead: all three are tested without a server. `rsrv_gen` writes the repository, and
+`model_loader` tells Triton. In the mode `dynamic` all of that happens; in `static` and `explicit` only dead stubs are
+replaced, and models are loaded again on request.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from functools import partial
 from pathlib import Path
 
 from rsrv.control.bundle_debounce import BundleDebounce, Seen
+from rsrv.control.bundle_states import BundleEvent, BundleFailure, BundleState, BundleStates
 from rsrv.control.grpc_errors import Refused
-from rsrv.control.loads import Loads
+from rsrv.control.model_loader import ModelLoader
 from rsrv.control.protocols import RuntimeView
-from rsrv.control.reconcile_queue import Failure, ReconcileQueue
-from rsrv.control.stub_health import AGREE, StubHealth
+from rsrv.control.stub_health import StubMonitor
 from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, sign, watch
 from rsrv.logs import fields
@@ -32,21 +34,17 @@ from rsrv_gen.write import being_written, carried, our_models
 log = logging.getLogger("rsrv.control")
 
 #: Seconds between attempts to reach a tritonserver that is loading its first models.
-KNOCK = 0.5
-#: Seconds after which that is worth a line.
-_LONG_START = 120.0
-#: Seconds at least between two looks at who has a stub.
-_BREATH = 0.2
-#: Seconds that a mended model is left alone; a Triton that polls needs longer until it has seen what to load.
-_PARDON = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
-#: Seconds until a broken bundle is read again, although it seems to be the same.
-_BROKEN_PAUSE = 60.0
-#: Seconds after something unexpected.
-_AFTER_ERROR = 5.0
+STARTUP_POLL_S = 0.5
+#: Seconds without an answer from a starting tritonserver after which the log says so.
+_STARTUP_WARNING_S = 120.0
+#: Seconds until a broken or hidden bundle is read again although it seems unchanged: the disk may have been at fault.
+_BROKEN_CHECK_S = 60.0
+#: Seconds between an unexpected error and the next attempt.
+_ERROR_PAUSE_S = 5.0
 
 
-class LifecycleError(Refused):
-    """A model was not loaded anew."""
+class ReloadError(Refused):
+    """A model was not loaded again."""
 
 
 class Reconciler:
@@ -55,50 +53,48 @@ class Reconciler:
     def __init__(self, settings: Settings, repository: Path, view: RuntimeView, triton: Triton) -> None:
         self._settings = settings
         self._lifecycle = settings.lifecycle
-        #: Bundles are looked at all the time, and not only when somebody asks.
+        #: True if the bundles are looked at all the time, not only when an operator asks for a reload.
         self._follows = settings.lifecycle.mode == "dynamic"
         self._repository = repository.absolute()
-        self._view = view
         self._triton = triton
         self._sources = BundleSources(settings.lifecycle.bundles, self._repository / SETTINGS_FILE)
         self._debounce = BundleDebounce(settings.lifecycle.look_s)
-        self._queue = ReconcileQueue()
-        self._stub_health = StubHealth()
-        #: Held by who writes the repository, and by who begins a load or an unload for another reason than a dead stub.
+        self._states = BundleStates()
+        #: Held while the repository is written, and while loads and unloads other than for dead stubs begin.
         self._writing = asyncio.Lock()
-        #: Something is to be done, or may be.
-        self._stir = asyncio.Event()
-        self._loads = Loads(self._repository, self._lifecycle.link, triton, self._queue, self._stir)
-        #: Who is to be unloaded because these metas carry it.
-        self._carriers: dict[str, tuple[str, ...]] = {}
+        #: Set when something is to be done, or may be.
+        self._wake = asyncio.Event()
+        self._loader = ModelLoader(self._repository, self._lifecycle.link, triton, self._states, self._wake)
+        self._stubs = StubMonitor(self._repository, view, triton, self._states, self._lifecycle.poll_s)
+        #: Places without bundles that the log has named.
         self._unusable: set[str] = set()
-        #: Models that somebody has unloaded by hand, as far as is known.
-        self._dismissed: set[str] = set()
-        #: Why nothing can be loaded or unloaded; empty: it can.
+        #: Reason why nothing can be loaded or unloaded; empty if it can.
         self._barred = triton.trouble
         if not self._barred and triton.mode == "none":
             self._barred = f"tritonserver's models are fixed; {HOW_TO_START}"
 
     @property
-    def failures(self) -> Mapping[str, Failure]:
-        """Models that are not as their bundles say, and why. An older version of them may be serving."""
-        return self._queue.failures
+    def failures(self) -> Mapping[str, BundleFailure]:
+        """Models that are not as their bundles say, with the reason. An older version of them may be serving."""
+        return self._states.failures
 
     @property
     def loading(self) -> Collection[str]:
-        """Models that Triton is loading, or unloading."""
-        return self._queue.busy
+        """Models that Triton is loading or unloading."""
+        return self._states.busy
 
     @property
     def unwanted(self) -> Collection[str]:
-        """Models of the repository that need not serve: unloaded by hand, or on their way out of it."""
-        return self._dismissed | self._loads.unloading
+        """Models of the repository that need not serve: unloaded by an operator, or being unloaded and removed."""
+        return self._stubs.dismissed | self._states.unloading
 
     async def run(self) -> None:
-        """Never returns."""
+        """Reconcile until cancelled."""
         await self._reach()
         if self._barred:
-            log.warning("models can't be loaded, unloaded or mended: %s", self._barred)
+            log.warning(
+                "models can't be loaded or unloaded, and dead stubs are not replaced: %s", self._barred
+            )
         elif self._triton.exits_on_error and self._lifecycle.mode != "explicit":
             log.warning(
                 "tritonserver was started without --exit-on-error=false: if it ends while a new version loads that "
@@ -106,313 +102,288 @@ class Reconciler:
             )
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._again(self._mend), name="mend")
-                group.create_task(self._again(self._tend), name="tend")
+                group.create_task(self._forever(self._replace_dead), name="replace dead stubs")
+                group.create_task(self._forever(self._reconcile), name="reconcile")
                 if self._follows:
-                    watching = partial(watch, self._sources.read, self._lifecycle, self._took)
-                    group.create_task(self._again(watching), name="watch")
+                    watching = partial(watch, self._sources.read, self._lifecycle, self._on_look)
+                    group.create_task(self._forever(watching), name="watch")
         finally:
-            self._loads.cancel()
+            self._loader.cancel()
 
     async def reload(self, name: str) -> None:
-        """Loads the model anew, from its bundle as it is now; returns when that version serves. Raises LifecycleError.
+        """Load the model again, from its bundle as it is now; return when that version serves. Raises ReloadError.
 
-        Of a model that only metas carry, these are loaded anew.
+        If only meta models carry the model, these are loaded again.
         """
         if self._barred:
-            raise LifecycleError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
-        names = await asyncio.to_thread(self._stands_for, name)
+            raise ReloadError("FAILED_PRECONDITION", f"{name} can't be loaded: {self._barred}")
+        names = await asyncio.to_thread(self._models_of, name)
         if not names and not self._follows:
             async with self._writing:
-                await self._look_anew()
-        # One that is new and not whole yet is waited for.
+                await self._look_now()
+        # The next look may find that a new bundle is whole: that is no NOT_FOUND.
         if not names and self._debounce.settled(name) == ():
-            raise LifecycleError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
+            raise ReloadError("NOT_FOUND", f"there is no model '{name}' that rsrv-gen made, and no bundle")
         names = names or {name}
-        await self._loads.wait(names)
-        done = await self._bring(names, anew=True)
+        await self._loader.wait(names)
+        done = await self._update(names, reload=True)
         if not names.isdisjoint(done.later):
-            raise LifecycleError(
+            raise ReloadError(
                 "UNAVAILABLE", f"the bundle of {name} is being written; try again when it is whole"
             )
         without = done.kept | {name for name, carriers in done.go.items() if not carriers}
         for one in names & without:
-            raise LifecycleError(
+            raise ReloadError(
                 "FAILED_PRECONDITION",
-                f"{one}: there is no bundle, or it is out of sight; the model is as it was",
+                f"{one}: there is no bundle, or its directory is not mounted; the model is as it was",
             )
-        await self._loads.wait(names)
+        for one in names & done.broken.keys():
+            raise ReloadError("FAILED_PRECONDITION", f"{one}: {done.broken[one]}")
+        await self._loader.wait(names)
         for one in names & self.failures.keys():
-            code = "FAILED_PRECONDITION" if one in (done.broken | done.torn) else "INTERNAL"
-            raise LifecycleError(code, f"{one}: {self.failures[one].text}")
+            code = "FAILED_PRECONDITION" if one in done.torn else "INTERNAL"
+            raise ReloadError(code, f"{one}: {self.failures[one].text}")
 
-    def _stands_for(self, name: str) -> set[str]:
-        """The models of the repository that a name means: itself, or the metas that carry it."""
+    def _models_of(self, name: str) -> set[str]:
+        """Return the models of the repository that a name means: itself, or the meta models that carry it."""
         ours = our_models(self._repository)
         return {name} & ours or {meta for meta in ours if name in carried(self._repository / meta)}
 
-    # --- what never ends ------------------------------------------------------------------------------------------
+    # --- tasks ------------------------------------------------------------------------------------------------
 
     async def _reach(self) -> None:
-        """Returns when Triton answers: it does so when its first models are loaded."""
+        """Return when Triton answers, which it does when its first models are loaded."""
         silent_since: float | None = self._now()
         while not self._triton.trouble:
             try:
                 await self._triton.states()
                 return
             except TritonError as error:
-                if silent_since is not None and self._now() - silent_since > _LONG_START:
+                if silent_since is not None and self._now() - silent_since > _STARTUP_WARNING_S:
                     log.warning("tritonserver does not answer at %s yet: %s", self._triton.address, error)
                     silent_since = None
-            await asyncio.sleep(KNOCK)
+            await asyncio.sleep(STARTUP_POLL_S)
 
-    async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
-        """One fault of ours must not end the rest."""
+    async def _forever(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Repeat the work, also after an unexpected error, which must not end the other tasks."""
         while True:
             try:
                 await work()
             except Exception:
-                log.exception("unexpected; going on in %g s", _AFTER_ERROR)
-                await asyncio.sleep(_AFTER_ERROR)
+                log.exception("unexpected; going on in %g s", _ERROR_PAUSE_S)
+                await asyncio.sleep(_ERROR_PAUSE_S)
 
-    def _took(self, seen: Mapping[Path, Seen]) -> bool:
-        """Takes a look at the bundles."""
+    def _on_look(self, seen: Mapping[Path, Seen]) -> bool:
+        """Take a look at the bundles; return True if another one should follow soon."""
         before = self._debounce.agreed
-        changed = self._look(seen)
-        self._queue.changed(changed)
+        changed = self._take_look(seen)
+        self._states.changed(changed, self._now())
         if changed or self._debounce.agreed != before:
-            self._stir.set()
+            self._wake.set()
         return self._debounce.restless
 
-    def _look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
+    def _take_look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
         changed, told = self._debounce.look(seen, self._now())
         for line in told:
             log.warning("%s", line)
         return changed
 
-    async def _look_anew(self) -> None:
-        """Two looks, for when nobody looks all the time; one if it agrees with those before, three at most."""
+    async def _look_now(self) -> None:
+        """Look at bundles that are not followed until two looks agree, or three times."""
         linked = self._lifecycle.link == "hard"
         for _ in range(3):
-            self._look(await asyncio.to_thread(look, self._sources.read, linked=linked))
+            self._take_look(await asyncio.to_thread(look, self._sources.read, linked=linked))
             if not self._debounce.restless:
                 return
             await asyncio.sleep(self._lifecycle.look_s)
 
-    async def _tend(self) -> None:
-        """Does what is due."""
+    async def _reconcile(self) -> None:
+        """Do what is due, and wait for the next event or time."""
         if not self._barred:
             async with self._writing:
-                await self._loads.take_over(decides=self._lifecycle.mode != "explicit")
+                await self._loader.resume(load_unknown=self._lifecycle.mode != "explicit")
         first, sightings = self._follows, 0
         while True:
-            self._stir.clear()
+            self._wake.clear()
             if self._follows and self._debounce.agreed and (first or sightings != self._debounce.sightings):
-                # Whatever changed while nobody looked, or nobody could.
+                # Compare all bundles: some may have changed while the control process did not run, or a root was away.
                 sightings = self._debounce.sightings
                 if first:
-                    self._queue.due(self._now())
-                await self._bring(None)
+                    self._states.due(self._now())
+                await self._update(None)
                 first = False
+            at = None
             if not first:
-                await self._do(self._queue.due(self._now()))
-                await self._let_go()
-            at = self._queue.next_time()
+                await self._do(self._states.due(self._now()))
+                await self._unload_pending()
+                at = self._states.next_time(self._now())
             with contextlib.suppress(TimeoutError):
-                # Not wait_for, which forgets that it was cancelled when something stirs at that moment.
+                # Not wait_for: it loses a cancellation that comes at the moment of the event.
                 async with asyncio.timeout_at(at):
-                    await self._stir.wait()
+                    await self._wake.wait()
 
     async def _do(self, due: Collection[str]) -> None:
-        # Where nobody follows the bundles, what failed to be mended is not given another one.
-        mended = set() if self._follows else self._loads.mended & self.failures.keys() & set(due)
-        for name in mended:
+        stubs_only = set()
+        if not self._follows:
+            # The operator did not ask for another bundle: retry the reload of the version that served.
+            stubs_only = {name for name in due if self._states.state(name) is BundleState.RELOAD_FAILED}
+        for name in stubs_only:
             self._replace(name)
-        if rest := set(due) - mended:
-            await self._bring(rest)
+        if rest := set(due) - stubs_only:
+            await self._update(rest)
 
-    async def _let_go(self) -> None:
+    async def _unload_pending(self) -> None:
         async with self._writing:
-            for name in self._queue.leavers(self._now()):
-                may_leave = await self._may_leave(name)
-                if name in self._loads:
+            for name in self._states.unloadable(self._now()):
+                may_unload = await self._may_unload(name)
+                if self._states.state(name) is not BundleState.UNLOAD_PENDING:
                     continue  # its stub was found dead at this moment
-                if may_leave:
-                    self._loads.unload(name)
-                else:
-                    self._queue.stay(name)
-                    if self.failures.keys().isdisjoint(self._carriers.get(name, ())):
-                        # Its bundle seems to be back, or who carries it is not there yet: nothing else may say so when
-                        # that changes. A carrier that failed is tried again, and this one with it.
-                        self._queue.later(name, self._now() + self._lifecycle.poll_s)
+                if may_unload:
+                    self._loader.unload(name)
+                    continue
+                carriers = self._states.carriers(name)
+                self._states.retain(name, self._now())
+                if self.failures.keys().isdisjoint(carriers):
+                    # The bundle seems to be back, or a meta model does not serve yet: no other event may follow when
+                    # that changes. The retry of a carrier that failed includes this model.
+                    self._states.check(name, self._now() + self._lifecycle.poll_s)
 
-    async def _may_leave(self, name: str) -> bool:
-        if carriers := self._carriers.get(name):
-            return all(self._carries(meta, name) for meta in carriers)
+    async def _may_unload(self, name: str) -> bool:
+        if carriers := self._states.carriers(name):
+            return all(
+                self._states.state(meta) is BundleState.SERVED and name in carried(self._repository / meta)
+                for meta in carriers
+            )
         if not self._debounce.gone(name):
             return False
-        # One whose bundle was never seen may come from a place that an rsrv-gen is about to name.
+        # A bundle that was never seen may come from a place that an rsrv-gen is about to name.
         return self._debounce.knew(name) or await asyncio.to_thread(self._all_places_seen)
-
-    def _carries(self, meta: str, name: str) -> bool:
-        """Whether a meta model serves that has this one with it."""
-        loaded = meta in self._loads.served and meta not in self._loads and meta not in self.failures
-        return loaded and name in carried(self._repository / meta)
 
     def _all_places_seen(self) -> bool:
         return not being_written(self._repository) and set(self._sources.read()) == set(self._debounce.roots)
 
-    async def _mend(self) -> None:
-        """Finds models whose stub is dead, and has them loaded anew."""
-        ours: set[str] = set()
-        #: Models without a stub that Triton does not call ready, so that it need not be asked at every change.
-        idle: set[str] = set()
-        renewed = -self._lifecycle.poll_s
-        while True:
-            seen = self._view.changes
-            if self._now() - renewed >= self._lifecycle.poll_s:
-                renewed = self._now()
-                ours, idle = await asyncio.to_thread(our_models, self._repository), set()
-            alive = {name for name, pids in self._view.stubs().items() if pids}
-            without = ours - alive - set(self._queue.busy)
-            idle &= without
-            self._dismissed &= without
-            ready: set[str] = set()
-            if without - idle and not self._triton.trouble:
-                with contextlib.suppress(TritonError):
-                    states = await self._triton.states()
-                    ready = {name for name in without if states.get(name) == "ready"}
-                    ready -= set(self._queue.busy)
-                    idle = without - ready
-                    self._dismissed = {name for name in without if states.get(name) == "dismissed"}
-            up_since = self._view.since if self._view.up else None
-            if dead := self._stub_health.look(ready, alive, up_since, self._now()):
-                for name in dead - set(self._queue.busy):
-                    self._replace(name)
-            await asyncio.sleep(_BREATH)
-            with contextlib.suppress(TimeoutError):
-                wait = AGREE - _BREATH if self._stub_health.suspicious else self._lifecycle.poll_s
-                async with asyncio.timeout(wait):
-                    await self._view.wait_change(seen)
+    async def _replace_dead(self) -> None:
+        async with contextlib.aclosing(self._stubs.dead()) as dead:
+            async for name in dead:
+                self._replace(name)
 
     def _replace(self, name: str) -> None:
-        """Its stub is dead."""
+        """Replace the dead stub of a model."""
         if self._barred:
-            text = f"its stub process is dead, and it can't be loaded anew: {self._barred}"
-            self._loads.fail(name, text, again=False)
-        elif self._loads.mend(name):
-            log.warning("%s: its stub process is dead; loading it anew", name, extra=fields(model=name))
+            text = f"its stub process is dead, and the model can't be loaded again: {self._barred}"
+            self._loader.fail(name, text, retry=False)
+        elif self._loader.reload(name):
+            log.warning(
+                "%s: its stub process is dead; loading the model again", name, extra=fields(model=name)
+            )
         else:
             return
-        self._stub_health.pardon(name, self._now() + _PARDON[self._triton.mode])
+        self._stubs.expect_start(name)
 
-    # --- what is done ---------------------------------------------------------------------------------------------
+    # --- updates of the repository ----------------------------------------------------------------------------
 
-    async def _bring(self, names: Collection[str] | None, *, anew: bool = False) -> Update:
-        """Brings models (None: all) up to date in the repository; what was done.
+    async def _update(self, names: Collection[str] | None, *, reload: bool = False) -> Update:
+        """Bring models (None: all) up to date in the repository, and begin their loads.
 
-        Files without checksums are read twice, and taken if they have not changed in between. The models' loads have begun
-        when this returns. `anew`: also of those that are up to date.
+        Files without checksums are read twice, and taken if they have not changed in between. `reload`: load these
+        models although they are up to date.
         """
         async with self._writing:
             if not self._follows:
-                await self._look_anew()
+                await self._look_now()
             try:
-                done = await asyncio.to_thread(self._update, names, {})
+                done = await asyncio.to_thread(self._write, names, {})
                 if unsure := done.unsure:
                     await asyncio.sleep(self._lifecycle.look_s)
-                    done.join(await asyncio.to_thread(self._update, unsure.keys(), unsure))
-                await self._follow_up(done, names, anew=anew)
+                    done.join(await asyncio.to_thread(self._write, unsure.keys(), unsure))
+                await self._follow_up(done, names, reload=reload)
             finally:
-                self._loads.release()
-        self._stir.set()
+                self._loader.release()
+        self._wake.set()
         return done
 
-    async def _follow_up(self, done: Update, names: Collection[str] | None, *, anew: bool) -> None:
-        """Begins the loads and unloads that what was done to the repository calls for."""
-        self._report(done)
-        if self._follows:
-            # What broke them may be the disk's, and pass without a change that a look would see.
-            again = {*done.broken, *done.hidden}
-            for name in again if names is None else again & set(names):
-                self._queue.later(name, self._now() + _BROKEN_PAUSE)
+    async def _follow_up(self, done: Update, names: Collection[str] | None, *, reload: bool) -> None:
+        """Turn the outcome of each model into its event, which may begin a load or an unload."""
+        now, named = self._now(), set(names or ())
+        self._report(done, now)
         if names is None:
             await self._spare_dismissed()
-        for name, put in done.put.items():
-            self._queue.stay(name)
-            self._loads.load(name, put)
+        for name, replaced in done.put.items():
+            self._loader.load(name, replaced)
         for name in done.unchanged:
-            self._queue.stay(name)
-            folder = self._repository / name
-            here = names is not None and name in names
-            if name in self._loads:
-                continue
-            # What failed though nothing is to be written lost its stub, and still has none.
-            wanted = (anew and here) or name in self._queue.failures
-            if not self._barred and (wanted or self._loads.served.get(name) != version_of(folder)):
-                self._loads.load(name, anew=names is not None)
-            else:
-                self._queue.done(name)
+            self._follow_unchanged(name, now, reload=reload and name in named, touch=names is not None)
         for name, carriers in done.go.items():
             if self._barred:
-                self._loads.fail(
-                    name, f"its bundle is gone, and it can't be unloaded: {self._barred}", again=False
-                )
+                text = f"its bundle is gone, and it can't be unloaded: {self._barred}"
+                self._loader.fail(name, text, retry=False)
             else:
-                self._carriers[name] = carriers
-                self._queue.leave(name)
-        # Who asks for one that is being written, and is not followed, is told to ask again.
-        for name in done.later if self._follows else done.later & self._queue.failures.keys():
-            self._queue.later(name, self._now() + self._lifecycle.poll_s)
-        # Of the rest there is neither a bundle nor a model.
-        known = [
-            done.put,
-            done.unchanged,
-            done.go,
-            done.broken,
-            done.failed,
-            done.torn,
-            done.later,
-        ]
+                self._states.orphan(name, carriers, now)
+        # Where bundles are not followed, the operator is told to ask again.
+        for name in done.later if self._follows else done.later & self.failures.keys():
+            self._states.check(name, now + self._lifecycle.poll_s)
+        for name in done.hidden:
+            self._states.settle(name, BundleEvent.HIDE, now)
+        followed_up = {
+            *done.put,
+            *done.unchanged,
+            *done.go,
+            *done.broken,
+            *done.failed,
+            *done.torn,
+            *done.later,
+        }
         if not self._follows:
-            known.append(done.kept)  # nobody looks whether it is back
-        for name in set(names or ()).difference(*known):
-            if name in self._loads.served and not self._barred:
-                # Another rsrv-gen has removed it.
-                self._carriers.pop(name, None)
-                self._queue.leave(name)
+            followed_up |= done.kept  # it is not looked for again
+        for name in named - followed_up - done.hidden:
+            # There is neither a bundle in sight nor a model in the repository: another rsrv-gen has removed it.
+            loaded = name in self._loader.served or self._states.state(name) is BundleState.UNLOAD_PENDING
+            if loaded and not self._barred:
+                self._states.orphan(name, (), now)
             else:
-                self._queue.done(name)
+                self._states.settle(name, BundleEvent.FORGET, now)
+
+    def _follow_unchanged(self, name: str, now: float, *, reload: bool, touch: bool) -> None:
+        """Load a model that is in the repository as its bundle says, if Triton has not loaded that version."""
+        if name in self._states.busy:
+            self._states.retain(name, now)
+            return
+        # A model that failed although there is nothing to write has lost its stub, and has none yet.
+        wanted = reload or name in self.failures
+        loaded = self._loader.served.get(name) == version_of(self._repository / name)
+        if not self._barred and (wanted or not loaded):
+            self._loader.load(name, unchanged=touch)
+        else:
+            self._states.conclude(name, BundleEvent.MATCHED, now)
 
     async def _spare_dismissed(self) -> None:
-        """Whoever unloaded a model by hand meant it, until its bundle changes: it counts as served."""
+        """Count models that an operator has unloaded as loaded, until their bundles change."""
         states: Mapping[str, State] = {}
         with contextlib.suppress(TritonError):
             states = await self._triton.states()
         for name in [name for name, state in states.items() if state == "dismissed"]:
-            self._loads.served[name] = version_of(self._repository / name)
+            self._loader.served[name] = version_of(self._repository / name)
 
-    def _update(self, names: Collection[str] | None, first: Mapping[str, str]) -> Update:
-        """On a thread: brings the repository up to date. `first`: what a first reading of some of the models found."""
+    def _write(self, names: Collection[str] | None, first: Mapping[str, str]) -> Update:
+        """Bring the repository up to date, on a thread. `first`: the results of a first reading of some models."""
         return update(
             self._repository,
             self._sources.read(),
             names,
             link=self._lifecycle.link,
             transport=self._settings.meta.transport,
-            stays=self._stays,
-            ready=self._is_whole,
-            take=self._loads.take,
+            stays=self._reason_to_keep,
+            ready=self._is_settled,
+            take=self._loader.reserve,
             write=not self._barred,
-            later_than=self._loads.stamps,
+            later_than=self._loader.stamps,
             first=first,
         )
 
-    def _stays(self, name: str) -> str:
+    def _reason_to_keep(self, name: str) -> str:
         return "" if self._follows and self._debounce.gone(name) else "its bundle is out of sight"
 
-    def _is_whole(self, name: str) -> bool:
-        """Whether the bundle is on disk as the looks agreed that it is."""
+    def _is_settled(self, name: str) -> bool:
+        """Return True if the bundle is on disk as the looks agreed that it is."""
         found = self._debounce.settled(name) or ()
         linked = self._lifecycle.link == "hard"
         return bool(found) and all(sign(self._place(root, name), linked=linked) == was for root, was in found)
@@ -420,19 +391,23 @@ class Reconciler:
     def _place(self, root: Path, name: str) -> Path:
         return root if root.name == name and (root / "manifest.yaml").exists() else root / name
 
-    def _report(self, done: Update) -> None:
-        """Takes what could not be done."""
+    def _report(self, done: Update, now: float) -> None:
+        """Note and log what could not be done."""
         for line in set(done.unusable) - self._unusable:
             log.warning("no bundles: %s", line)
         self._unusable = set(done.unusable)
-        for name, failure in self._queue.broken(done.broken, time.time()).items():
+        for name, failure in self._states.set_broken(done.broken, now, time.time()).items():
             log.error("%s stays as it was: %s", name, failure.text, extra=fields(model=name))
         for name, text in done.torn.items():
-            self._loads.fail(name, f"its bundle is not taken: {text}")
+            self._loader.fail(name, f"its bundle is not taken: {text}")
         for name, text in done.failed.items():
-            self._loads.fail(
-                name, f"{text}: {self._barred}" if self._barred else text, again=not self._barred
-            )
+            text = f"{text}: {self._barred}" if self._barred else text
+            self._loader.fail(name, text, retry=not self._barred)
+        if self._follows:
+            for name in {*done.broken, *done.hidden}:
+                # While Triton works on the model, its state does not say yet that the bundle is broken.
+                busy = self._states.state(name) in (BundleState.LOADING, BundleState.UNLOADING)
+                self._states.check(name, now if busy else now + _BROKEN_CHECK_S)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -15,7 +15,7 @@ from rsrv.control.grpc_errors import Refused, Wrong, answers, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.protocols import Reloading
-from rsrv.control.reconciler import KNOCK, LifecycleError
+from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
 from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
@@ -244,12 +244,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         section, loop = self._settings.lifecycle, asyncio.get_running_loop()
         # Somebody who has just put a bundle there is ahead of the looks, which must agree that it is whole; and the
         # looks begin when the lifecycle has found that the server serves.
-        patience = loop.time() + KNOCK + section.poll_s + 3 * section.look_s
+        patience = loop.time() + STARTUP_POLL_S + section.poll_s + 3 * section.look_s
         while True:
             try:
                 await self._lifecycle.reload(model)
                 break
-            except LifecycleError as error:
+            except ReloadError as error:
                 if error.code != "UNAVAILABLE" or loop.time() > patience:
                     raise
             await asyncio.sleep(section.look_s)

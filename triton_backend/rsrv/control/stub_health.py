@@ -1,41 +1,54 @@
-"""Which models have lost their stub. Pure: time is an argument.
+"""Finds the models whose stub process is dead.
 
 Triton calls a model ready whose stub is dead, so the runtime's word counts: no stub of that name is connected. A runtime
-that has just started says that of all models, and one that is dead says nothing; both get the time that stubs need
-to find it again, or to start another.
+that has just started says that of all models, and a dead one says nothing; both get the time that stubs need to find it
+again, or to start another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Collection
+from pathlib import Path
 
-#: Seconds between the two looks that have to agree.
-AGREE = 0.5
-#: Seconds that stubs have to connect to a runtime, from when it is there.
-CONNECT = 10.0
-#: Seconds that stubs have to start a runtime again; when they are all dead, nobody does.
-RESTART = 15.0
+from rsrv.control.bundle_states import BundleStates
+from rsrv.control.protocols import RuntimeView
+from rsrv.control.triton import Triton, TritonError
+from rsrv_gen.write import our_models
+
+#: Seconds between the two looks that must agree on a dead stub.
+AGREE_S = 0.5
+#: Seconds that stubs have to connect to a runtime that has come up.
+CONNECT_S = 10.0
+#: Seconds that stubs have to start a runtime again. If all of them are dead, it is not started.
+RESTART_S = 15.0
+#: Seconds at least between two looks.
+_LOOK_MIN_S = 0.2
+#: Seconds after a reload during which the stub does not count as dead, by Triton's mode. A Triton that polls has yet to
+#: see what to load.
+_START_S = {"explicit": 10.0, "poll": 60.0, "none": 3600.0}
 
 
 class StubHealth:
-    """What successive looks at Triton and the runtime came to."""
+    """The conclusions of successive looks at Triton and the runtime. Pure: time is an argument."""
 
     def __init__(self) -> None:
-        #: Ready models without a stub -> when that was first seen.
+        #: Ready models without a stub -> time at which that was first seen.
         self._suspects: dict[str, float] = {}
-        #: Models that are not looked at until then.
-        self._pardoned: dict[str, float] = {}
+        #: Models whose stub is starting -> time until which it may.
+        self._starting: dict[str, float] = {}
         self._down_since: float | None = None
 
     @property
     def suspicious(self) -> bool:
-        """Whether a further look may soon find a model dead."""
+        """True if another look may soon find a dead stub."""
         return bool(self._suspects)
 
     def look(
         self, ready: Collection[str], alive: Collection[str], up_since: float | None, now: float
     ) -> frozenset[str]:
-        """Of the models that Triton calls ready, those whose stub is dead; `alive` have one at the runtime.
+        """Return the models that Triton calls ready and whose stub is dead; the runtime knows a stub of the `alive`.
 
         `up_since`: when the runtime came up, None while it is down.
         """
@@ -43,16 +56,70 @@ class StubHealth:
             self._down_since = None
         elif self._down_since is None:
             self._down_since = now
-        self._pardoned = {name: until for name, until in self._pardoned.items() if until > now}
-        without = set(ready) - set(alive) - self._pardoned.keys()
+        self._starting = {name: until for name, until in self._starting.items() if until > now}
+        without = set(ready) - set(alive) - self._starting.keys()
         self._suspects = {name: self._suspects.get(name, now) for name in without}
         if up_since is not None:
-            waited = now - up_since >= CONNECT
+            waited = now - up_since >= CONNECT_S
         else:
-            waited = self._down_since is not None and now - self._down_since >= RESTART
-        return frozenset(name for name, since in self._suspects.items() if waited and now - since >= AGREE)
+            waited = self._down_since is not None and now - self._down_since >= RESTART_S
+        return frozenset(name for name, since in self._suspects.items() if waited and now - since >= AGREE_S)
 
-    def pardon(self, name: str, until: float) -> None:
-        """It was seen to, and is not dead before that time."""
+    def expect_start(self, name: str, until: float) -> None:
+        """Do not count the model's stub as dead before that time."""
         self._suspects.pop(name, None)
-        self._pardoned[name] = until
+        self._starting[name] = until
+
+
+class StubMonitor:
+    """The looks at the stubs of one repository's models."""
+
+    def __init__(
+        self, repository: Path, view: RuntimeView, triton: Triton, states: BundleStates, poll_s: float
+    ) -> None:
+        self._repository = repository
+        self._view = view
+        self._triton = triton
+        self._states = states
+        self._poll_s = poll_s
+        self._health = StubHealth()
+        #: Models that an operator has unloaded in Triton, as of the last look.
+        self.dismissed: set[str] = set()
+
+    def expect_start(self, name: str) -> None:
+        """Give the model's stub time to start."""
+        self._health.expect_start(name, self._now() + _START_S[self._triton.mode])
+
+    async def dead(self) -> AsyncGenerator[str]:
+        """Yield models whose stub is dead, as they are found."""
+        ours: set[str] = set()
+        #: Models without a stub that Triton does not call ready, so that it need not be asked at every change.
+        idle: set[str] = set()
+        renewed = -self._poll_s
+        while True:
+            seen = self._view.changes
+            if self._now() - renewed >= self._poll_s:
+                renewed = self._now()
+                ours, idle = await asyncio.to_thread(our_models, self._repository), set()
+            alive = {name for name, pids in self._view.stubs().items() if pids}
+            without = ours - alive - self._states.busy
+            idle &= without
+            self.dismissed &= without
+            ready: set[str] = set()
+            if without - idle and not self._triton.trouble:
+                with contextlib.suppress(TritonError):
+                    states = await self._triton.states()
+                    ready = {name for name in without if states.get(name) == "ready"} - self._states.busy
+                    idle = without - ready
+                    self.dismissed = {name for name in without if states.get(name) == "dismissed"}
+            up_since = self._view.since if self._view.up else None
+            for name in self._health.look(ready, alive, up_since, self._now()) - self._states.busy:
+                yield name
+            await asyncio.sleep(_LOOK_MIN_S)
+            with contextlib.suppress(TimeoutError):
+                wait = AGREE_S - _LOOK_MIN_S if self._health.suspicious else self._poll_s
+                async with asyncio.timeout(wait):
+                    await self._view.wait_change(seen)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,281 @@
+"""The states of bundles, and the times at which they are loaded, unloaded and retried."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.control.bundle_states import (
+    LOAD_PATIENCE_S,
+    RETRY_MAX_S,
+    TRANSITIONS,
+    BundleEvent,
+    BundleState,
+    BundleStates,
+    IllegalTransition,
+)
+from rsrv.control.stub_health import StubHealth
+
+E, S = BundleEvent, BundleState
+
+
+def test_a_change_during_a_load_is_due_when_the_load_has_ended() -> None:
+    """Until then, no time wakes the control process up for it."""
+    states = BundleStates()
+    states.changed({"a", "b"}, 0)
+    assert states.due(0) == {"a", "b"}
+    assert states.due(0) == set()
+    states.apply("a", E.LOAD, 0)
+    states.changed({"a", "b"}, 1)
+    assert states.due(1) == {"b"}
+    assert states.next_time(1) is None
+    states.apply("a", E.LOADED, 2)
+    assert states.next_time(2) == 1
+    assert states.due(2) == {"a"}
+    assert states.next_time(2) is None
+
+
+def test_a_comparison_that_was_put_off_does_not_delay_a_change() -> None:
+    """The earlier of the two times counts."""
+    states = BundleStates()
+    states.changed({"a"}, 1)
+    states.check("a", 60)
+    assert states.due(1) == {"a"}
+    states.check("a", 60)
+    assert states.next_time(1) == 60
+    assert not states.due(59)
+    assert states.due(60) == {"a"}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_model_to_unload_is_reloaded_and_unloaded_all_the_same(works: bool) -> None:
+    """It keeps what it waits for, and is unloaded whether the reload works or fails."""
+    states = BundleStates()
+    states.apply("slow", E.LOAD, 0)
+    states.orphan("a", (), 0)
+    states.apply("a", E.STUB_DIED, 1)
+    states.apply("slow", E.LOADED, 2)
+    assert states.unloadable(2) == []
+    if works:
+        states.apply("a", E.LOADED, 3)
+    else:
+        states.fail("a", "why", 3, wall=0)
+    assert states.unloadable(3) == ["a"]
+    states.apply("a", E.UNLOAD, 3)
+    assert states.unloading == {"a"}
+    states.apply("a", E.UNLOADED, 4)
+    assert states.unloadable(4) == []
+    assert not states.failures
+
+
+def test_failures_are_retried_ever_more_seldom() -> None:
+    """After 10, 20, 40 seconds, and at last every ten minutes; the time of the first failure stays."""
+    states, now, pauses = BundleStates(), 0.0, []
+    for _ in range(9):
+        states.conclude("a", E.LOAD, now)
+        failure = states.fail("a", "why", now, wall=7 + now)
+        at = states.next_time(now)
+        assert at is not None
+        assert not states.due(at - 0.1)
+        assert states.due(at) == {"a"}
+        pauses.append(at - now)
+        now = at
+    assert pauses[:4] == [10, 20, 40, 80]
+    assert pauses[-1] == RETRY_MAX_S
+    assert (failure.since, failure.tries) == (7, 9)
+
+
+def test_another_bundle_starts_the_count_again() -> None:
+    """It is tried at once, and its failure is the first."""
+    states = BundleStates()
+    for _ in range(5):
+        states.fail("a", "why", 0, wall=1)
+    states.changed({"a"}, 0)
+    assert states.due(0) == {"a"}
+    assert states.failures["a"].text == "why"
+    failure = states.fail("a", "another reason", 0, wall=2)
+    assert (failure.since, failure.tries) == (2, 1)
+    states.conclude("a", E.MATCHED, 0)
+    assert not states.failures
+    assert states.next_time(0) is None
+
+
+def test_broken_bundles_wait_for_another_bundle() -> None:
+    """They are reported when they break, and when they do for another reason."""
+    states = BundleStates()
+    assert set(states.set_broken({"a": "why", "b": "why"}, 0, wall=1)) == {"a", "b"}
+    assert states.set_broken({"a": "why", "b": "also"}, 0, wall=2).keys() == {"b"}
+    assert states.failures["a"].since == 1
+    assert states.next_time(0) is None
+    assert states.set_broken({}, 0, wall=3) == {}
+    assert not states.failures
+
+
+def test_a_broken_bundle_stays_so_while_the_stub_of_its_old_version_is_replaced() -> None:
+    """Its failure is shown all the time, and is not the one of the reload."""
+    states = BundleStates()
+    states.set_broken({"a": "no manifest"}, 0, wall=1)
+    for _ in range(2):
+        states.apply("a", E.STUB_DIED, 1)
+        assert states.set_broken({"a": "no manifest"}, 1, wall=2) == {}
+        states.fail("a", "no memory", 2, wall=3)
+        assert (states.state("a"), states.failures["a"].text) == (S.BROKEN, "no manifest")
+    states.apply("a", E.STUB_DIED, 3)
+    states.set_broken({}, 3, wall=4)
+    states.apply("a", E.LOADED, 4)
+    assert (states.state("a"), states.failures) == (S.SERVED, {})
+
+
+def test_a_failed_reload_is_told_from_a_failed_load() -> None:
+    """Where bundles are not followed, only the latter is retried with the bundle as it is then."""
+    states = BundleStates()
+    states.apply("a", E.STUB_DIED, 0)
+    states.fail("a", "why", 1, wall=1)
+    assert states.state("a") is S.RELOAD_FAILED
+    states.conclude("a", E.LOAD, 2)
+    states.fail("a", "why", 3, wall=3)
+    assert states.state("a") is S.FAILED
+
+
+def test_an_unload_waits_for_the_loads_that_began_before() -> None:
+    """It waits for no other, and not longer than ten minutes."""
+    states = BundleStates()
+    states.apply("new", E.LOAD, 0)
+    states.orphan("old", (), 0)
+    states.apply("later", E.LOAD, 1)
+    assert states.unloadable(1) == []
+    states.apply("new", E.LOADED, 1)
+    assert states.unloadable(1) == ["old"]
+    states.apply("later", E.LOADED, 1)
+    states.apply("hangs", E.LOAD, 2)
+    states.orphan("gone", ("meta",), 2)
+    assert states.carriers("gone") == ("meta",)
+    assert states.unloadable(3) == ["old"]
+    assert states.next_time(3) == 2 + LOAD_PATIENCE_S
+    assert states.unloadable(2 + LOAD_PATIENCE_S) == ["old", "gone"]
+
+
+def test_a_bundle_that_is_back_is_not_unloaded() -> None:
+    """It has changed again, or is to stay, or is being loaded; one that lost its bundle during a load is compared."""
+    states = BundleStates()
+    for name in ("a", "b", "c", "d"):
+        states.orphan(name, (), 0)
+    states.changed({"a"}, 0)
+    states.retain("b", 0)
+    states.conclude("c", E.LOAD, 0)
+    assert states.unloadable(0) == ["d"]
+    states.orphan("c", (), 1)
+    states.apply("c", E.LOADED, 2)
+    assert states.due(2) == {"a", "c"}
+
+
+def test_an_illegal_transition_tells_the_history() -> None:
+    """The message has the state, the event, and how the bundle came there."""
+    states = BundleStates()
+    states.apply("a", E.LOAD, 1.5)
+    states.apply("a", E.LOADED, 2.5)
+    with pytest.raises(IllegalTransition, match="a: no event 'unloaded' in the state served") as caught:
+        states.apply("a", E.UNLOADED, 3)
+    assert "1.5 s: unchecked -> loading (load); 2.5 s: loading -> served (loaded)" in str(caught.value)
+
+
+BUSY = {S.LOADING, S.UNLOADING, S.RELOADING, S.RELOADING_BROKEN, S.RELOADING_UNWANTED}
+NAMES = st.sampled_from("abc")
+
+
+@given(
+    st.lists(
+        st.tuples(NAMES, st.sampled_from([*E, "changed", "later", "orphan", "broken", "match", "due"])),
+        max_size=60,
+    )
+)
+def test_whatever_happens_no_bundle_is_stuck(steps: list[tuple[str, str]]) -> None:
+    """A failure, a change or an unload that waits has a time, and all that Triton does ends in a state of rest."""
+    states, broken = BundleStates(), dict[str, str]()
+    for now, (name, step) in enumerate(steps):
+        before = states.state(name)
+        match step:
+            case "changed":
+                states.changed({name}, now)
+            case "later":
+                states.check(name, now + 5)
+            case "orphan":
+                states.orphan(name, (), now)
+            case "broken":
+                broken = {} if name in broken else broken | {name: "why"}
+                states.set_broken(broken, now, wall=0)
+            case "due":
+                states.due(now)
+            case "match" if before not in BUSY:
+                assert states.conclude(name, E.MATCHED, now) is S.SERVED
+            case E.FAIL:
+                states.fail(name, "why", now, wall=0)
+            case BundleEvent() if (before, step) in TRANSITIONS:
+                assert states.apply(name, step, now) is TRANSITIONS[before, step]
+            case BundleEvent():
+                with pytest.raises(IllegalTransition):
+                    states.apply(name, step, now)
+        assert states.busy == {one for one in "abc" if states.state(one) in BUSY}
+        assert set(states.unloadable(now)) <= {one for one in "abc" if states.state(one) is S.UNLOAD_PENDING}
+    for name in states.busy:
+        event = E.UNLOADED if states.state(name) is S.UNLOADING else E.LOADED
+        states.apply(name, event, 100)
+    assert not states.busy
+    for name in states.due(10_000):
+        assert name not in states.due(10_000)
+    pending = {name for name in "abc" if states.state(name) is S.UNLOAD_PENDING}
+    assert set(states.unloadable(10_000)) == pending
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    """From the first state, and without an end."""
+    reached = {S.UNCHECKED}
+    while more := {after for (before, _), after in TRANSITIONS.items() if before in reached} - reached:
+        reached |= more
+    assert reached == set(S)
+    assert {event for _, event in TRANSITIONS} == set(E)
+    assert {before for (before, _), after in TRANSITIONS.items() if after is not before} == set(S)
+
+
+# --- stubs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stub_is_dead_when_two_looks_agree() -> None:
+    """Half a second apart; one that was only late is not."""
+    health = StubHealth()
+    assert not health.look({"a", "b"}, {"a"}, 0.0, 20.0)
+    assert health.suspicious
+    assert not health.look({"a", "b"}, {"b"}, 0.0, 20.4)
+    assert health.look({"a", "b"}, {"b"}, 0.0, 20.9) == {"a"}
+
+
+def test_a_model_that_triton_does_not_call_ready_has_no_dead_stub() -> None:
+    """It was unloaded, or is being loaded."""
+    health = StubHealth()
+    assert not health.look(set(), set(), 0.0, 20.0)
+    assert not health.look(set(), set(), 0.0, 30.0)
+    assert not health.suspicious
+
+
+def test_stubs_have_time_to_find_a_new_runtime() -> None:
+    """Ten seconds after it came up; if it does not come, fifteen, for then no stub is left to start it."""
+    health = StubHealth()
+    assert not health.look({"a"}, set(), 100.0, 101.0)
+    assert not health.look({"a"}, set(), 100.0, 109.9)
+    assert health.look({"a"}, set(), 100.0, 110.0) == {"a"}
+    assert not health.look({"a"}, set(), None, 120.0)
+    assert not health.look({"a"}, set(), None, 134.9)
+    assert health.look({"a"}, set(), None, 135.0) == {"a"}
+    assert not health.look({"a"}, set(), 136.0, 137.0)
+    assert not health.look({"a"}, set(), None, 150.0)
+
+
+def test_a_replaced_stub_has_time_to_start() -> None:
+    """Then it may be found dead again."""
+    health = StubHealth()
+    health.expect_start("a", 30.0)
+    assert not health.look({"a"}, set(), 0.0, 20.0)
+    assert not health.look({"a"}, set(), 0.0, 29.0)
+    assert not health.look({"a"}, set(), 0.0, 30.0)
+    assert health.look({"a"}, set(), 0.0, 30.5) == {"a"}

@@ -1,0 +1,368 @@
+"""The state of each bundle in the control process, and the time at which it is next due. Pure: time is an argument.
+
+`TRANSITIONS` is the whole life of a bundle: a pair that it lacks is a fault of this program, and raises with the bundle's
+history. Beside its state, a bundle has the time of its next comparison with the repository (`check_at`), because a
+bundle may change at any moment, also while Triton works on its model; the comparison then waits until that has ended.
+
+Each bundle has its own times: a model that compiles for minutes delays no other. Only an unload waits for the loads that
+began before it, because a renamed bundle's executables and weights would otherwise be gone between the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+#: Seconds until the first retry of a failed load or unload. The pause doubles with each failure, up to the longest one.
+RETRY_MIN_S, RETRY_MAX_S = 10.0, 600.0
+#: Seconds after which an unload no longer waits for a load that has not ended.
+LOAD_PATIENCE_S = 600.0
+#: Transitions that a bundle's history keeps.
+_HISTORY_LENGTH = 30
+
+
+class BundleState(StrEnum):
+    """The life of a bundle, and of the model that is made of it."""
+
+    #: Not compared with its bundle: at the start, at each comparison, and when nothing is left of it.
+    UNCHECKED = "unchecked"
+    #: Triton loads what the repository holds: a new or changed version, or the same one because an operator asked.
+    LOADING = "loading"
+    #: Triton was told to serve what the repository holds, and that is what the bundle holds.
+    SERVED = "served"
+    #: Not as its bundle says: it could not be written, loaded or unloaded. An older version may be serving.
+    FAILED = "failed"
+    #: The bundle cannot be served as it is on disk. An older version may be serving.
+    BROKEN = "broken"
+    #: Not served, because only a meta model calls it, and that meta model's bundle is broken.
+    HIDDEN = "hidden"
+    #: The bundle is gone; the unload waits for loads that began before.
+    UNLOAD_PENDING = "unload_pending"
+    #: Triton unloads the model, which is then removed from the repository.
+    UNLOADING = "unloading"
+    #: Triton loads the same version again, because the model's stub process is dead.
+    RELOADING = "reloading"
+    #: As RELOADING, of the version before its bundle broke.
+    RELOADING_BROKEN = "reloading_broken"
+    #: As RELOADING, of a model that serves until its unload begins.
+    RELOADING_UNWANTED = "reloading_unwanted"
+    #: As FAILED, where the load that failed was for no other reason than the dead stub.
+    RELOAD_FAILED = "reload_failed"
+
+
+class BundleEvent(StrEnum):
+    """What changes the state of a bundle."""
+
+    #: A comparison with the bundle reconsiders what an earlier one concluded.
+    CHECK = "check"
+    #: The bundle, the repository and Triton agree: there is nothing to do.
+    MATCHED = "matched"
+    #: A load begins.
+    LOAD = "load"
+    #: A load or reload has ended well.
+    LOADED = "loaded"
+    #: Writing, loading, reloading or unloading failed.
+    FAIL = "fail"
+    #: The bundle cannot be served as it is on disk.
+    BREAK = "break"
+    #: A broken meta model is the only one to call it.
+    HIDE = "hide"
+    #: The model has no bundle any more, or only its meta models need one.
+    ORPHAN = "orphan"
+    #: An unload begins.
+    UNLOAD = "unload"
+    #: An unload has ended well.
+    UNLOADED = "unloaded"
+    #: There is neither a bundle nor a model.
+    FORGET = "forget"
+    #: Its stub is dead: a reload begins.
+    STUB_DIED = "stub died"
+
+
+TRANSITIONS: Mapping[tuple[BundleState, BundleEvent], BundleState] = {
+    (BundleState.UNCHECKED, BundleEvent.MATCHED): BundleState.SERVED,
+    (BundleState.UNCHECKED, BundleEvent.LOAD): BundleState.LOADING,
+    (BundleState.UNCHECKED, BundleEvent.FAIL): BundleState.FAILED,
+    (BundleState.UNCHECKED, BundleEvent.BREAK): BundleState.BROKEN,
+    (BundleState.UNCHECKED, BundleEvent.HIDE): BundleState.HIDDEN,
+    (BundleState.UNCHECKED, BundleEvent.ORPHAN): BundleState.UNLOAD_PENDING,
+    (BundleState.UNCHECKED, BundleEvent.FORGET): BundleState.UNCHECKED,
+    (BundleState.UNCHECKED, BundleEvent.STUB_DIED): BundleState.RELOADING,
+    (BundleState.LOADING, BundleEvent.LOADED): BundleState.SERVED,
+    (BundleState.LOADING, BundleEvent.FAIL): BundleState.FAILED,
+    (BundleState.SERVED, BundleEvent.CHECK): BundleState.UNCHECKED,
+    (BundleState.SERVED, BundleEvent.STUB_DIED): BundleState.RELOADING,
+    (BundleState.FAILED, BundleEvent.CHECK): BundleState.UNCHECKED,
+    (BundleState.FAILED, BundleEvent.STUB_DIED): BundleState.RELOADING,
+    (BundleState.HIDDEN, BundleEvent.CHECK): BundleState.UNCHECKED,
+    (BundleState.BROKEN, BundleEvent.CHECK): BundleState.UNCHECKED,
+    # This server can load nothing: the death of the stub is logged, and the bundle remains broken.
+    (BundleState.BROKEN, BundleEvent.FAIL): BundleState.BROKEN,
+    (BundleState.UNLOAD_PENDING, BundleEvent.CHECK): BundleState.UNCHECKED,
+    (BundleState.UNLOAD_PENDING, BundleEvent.UNLOAD): BundleState.UNLOADING,
+    (BundleState.UNLOADING, BundleEvent.UNLOADED): BundleState.UNCHECKED,
+    (BundleState.UNLOADING, BundleEvent.FAIL): BundleState.FAILED,
+    # A dead stub is replaced also where the model is not to serve for long: until then, it serves.
+    (BundleState.BROKEN, BundleEvent.STUB_DIED): BundleState.RELOADING_BROKEN,
+    (BundleState.UNLOAD_PENDING, BundleEvent.STUB_DIED): BundleState.RELOADING_UNWANTED,
+    (BundleState.RELOADING, BundleEvent.LOADED): BundleState.SERVED,
+    (BundleState.RELOADING, BundleEvent.FAIL): BundleState.RELOAD_FAILED,
+    (BundleState.RELOADING, BundleEvent.BREAK): BundleState.RELOADING_BROKEN,
+    (BundleState.RELOADING, BundleEvent.ORPHAN): BundleState.RELOADING_UNWANTED,
+    (BundleState.RELOADING_BROKEN, BundleEvent.CHECK): BundleState.RELOADING,
+    (BundleState.RELOADING_BROKEN, BundleEvent.LOADED): BundleState.BROKEN,
+    (BundleState.RELOADING_BROKEN, BundleEvent.FAIL): BundleState.BROKEN,
+    (BundleState.RELOADING_UNWANTED, BundleEvent.CHECK): BundleState.RELOADING,
+    (BundleState.RELOADING_UNWANTED, BundleEvent.LOADED): BundleState.UNLOAD_PENDING,
+    (BundleState.RELOADING_UNWANTED, BundleEvent.FAIL): BundleState.UNLOAD_PENDING,
+    (BundleState.RELOAD_FAILED, BundleEvent.CHECK): BundleState.UNCHECKED,
+    (BundleState.RELOAD_FAILED, BundleEvent.STUB_DIED): BundleState.RELOADING,
+}
+
+#: What carries an event out.
+EFFECTS: Mapping[BundleEvent, str] = {
+    BundleEvent.LOAD: "ModelLoader.load",
+    BundleEvent.STUB_DIED: "ModelLoader.reload",
+    BundleEvent.UNLOAD: "ModelLoader.unload",
+}
+
+_BROKEN = frozenset({BundleState.BROKEN, BundleState.RELOADING_BROKEN})
+_RELOADING = frozenset({BundleState.RELOADING, BundleState.RELOADING_BROKEN, BundleState.RELOADING_UNWANTED})
+#: States in which Triton works on the model.
+_BUSY = frozenset({BundleState.LOADING, BundleState.UNLOADING, *_RELOADING})
+#: Events after which no failure is known.
+_SUCCESSES = frozenset(
+    {
+        BundleEvent.LOADED,
+        BundleEvent.MATCHED,
+        BundleEvent.HIDE,
+        BundleEvent.UNLOADED,
+        BundleEvent.FORGET,
+    }
+)
+
+
+class IllegalTransition(RuntimeError):
+    """An event that the table does not have in the bundle's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFailure:
+    """The reason why a model is not as its bundle says. An older version of it may be serving."""
+
+    text: str
+    #: Seconds since the epoch, of the first of several failures in a row.
+    since: float
+    #: Number of attempts.
+    tries: int = 1
+    #: Time of the next attempt; None: not before the bundle changes.
+    retry_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Bundle:
+    state: BundleState = BundleState.UNCHECKED
+    #: Time at which Triton began its work on the model.
+    busy_since: float = 0.0
+    #: Time of the next comparison with the repository; None: not before something changes.
+    check_at: float | None = None
+    failure: BundleFailure | None = None
+    #: Meta models that must serve before this model is unloaded.
+    carriers: tuple[str, ...] = ()
+    #: Loads that the unload waits for.
+    waits_for: frozenset[str] = frozenset()
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=_HISTORY_LENGTH))
+
+    @property
+    def due_at(self) -> float | None:
+        retry_at = self.failure.retry_at if self.failure else None
+        return min((at for at in (self.check_at, retry_at) if at is not None), default=None)
+
+
+class BundleStates:
+    """The bundles of one repository. A name without a record is UNCHECKED, with nothing to do."""
+
+    def __init__(self) -> None:
+        self._bundles: dict[str, _Bundle] = {}
+
+    # --- what is known ----------------------------------------------------------------------------------------
+
+    def state(self, name: str) -> BundleState:
+        return self._bundles[name].state if name in self._bundles else BundleState.UNCHECKED
+
+    def carriers(self, name: str) -> tuple[str, ...]:
+        """Return the meta models that must serve before this model is unloaded."""
+        return self._bundles[name].carriers if name in self._bundles else ()
+
+    @property
+    def failures(self) -> dict[str, BundleFailure]:
+        """Failures by model."""
+        return {name: one.failure for name, one in self._bundles.items() if one.failure is not None}
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """Models that Triton loads or unloads."""
+        return self._in(_BUSY)
+
+    @property
+    def unloading(self) -> frozenset[str]:
+        """Models that Triton unloads, and that are then removed from the repository."""
+        return self._in({BundleState.UNLOADING})
+
+    def _in(self, states: Collection[BundleState]) -> frozenset[str]:
+        return frozenset(name for name, one in self._bundles.items() if one.state in states)
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def apply(self, name: str, event: BundleEvent, now: float) -> BundleState:
+        """Change the bundle's state, and return the new one. Raises IllegalTransition."""
+        after = self._move(name, event, now)
+        self._drop_idle(name)
+        return after
+
+    def conclude(self, name: str, event: BundleEvent, now: float) -> BundleState:
+        """Apply what a comparison with the bundle concluded, in place of what an earlier one did.
+
+        Raises IllegalTransition.
+        """
+        state = self.state(name)
+        if (state, event) not in TRANSITIONS and (state, BundleEvent.CHECK) in TRANSITIONS:
+            self._move(name, BundleEvent.CHECK, now)
+        return self.apply(name, event, now)
+
+    def _move(self, name: str, event: BundleEvent, now: float) -> BundleState:
+        bundle = self._bundles.setdefault(name, _Bundle())
+        before = bundle.state
+        after = TRANSITIONS.get((before, event))
+        if after is None:
+            lines = "; ".join(bundle.history) or "none"
+            raise IllegalTransition(f"{name}: no event '{event}' in the state {before}. History: {lines}")
+        if before is not after:
+            bundle.history.append(f"{now:.1f} s: {before} -> {after} ({event})")
+            bundle.state = after
+        if after in _BUSY and before not in _BUSY:
+            bundle.busy_since = now
+        if event in _SUCCESSES and after not in _BROKEN:
+            bundle.failure = None
+        return after
+
+    def fail(self, name: str, text: str, now: float, wall: float, *, retry: bool = True) -> BundleFailure:
+        """Note that writing, loading or unloading failed. `wall`: seconds since the epoch."""
+        before = self._bundles[name].failure if name in self._bundles else None
+        state = self.conclude(name, BundleEvent.FAIL, now)
+        if before is None or state in _BROKEN:
+            failure = BundleFailure(text, wall)
+        else:
+            failure = BundleFailure(text, before.since if before.tries else wall, before.tries + 1)
+        if retry and state is not BundleState.UNLOAD_PENDING:
+            pause = min(RETRY_MAX_S, RETRY_MIN_S * 2 ** min(failure.tries - 1, 10))
+            failure = replace(failure, retry_at=now + pause)
+        if state not in _BROKEN:  # else the bundle is what is wrong
+            self._bundles[name].failure = failure
+        return failure
+
+    def set_broken(self, found: Mapping[str, str], now: float, wall: float) -> dict[str, BundleFailure]:
+        """Take the broken bundles of the whole repository; return those that broke, or did so for another reason.
+
+        A model that Triton loads or unloads keeps its state until that has ended and its bundle is compared again.
+        """
+        for name in self._in(_BROKEN) - found.keys():
+            self._bundles[name].failure = None
+            self.apply(name, BundleEvent.CHECK, now)
+        news = {}
+        for name, text in found.items():
+            state = self.state(name)
+            known = self._bundles[name].failure if state in _BROKEN else None
+            if state not in (BundleState.LOADING, BundleState.UNLOADING) and (
+                known is None or known.text != text
+            ):
+                self.conclude(name, BundleEvent.BREAK, now)
+                news[name] = self._bundles[name].failure = BundleFailure(text, wall)
+        return news
+
+    def orphan(self, name: str, carriers: tuple[str, ...], now: float) -> None:
+        """Unload the model after the loads that are under way now, and when the `carriers` serve."""
+        match self.state(name):
+            case BundleState.LOADING:
+                self.check(name, now)  # it is decided when the load has ended
+            case BundleState.UNLOADING:
+                pass
+            case _:
+                self.conclude(name, BundleEvent.ORPHAN, now)
+                bundle = self._bundles[name]
+                bundle.carriers, bundle.waits_for = carriers, self.busy - {name}
+
+    def settle(self, name: str, event: BundleEvent, now: float) -> None:
+        """Apply an event that ends all work on the bundle; if Triton works on the model, compare it again after that."""
+        if self.state(name) in _BUSY:
+            self.check(name, now)
+        else:
+            self.conclude(name, event, now)
+
+    def retain(self, name: str, now: float) -> None:
+        """Do not unload the model: its bundle is back or out of sight, or its carriers do not serve."""
+        if self.state(name) in (BundleState.UNLOAD_PENDING, BundleState.RELOADING_UNWANTED):
+            self.apply(name, BundleEvent.CHECK, now)
+
+    # --- times ------------------------------------------------------------------------------------------------
+
+    def changed(self, names: Iterable[str], now: float) -> None:
+        """Compare these bundles, which have changed, with the repository as soon as possible."""
+        for name in names:
+            self.check(name, now)
+            bundle = self._bundles[name]
+            # Its failures were those of another bundle.
+            if bundle.failure is not None and bundle.state not in _BROKEN:
+                bundle.failure = replace(bundle.failure, tries=0, retry_at=None)
+
+    def check(self, name: str, at: float) -> None:
+        """Compare the bundle with the repository by that time; if Triton works on the model then, when it has ended."""
+        bundle = self._bundles.setdefault(name, _Bundle())
+        bundle.check_at = at if bundle.check_at is None else min(at, bundle.check_at)
+
+    def due(self, now: float) -> frozenset[str]:
+        """Take the bundles that are to be compared now, because they changed, or because of the time."""
+        due = {
+            name
+            for name, one in self._bundles.items()
+            if one.state not in _BUSY and one.due_at is not None and one.due_at <= now
+        }
+        for name in due:
+            bundle = self._bundles[name]
+            bundle.check_at = None
+            if bundle.failure is not None:
+                bundle.failure = replace(bundle.failure, retry_at=None)
+            self._drop_idle(name)
+        return frozenset(due)
+
+    def unloadable(self, now: float) -> list[str]:
+        """Return the models that may be unloaded now."""
+        loading = {name for name in self.busy if now - self._bundles[name].busy_since < LOAD_PATIENCE_S}
+        return [name for name in self._pending(now) if self._bundles[name].waits_for.isdisjoint(loading)]
+
+    def next_time(self, now: float) -> float | None:
+        """Return the time at which something is due, if nothing happens before."""
+        waited_for = itertools.chain(*(self._bundles[name].waits_for for name in self._pending(now)))
+        busy = self.busy.intersection(waited_for)
+        times = [self._bundles[name].busy_since + LOAD_PATIENCE_S for name in busy]
+        times += [
+            one.due_at for one in self._bundles.values() if one.state not in _BUSY and one.due_at is not None
+        ]
+        return min(times, default=None)
+
+    def _pending(self, now: float) -> list[str]:
+        """Return the models to unload whose bundles are not to be looked at before."""
+        return [
+            name
+            for name, one in self._bundles.items()
+            if one.state is BundleState.UNLOAD_PENDING and (one.check_at is None or one.check_at > now)
+        ]
+
+    def _drop_idle(self, name: str) -> None:
+        """Drop the record of a name with nothing to do."""
+        bundle = self._bundles[name]
+        if bundle.state is BundleState.UNCHECKED and bundle.check_at is None and bundle.failure is None:
+            del self._bundles[name]

@@ -1,0 +1,195 @@
+"""Loads and unloads in Triton: one task a model at a time, models side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rsrv.control.bundle_states import BundleEvent, BundleStates
+from rsrv.control.triton import Triton, TritonError
+from rsrv.logs import fields
+from rsrv_gen.aside import Replaced, unfinished, version_of
+from rsrv_gen.plan import LinkMode
+from rsrv_gen.update import remove
+from rsrv_gen.write import newest, touch
+
+log = logging.getLogger("rsrv.control")
+
+
+class ModelLoader:
+    """The loads and unloads of one repository. One event loop owns it; only `reserve` is for other threads.
+
+    The outcome of each is an event of `states`; then `ended` is set.
+    """
+
+    def __init__(
+        self, repository: Path, link: LinkMode, triton: Triton, states: BundleStates, ended: asyncio.Event
+    ) -> None:
+        self._repository = repository
+        self._link: LinkMode = link
+        self._triton = triton
+        self._states = states
+        self._ended = ended
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        #: Models that rsrv-gen writes, or has written and whose load has not begun.
+        self._reserved: set[str] = set()
+        #: Guards additions to these two.
+        self._lock = threading.Lock()
+        #: Models that were written and not loaded yet; if the load fails, the version before is restored.
+        self._replaced: dict[str, Replaced] = {}
+        #: Model -> version of its directory at Triton's last load.
+        self.served: dict[str, tuple[int, int] | None] = {}
+        #: Model -> time of the newest file that Triton has seen of it, in nanoseconds.
+        self.stamps: dict[str, int] = {}
+
+    async def wait(self, names: Iterable[str]) -> None:
+        """Wait until none of the models is being loaded or unloaded."""
+        while under_way := [self._tasks[name] for name in names if name in self._tasks]:
+            await asyncio.wait(under_way)
+
+    def cancel(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    # --- reservations for writing the repository --------------------------------------------------------------
+
+    def reserve(self, name: str) -> bool:
+        """Reserve the model for writing until `release`, on any thread; False if it is being loaded or unloaded."""
+        with self._lock:
+            if name in self._tasks:
+                return False
+            self._reserved.add(name)
+            return True
+
+    def release(self) -> None:
+        """End all reservations."""
+        self._reserved.clear()
+
+    # --- beginnings -------------------------------------------------------------------------------------------
+
+    def load(self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False) -> None:
+        """Begin to load an idle model as it is in the repository; if that fails, restore `replaced`.
+
+        `unchanged`: make Triton load it although its files are those of the last load.
+        """
+        self._start(name, BundleEvent.LOAD, self._load(name, replaced, unchanged=unchanged))
+
+    def reload(self, name: str) -> bool:
+        """Begin to load a model whose stub is dead; False if it is reserved, or is being loaded or unloaded."""
+        with self._lock:
+            free = name not in self._reserved and name not in self._tasks
+            if free:
+                self._start(name, BundleEvent.STUB_DIED, self._load(name, unchanged=True))
+        return free
+
+    def unload(self, name: str) -> None:
+        """Begin to unload an idle model whose bundle is gone."""
+        self._start(name, BundleEvent.UNLOAD, self._unload(name))
+
+    async def resume(self, *, load_unknown: bool) -> None:
+        """Finish the loads of models that an earlier control process wrote and did not see loaded.
+
+        `load_unknown`: also of models that Triton was never told to load. Raises TritonError.
+        """
+        self._replaced |= await asyncio.to_thread(unfinished, self._repository)
+        states = await self._triton.states() if self._replaced else {}
+        for name in self._replaced:
+            wanted = states[name] != "dismissed" if name in states else load_unknown
+            if wanted and name not in self._tasks:
+                self._start(name, BundleEvent.LOAD, self._load(name, unchanged=True, resumed=True))
+
+    def fail(self, name: str, text: str, *, retry: bool = True) -> None:
+        """Note and log that the model is not as its bundle says."""
+        failure = self._states.fail(name, text, self._now(), time.time(), retry=retry)
+        # Of the attempts at the same thing, log the first, second, fourth, eighth, ...
+        if failure.tries & (failure.tries - 1) == 0:
+            log.error(
+                "%s (attempt %d): %s",
+                name,
+                failure.tries,
+                failure.text,
+                extra=fields(model=name, event="failed", attempt=failure.tries),
+            )
+
+    # --- tasks ------------------------------------------------------------------------------------------------
+
+    async def _load(
+        self, name: str, replaced: Replaced | None = None, *, unchanged: bool = False, resumed: bool = False
+    ) -> None:
+        """Load the model. `resumed`: what an earlier control process wrote, and Triton may have loaded already."""
+        folder = self._repository / name
+        started = self._now()
+        if replaced is not None:
+            before, self._replaced[name] = self._replaced.get(name), replaced
+            if before is not None:
+                await asyncio.to_thread(before.forget)
+        try:
+            version = await asyncio.to_thread(version_of, folder)
+            stamp = partial(touch, folder, self.stamps.get(name, 0)) if unchanged else partial(newest, folder)
+            self.stamps[name] = max(self.stamps.get(name, 0), await asyncio.to_thread(stamp))
+            await self._triton.load(name)
+        except Exception as error:
+            if name in self._replaced:
+                await asyncio.to_thread(self._replaced[name].undo)
+                del self._replaced[name]
+            if not isinstance(error, TritonError | OSError):
+                raise
+            if resumed:
+                await self._load_restored(name)
+            self.fail(name, f"could not be loaded: {error}")
+        else:
+            if name in self._replaced:
+                await asyncio.to_thread(self._replaced.pop(name).forget)
+                unchanged = True
+            if unchanged:
+                took = self._now() - started
+                said = fields(model=name, event="replaced", seconds=round(took, 3))
+                log.info("%s is loaded, after %.1f s", name, took, extra=said)
+            self.served[name] = version
+            self._states.apply(name, BundleEvent.LOADED, self._now())
+
+    async def _load_restored(self, name: str) -> None:
+        """Load the restored version, if the server was started with the one that failed and never saw this one."""
+        with contextlib.suppress(TritonError, OSError):
+            if (await self._triton.states()).get(name) != "ready":
+                await asyncio.to_thread(touch, self._repository / name, self.stamps[name])
+                await self._triton.load(name)
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._triton.unload(name)
+            await asyncio.to_thread(remove, self._repository, name, self._link)
+        except (TritonError, OSError, ValueError) as error:
+            self.fail(name, f"could not be unloaded: {error}")
+        else:
+            self.served.pop(name, None)
+            self._states.apply(name, BundleEvent.UNLOADED, self._now())
+            log.info("%s is unloaded: its bundle is gone", name, extra=fields(model=name))
+
+    def _start(self, name: str, event: BundleEvent, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            self._states.conclude(name, event, self._now())
+        except Exception:
+            work.close()
+            raise
+        self._tasks[name] = asyncio.create_task(self._finish(name, work), name=f"load {name}")
+
+    async def _finish(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            log.exception("%s: unexpected", name, extra=fields(model=name))
+            self.fail(name, f"unexpected: {error!r}")
+        finally:
+            del self._tasks[name]
+            self._ended.set()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

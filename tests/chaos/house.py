@@ -57,7 +57,7 @@ STUB_BYTES, WEIGHT_BYTES = 2**30, 200 * 2**20
 _SETTINGS = """
 runtime: {{weight_budget_bytes: {weights}, watchdog_s: {watchdog}}}
 stub: {{hook_timeout_s: {hook}, memory_limit_bytes: {stub}}}
-lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2, poll_s: 1}}
+lifecycle: {{bundles: [{bundles}], link: symlink, look_s: 0.2}}
 """
 #: what the shell of the house does first: $0 is the disk's place, the rest the server's command
 _MOUNTS = (

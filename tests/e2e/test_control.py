@@ -32,7 +32,7 @@ from tests.e2e.harness import RunningTriton, is_alive, running_triton, wait_unti
 from tests.e2e.lives import place, version, write_version
 
 SETTINGS = """
-lifecycle: {look_s: 0.1, poll_s: 0.5}
+lifecycle: {look_s: 0.1}
 models:
   exact: {max_queue_depth: 4096}
   steady: {max_batch_size: 1}

@@ -28,7 +28,7 @@ from tests.unit.bundle.forge import seal
 EXPLICIT = ("--model-control-mode=explicit", "--load-model=*")
 #: A dead stub keeps Triton from ending.
 HURRY = "--exit-timeout-secs=1"
-SETTINGS = "lifecycle: {look_s: 0.1, poll_s: 0.5}\n"
+SETTINGS = "lifecycle: {look_s: 0.1}\n"
 
 
 @pytest.fixture(scope="module")

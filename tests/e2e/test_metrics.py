@@ -70,7 +70,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     (folder / "bundles").mkdir()
     for name in ("exact", "steady", "hooked"):
         place(bundles.ensure() / name, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1, poll_s: 0.5}\nlogs: {format: json}\n")
+    (folder / "settings.yaml").write_text("lifecycle: {look_s: 0.1}\nlogs: {format: json}\n")
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     flags = ["--model-control-mode=explicit", "--load-model=*", "--exit-timeout-secs=1"]

@@ -21,7 +21,7 @@ from tests.e2e.nodes import answer, free_block, running_node, server_pid
 
 MODEL = "versioned"
 #: nobody waits for a look at bundles that have changed
-QUICK = "lifecycle: {look_s: 0.1, poll_s: 0.5}\n"
+QUICK = "lifecycle: {look_s: 0.1}\n"
 
 
 @pytest.fixture

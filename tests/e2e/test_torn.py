@@ -37,7 +37,7 @@ def serving(folder: Path, version: Path, mode: str) -> Iterator[tuple[RunningTri
     """A server of `torn` and `steady`, whose weights the repository shares with their bundles."""
     for name in ("torn", "steady"):
         place(version, folder / "bundles" / name)
-    (folder / "settings.yaml").write_text(f"lifecycle: {{mode: {mode}, look_s: 0.1, poll_s: 0.5}}\n")
+    (folder / "settings.yaml").write_text(f"lifecycle: {{mode: {mode}, look_s: 0.1}}\n")
     options = ["-o", str(folder / "gen"), "--config", str(folder / "settings.yaml")]
     assert rsrv_gen.main([str(folder / "bundles"), *options]) == 0
     assert os.path.samefile(folder / "bundles/torn" / WEIGHTS, folder / "gen/torn/1/bundle" / WEIGHTS)

@@ -145,8 +145,8 @@ class Speaker:
                 {"key": self.key},
                 {"discipline": "fair", "depth": 2},
                 {"spans": [["a" * 32, "b" * 16, "", "s", 1, 2, "", {"k": 1}]] * 3, "dropped": 1},
-                {"cost_ema_alpha": 0.1, "residency_factor": 1e308},
-                {"compaction_interval": 1, "launch_ahead_ms": 0},
+                {"residency_factor": 1e308},
+                {"launch_ahead_ms": 0},
                 {},
                 *(
                     {"command": command, "model": rng.choice(names), **rng.choice(_OPTIONS)}

@@ -39,9 +39,6 @@ class SchedulerSection(Section):
     max_queue_depth: int = Field(
         1024, ge=1, description="Requests of one model that may wait; one more is refused (QUEUE_FULL)."
     )
-    cost_ema_alpha: float = Field(
-        0.2, gt=0, le=1, description="Weight of a new measurement in the learned cost of an execution."
-    )
     launch_ahead_ms: float = Field(
         2.0,
         ge=0,
@@ -55,12 +52,6 @@ class SchedulerSection(Section):
         le=64,
         description="Runs of meta models that call others which are under way at once; the others wait, at most until "
         "their deadline. A run holds memory, not the device, while it does something between its calls.",
-    )
-    compaction_interval: int = Field(
-        0,
-        ge=0,
-        description="After this many loads of weights, all that are not pinned are freed at once and loaded again, so "
-        "that the device's memory has no holes. 0: only on request, and when memory runs out.",
     )
     residency_factor: float = Field(
         4.0,
@@ -84,8 +75,6 @@ CHANGEABLE = (
     "meta_concurrency",
     "residency_factor",
     "eviction",
-    "compaction_interval",
-    "cost_ema_alpha",
 )
 
 
@@ -121,19 +110,6 @@ class RuntimeSection(Section):
         description="Take that share when the runtime starts, so that nobody else can, and so that no allocation "
         "waits for the driver. jax's variable XLA_PYTHON_CLIENT_PREALLOCATE wins.",
     )
-    weight_fraction: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Share of the device's memory that weights may take at most, where the device says how much it has.",
-    )
-    weight_slack_fraction: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="Share of the device's memory that stays free of weights and scratch, because no allocator packs "
-        "perfectly.",
-    )
     weight_memory: Literal["jax", "driver"] = Field(
         "jax",
         description="Whose memory weights lie in on a GPU. jax: its allocator's, where a transfer waits for the "
@@ -150,11 +126,6 @@ class RuntimeSection(Section):
         False,
         description="Whether the runtimes of several GPUs of a node share one host copy of the weights, in /dev/shm, "
         "which must hold them all (a container's --shm-size).",
-    )
-    shared_host_weights_mode: Literal["0600", "0660"] = Field(
-        "0600",
-        description="Who shares it. '0600': runtimes of the same user; '0660': of the same group, whose members are "
-        "trusted with each other's weights.",
     )
     watchdog_s: float | None = Field(
         60.0,
@@ -181,7 +152,6 @@ class StubSection(Section):
         description="Executions shorter than this are waited for inside execute(), which costs less CPU; longer "
         "ones are answered by other threads, which lets more requests reach the queue meanwhile. 0: never wait.",
     )
-    sender_threads: int = Field(4, ge=1, le=32, description="Threads that answer later, and run slow hooks.")
     hook_timeout_s: float | None = Field(
         60.0,
         gt=0,
@@ -210,19 +180,6 @@ class MetaSection(Section):
         "not know those models; bls: through Triton, which then counts and traces them. The repository is laid out for "
         "one of them: run rsrv-gen again after a change.",
     )
-    bls_timeout_s: float = Field(
-        60.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="A sub-call through Triton that has no answer after this time fails; a request's deadline may be "
-        "sooner.",
-    )
-    bls_concurrency: int = Field(
-        8,
-        ge=1,
-        description="Sub-calls through Triton that one meta model has under way at most; fewer if Triton's "
-        "thread-pool-size allows less.",
-    )
 
 
 class LifecycleSection(Section):
@@ -247,16 +204,13 @@ class LifecycleSection(Section):
         le=3600,
         allow_inf_nan=False,
         description="Pause between two looks at bundles that have changed. A change counts when two looks agree, so "
-        "that half-copied bundles are not taken.",
+        "that half-copied bundles are not taken. While no change is reported, the pause is five times as long.",
     )
-    poll_s: float = Field(
-        5.0,
-        ge=0.05,
-        le=3600,
-        allow_inf_nan=False,
-        description="Pause between looks at bundles while nothing says that they have changed: file systems that "
-        "say nothing (network and bind mounts) are noticed that way.",
-    )
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between looks while no change is reported: network and bind mounts report none."""
+        return 5 * self.look_s
 
 
 class ControlSection(Section):
@@ -283,11 +237,6 @@ class ControlSection(Section):
     token_file: Path | None = Field(
         None,
         description="File with a secret that clients of `listen` must send, as `authorization: Bearer SECRET`.",
-    )
-    triton: str | None = Field(
-        None,
-        description="host:port of Triton's gRPC front end, whose repository API loads and unloads models. null: as "
-        "tritonserver's command line says.",
     )
     profile_dir: Path = Field(
         Path("~/.cache/rsrv/profiles"),

@@ -102,10 +102,8 @@ SECTION = {
     "discipline": "fair",
     "depth": 2,
     "max_queue_depth": 1024,
-    "cost_ema_alpha": 0.2,
     "launch_ahead_ms": 2.0,
     "meta_concurrency": 2,
-    "compaction_interval": 0,
     "residency_factor": 4.0,
     "eviction": "lru",
 }

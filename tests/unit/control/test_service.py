@@ -373,7 +373,7 @@ async def test_a_reload_is_the_lifecycles(tmp_path: Path) -> None:
 @looped
 async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
     """The looks do not agree on it yet; later they do. Of another bundle they never do."""
-    settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
+    settings = "lifecycle: {look_s: 0.05}"
     async with served(tmp_path, models=["a", "b"], settings=settings) as server:
         late = ReloadError("UNAVAILABLE", "the bundle is being written")
         server.lifecycle.refusals["a"] = server.lifecycle.refusals["b"] = late
@@ -392,7 +392,7 @@ async def test_a_reload_waits_until_the_bundle_is_whole(tmp_path: Path) -> None:
 @looped
 async def test_a_reload_waits_for_the_first_looks_at_the_bundles(tmp_path: Path) -> None:
     """They begin a moment after the server has begun to serve, however short the pauses between looks are."""
-    settings = "lifecycle: {look_s: 0.05, poll_s: 0.05}"
+    settings = "lifecycle: {look_s: 0.05}"
     async with served(tmp_path, models=["a"], settings=settings) as server:
         server.lifecycle.refusals["a"] = ReloadError("UNAVAILABLE", "the bundle is being written")
         asyncio.get_running_loop().call_later(STARTUP_POLL_S / 2, server.lifecycle.refusals.clear)

@@ -28,11 +28,6 @@ def test_the_address_and_the_mode_are_found(line: str, expected: Door) -> None:
     assert door(line.split()) == expected
 
 
-def test_the_settings_address_wins() -> None:
-    """The mode is still the command line's."""
-    assert door(["--grpc-port=7", "--model-control-mode=poll"], "host:9") == Door("host:9", "poll")
-
-
 @pytest.mark.parametrize(
     ("flag", "word"),
     [

@@ -104,9 +104,15 @@ def test_a_link_to_nothing_is_a_fact_and_not_a_riddle(root: Path) -> None:
     assert sign(root / "one", linked=True) is not None
 
 
+class SlowPoll(LifecycleSection):
+    @property
+    def poll_s(self) -> float:
+        return 3600.0
+
+
 def test_the_kernels_word_makes_the_next_look_come_soon(root: Path) -> None:
     """Long before the next one is due; a root that comes later is listened to as well."""
-    settings = LifecycleSection(look_s=0.05, poll_s=3600)
+    settings = SlowPoll(look_s=0.05)
 
     async def main() -> None:
         looks: asyncio.Queue[Mapping[Path, Seen]] = asyncio.Queue()

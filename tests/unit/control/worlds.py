@@ -130,7 +130,7 @@ class World:
                 place(self.roots[root] / name, text)
         self.repository = folder / "gen"
         config = folder / "settings.yaml"
-        config.write_text(f"lifecycle: {{look_s: 1, poll_s: 5{lifecycle and ', ' + lifecycle}}}\n")
+        config.write_text(f"lifecycle: {{look_s: 1{lifecycle and ', ' + lifecycle}}}\n")
         places = [str(path) for path in self.roots.values()]
         rsrv_gen([*places, "-o", str(self.repository), "--config", str(config)])
         self.settings = load_settings((self.repository / "rsrv.yaml").read_text())

@@ -419,7 +419,7 @@ def test_where_the_bundles_are_is_no_difference_to_a_check(gen: Path, bundles: P
     shutil.copytree(bundles, tmp_path / "copy")
     assert run(tmp_path / "copy", "-o", gen, "--check", "--link", "copy") == 0
     config = tmp_path / "settings.yaml"
-    config.write_text("lifecycle: {poll_s: 7}\n")
+    config.write_text("lifecycle: {look_s: 7}\n")
     assert run(bundles, "-o", gen, "--check", "--config", config) == 1
 
 

@@ -29,7 +29,7 @@ def pause_at(module, name):
         return real(*arguments, **options)
     setattr(module, name, paused)
 
-memory = SharedMemory(sys.argv[1], Path(sys.argv[2]))
+memory = SharedMemory(Path(sys.argv[1]))
 say("ready")
 while command := sys.stdin.readline().split():
     match command:
@@ -56,10 +56,10 @@ while command := sys.stdin.readline().split():
 class Peer:
     """A process with a SharedMemory of its own."""
 
-    def __init__(self, parent: Path, access: str = "0600") -> None:
+    def __init__(self, parent: Path) -> None:
         package = str(Path(rsrv.__file__).parent.parent)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PEER, access, str(parent)],
+            [sys.executable, "-c", _PEER, str(parent)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -17,26 +17,22 @@ shares = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
 
 
 @pytest.mark.parametrize(
-    ("arena", "fraction", "slack", "scratch", "pinned", "limit", "pool", "on_demand"),
+    ("arena", "slack", "scratch", "pinned", "limit", "pool", "on_demand"),
     [
-        (None, 1.0, 0.1, 0, 0, None, None, None),  # a CPU, without a limit
-        (None, 1.0, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit: what executions take is not of it
-        (1000, 1.0, 0.1, 0, 0, None, 900, 900),
-        (1000, 1.0, 0.1, 300, 0, None, 600, 600),
-        (1000, 0.5, 0.1, 300, 0, None, 500, 500),
-        (1000, 0.5, 0.1, 450, 0, None, 450, 450),
-        (1000, 1.0, 0.0, 0, 400, None, 1000, 600),
-        (1000, 1.0, 0.0, 0, 1400, None, 1000, 0),
-        (1000, 1.0, 0.1, 5000, 0, None, 0, 0),
-        (1000, 1.0, 0.1, 0, 0, 100, 100, 100),
-        (1000, 1.0, 0.1, 0, 0, 5000, 900, 900),
-        (1000, 0.0, 0.1, 0, 0, None, 0, 0),
-        (80 * GIB, 1.0, 0.25, 10 * GIB, 20 * GIB, None, 50 * GIB, 30 * GIB),
+        (None, 0.1, 0, 0, None, None, None),  # a CPU, without a limit
+        (None, 0.1, 500, 30, 100, 100, 70),  # a CPU with a limit: what executions take is not of it
+        (1000, 0.1, 0, 0, None, 900, 900),
+        (1000, 0.1, 300, 0, None, 600, 600),
+        (1000, 0.0, 0, 400, None, 1000, 600),
+        (1000, 0.0, 0, 1400, None, 1000, 0),
+        (1000, 0.1, 5000, 0, None, 0, 0),
+        (1000, 0.1, 0, 0, 100, 100, 100),
+        (1000, 0.1, 0, 0, 5000, 900, 900),
+        (80 * GIB, 0.25, 10 * GIB, 20 * GIB, None, 50 * GIB, 30 * GIB),
     ],
 )
 def test_the_formula(
     arena: int | None,
-    fraction: float,
     slack: float,
     scratch: int,
     pinned: int,
@@ -44,29 +40,24 @@ def test_the_formula(
     pool: int | None,
     on_demand: int | None,
 ) -> None:
-    """min(fraction * arena, (1 - slack) * arena - scratch, limit), and what pinned models leave of it."""
-    budget = solve_budget(
-        arena=arena, fraction=fraction, slack=slack, scratch=scratch, pinned=pinned, limit=limit
-    )
+    """min((1 - slack) * arena - scratch, limit), and what pinned models leave of it."""
+    budget = solve_budget(arena=arena, slack=slack, scratch=scratch, pinned=pinned, limit=limit)
 
     assert budget == Budget(pool, pinned, on_demand)
 
 
 @given(
     arena=st.none() | sizes,
-    fraction=shares,
     slack=shares.filter(lambda share: share < 1.0),
     scratch=sizes,
     pinned=sizes,
     limit=st.none() | sizes,
 )
 def test_no_budget_promises_what_is_not_there(
-    arena: int | None, fraction: float, slack: float, scratch: int, pinned: int, limit: int | None
+    arena: int | None, slack: float, scratch: int, pinned: int, limit: int | None
 ) -> None:
     """Weights, scratch and slack fit into the arena together; the pool is as large as that allows, within bytes."""
-    budget = solve_budget(
-        arena=arena, fraction=fraction, slack=slack, scratch=scratch, pinned=pinned, limit=limit
-    )
+    budget = solve_budget(arena=arena, slack=slack, scratch=scratch, pinned=pinned, limit=limit)
 
     assert budget.pinned == pinned
     if budget.pool is None or budget.on_demand is None:
@@ -78,7 +69,6 @@ def test_no_budget_promises_what_is_not_there(
     assert budget.over_commit == (pinned > budget.pool)
     bounds = [] if limit is None else [Fraction(limit)]
     if arena is not None:
-        bounds.append(Fraction(str(fraction)) * arena)
         bounds.append((1 - Fraction(str(slack))) * arena - scratch)
     exact = max(Fraction(0), min(bounds))
     assert abs(budget.pool - exact) <= 2
@@ -89,9 +79,7 @@ def test_more_of_anything_never_makes_more_room(scratch: int, pinned: int, more:
     """More scratch, or more pinned weights, and what comes and goes has at most as much as before."""
 
     def on_demand(scratch: int, pinned: int) -> int:
-        budget = solve_budget(
-            arena=1 << 38, fraction=0.9, slack=0.1, scratch=scratch, pinned=pinned, limit=None
-        )
+        budget = solve_budget(arena=1 << 38, slack=0.1, scratch=scratch, pinned=pinned, limit=None)
         assert budget.on_demand is not None
         return budget.on_demand
 

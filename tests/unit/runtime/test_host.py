@@ -48,7 +48,7 @@ def make(tmp_path: Path) -> MakeBundle:
 def store(request: pytest.FixtureRequest) -> Iterator[HostStore]:
     """A store; its books are right when the test is over, and nothing of it stays in /dev/shm."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
-        memory = PrivateMemory() if request.param == "private" else SharedMemory("0600", Path(shm))
+        memory = PrivateMemory() if request.param == "private" else SharedMemory(Path(shm))
         store = HostStore(memory)
         yield store
         store.validate()
@@ -457,7 +457,7 @@ def test_each_mapping_is_page_locked_once_and_until_its_last_view_is_gone(
 ) -> None:
     """However many models have it; small tensors have no pages of their own."""
     driver = Driver()
-    store = HostStore(SharedMemory("0600", tmp_path) if shared else PrivateMemory(), driver.lock)
+    store = HostStore(SharedMemory(tmp_path) if shared else PrivateMemory(), driver.lock)
     first = store.open(make(a=large(1), b=small(1)), keep=True)
     second = store.open(make(a=large(1), b=large(2).view(np.int32)), keep=True)
     array = second.read(1)
@@ -515,7 +515,7 @@ def test_a_store_that_is_closed_while_weights_come_leaves_nothing(
 ) -> None:
     """The server ends while a model is added: what was read of it does not stay in shared memory."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rsrv-test-") as shm:
-        store = HostStore(SharedMemory("0600", Path(shm)))
+        store = HostStore(SharedMemory(Path(shm)))
         bundle = make(a=large(1), b=large(2), c=large(3))
         weights = store.open(bundle, keep=False) if opened else None
         read = WeightsFile.read_into

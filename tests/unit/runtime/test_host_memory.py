@@ -31,8 +31,8 @@ def shm() -> Iterator[Path]:
 def start_peer(shm: Path) -> Iterator[Callable[..., Peer]]:
     started = []
 
-    def start(access: str = "0600") -> Peer:
-        started.append(Peer(shm, access))
+    def start() -> Peer:
+        started.append(Peer(shm))
         return started[-1]
 
     yield start
@@ -117,7 +117,7 @@ def test_a_shared_tensor_is_one_file_for_all_and_gone_with_its_last_user(
 
 def test_what_readers_get_can_be_written_by_nobody(shm: Path) -> None:
     """Neither through the mapping nor through the file."""
-    block = place(SharedMemory("0600", shm), 1)
+    block = place(SharedMemory(shm), 1)
 
     assert mapping_of(block.bytes).split()[1] == "r--s"
     assert not block.bytes.flags.writeable
@@ -128,7 +128,7 @@ def test_what_readers_get_can_be_written_by_nobody(shm: Path) -> None:
 
 def test_a_view_outlives_the_release(shm: Path) -> None:
     """Its memory goes when it goes."""
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     block = place(memory, 7)
     view = block.bytes.view(np.uint16)
     block.release()
@@ -143,14 +143,14 @@ def test_a_view_outlives_the_release(shm: Path) -> None:
 
 def test_small_tensors_stay_private(shm: Path) -> None:
     """A file, a mapping and two descriptors cost more than they do."""
-    assert place(SharedMemory("0600", shm), 1, LARGE - 1).bytes.tolist() == [1] * (LARGE - 1)
+    assert place(SharedMemory(shm), 1, LARGE - 1).bytes.tolist() == [1] * (LARGE - 1)
     assert names(shm) == []
 
 
 def test_nothing_of_a_runtime_stays_open(shm: Path) -> None:
     """Descriptors of the directory, of files that were made, and of files that were found."""
     before = descriptors()
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     blocks = [place(memory, 1), place(memory, 1), place(memory, 2)]
     for block in blocks:
         block.release()
@@ -182,7 +182,7 @@ def test_a_sweep_removes_what_nobody_holds_and_nothing_else(
     killed, alive = start_peer(), start_peer()
     assert killed.ask(f"place 1 {LARGE}") == "placed"
     assert alive.ask(f"place 2 {LARGE}") == "placed"
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     mine = place(memory, 3)
     (memory.path / "notes").touch()
     assert memory.sweep() == 0
@@ -198,7 +198,7 @@ def test_a_sweep_without_a_free_descriptor_is_for_another_time(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading a directory takes one; a sweep is not worth an error."""
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
 
     def refuse(_: object) -> list[str]:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -259,7 +259,7 @@ def test_who_opened_a_file_does_not_wait_for_the_views_of_one_who_left(
     shm: Path, start_peer: Callable[..., Peer]
 ) -> None:
     """They keep the memory, and with it the open file: its lock must not stay with them."""
-    leaving, coming = SharedMemory("0600", shm), start_peer()
+    leaving, coming = SharedMemory(shm), start_peer()
     block = place(leaving, 1)
     view = block.bytes[:1]
     coming.ask("pause flock")
@@ -310,7 +310,7 @@ def test_a_sweep_and_a_publisher_do_not_meet(shm: Path, start_peer: Callable[...
     publisher = start_peer()
     publisher.ask("pause link")
     assert publisher.ask(f"place 1 {LARGE}") == "at link"
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     assert memory.sweep() == 0
     assert publisher.ask("go") == "placed"
     assert memory.sweep() == 0
@@ -320,7 +320,7 @@ def test_a_sweep_and_a_publisher_do_not_meet(shm: Path, start_peer: Callable[...
 
 def test_a_name_that_was_given_to_another_file_is_not_removed(shm: Path) -> None:
     """Somebody emptied the directory by hand, and another runtime made the tensor again."""
-    first, second = SharedMemory("0600", shm), SharedMemory("0600", shm)
+    first, second = SharedMemory(shm), SharedMemory(shm)
     old = place(first, 1)
     (first.path / filled(1)[0]).unlink()
     new = place(second, 1)
@@ -348,7 +348,7 @@ def test_what_the_system_refuses_is_said_with_what_to_do(
     shm: Path, monkeypatch: pytest.MonkeyPatch, code: int, remedy: str
 ) -> None:
     """Nothing half-made stays, and no descriptor is lost."""
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     before = descriptors()
 
     def refuse(*_: object) -> int:
@@ -364,7 +364,7 @@ def test_what_the_system_refuses_is_said_with_what_to_do(
 
 def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has its name already when it is mapped."""
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     before = descriptors()
 
     def refuse(*_: object) -> None:
@@ -377,41 +377,37 @@ def test_a_mapping_that_is_refused_leaves_no_file(shm: Path, monkeypatch: pytest
     assert (names(shm), descriptors()) == ([], before)
 
 
-def test_the_directory_lets_in_whom_the_mode_says(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the umask is: what members of a group make belongs to the group."""
-    old = os.umask(0o077)
+def test_the_directory_is_closed_to_others(shm: Path) -> None:
+    """The umask of the process makes no difference."""
+    old = os.umask(0o777)
     try:
-        user, group = SharedMemory("0600", shm), SharedMemory("0660", shm)
-        place(group, 1)
+        memory = SharedMemory(shm)
+        place(memory, 1)
     finally:
         os.umask(old)
 
-    assert user.path.name == f"rsrv-weights-u{os.getuid()}"
-    assert group.path.name == f"rsrv-weights-g{os.getegid()}"
-    assert stat.S_IMODE(user.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(group.path.stat().st_mode) == 0o2770
-    assert stat.S_IMODE((group.path / filled(1)[0]).stat().st_mode) == 0o440
+    assert memory.path.name == f"rsrv-weights-u{os.getuid()}"
+    assert stat.S_IMODE(memory.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((memory.path / filled(1)[0]).stat().st_mode) == 0o400
 
 
-@pytest.mark.parametrize(("access", "mode"), [("0600", 0o750), ("0600", 0o702), ("0660", 0o2772)])
-def test_a_directory_that_others_can_enter_is_refused(shm: Path, access: Any, mode: int) -> None:
-    """They could put anything there under any name."""
-    path = SharedMemory(access, shm).path
+@pytest.mark.parametrize("mode", [0o750, 0o702])
+def test_a_directory_that_others_can_enter_is_refused(shm: Path, mode: int) -> None:
+    """Another user could put a file there under any name."""
+    path = SharedMemory(shm).path
     path.chmod(mode)
 
     with pytest.raises(HostMemoryError, match="must belong to"):
-        SharedMemory(access, shm)
+        SharedMemory(shm)
 
 
-@pytest.mark.parametrize("access", ["0600", "0660"])
-def test_another_users_directory_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch, access: Any) -> None:
-    """Somebody was there first, under our name."""
-    uid, gid = os.getuid() + 1, os.getegid() + 1
+def test_another_users_directory_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user made it first, under this user's name."""
+    uid = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: uid)
-    monkeypatch.setattr(os, "getegid", lambda: gid)
 
     with pytest.raises(HostMemoryError, match="must belong to"):
-        SharedMemory(access, shm)
+        SharedMemory(shm)
 
 
 def test_a_link_in_the_directorys_place_is_refused(shm: Path, tmp_path: Path) -> None:
@@ -419,13 +415,13 @@ def test_a_link_in_the_directorys_place_is_refused(shm: Path, tmp_path: Path) ->
     (shm / f"rsrv-weights-u{os.getuid()}").symlink_to(tmp_path)
 
     with pytest.raises(HostMemoryError, match="off"):
-        SharedMemory("0600", shm)
+        SharedMemory(shm)
 
 
 @pytest.mark.parametrize("wrong", ["size", "mode", "pipe", "link"])
 def test_a_file_that_cannot_be_ours_is_refused(shm: Path, tmp_path: Path, wrong: str) -> None:
     """Shorter than its name says, it would kill the process that reads it."""
-    memory = SharedMemory("0600", shm)
+    memory = SharedMemory(shm)
     digest, content = filled(1)
     path = memory.path / digest
     if wrong == "pipe":

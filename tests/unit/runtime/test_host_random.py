@@ -41,7 +41,7 @@ class Runtimes(RuleBasedStateMachine):
         self.views: list[tuple[Array, Array]] = []
 
     def start(self) -> HostStore:
-        return HostStore(SharedMemory("0600", self.path))
+        return HostStore(SharedMemory(self.path))
 
     @rule(runtime=st.integers(0, 1), bundle=st.integers(0, 3), keep=st.booleans())
     def open(self, runtime: int, bundle: int, keep: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rsrv.runtime.placement import SLACK_FRACTION
 from rsrv.stub.calls import CallError
 from rsrv.stub.engine import Engine
 from rsrv.stub.hooks import Hooks
@@ -208,7 +209,7 @@ def test_calls_with_kept_inputs_are_tried_again_when_memory_runs_out(
 
 
 def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMeta) -> None:
-    """Half of runtime.weight_slack_fraction of the device: beyond that QUEUE_FULL, unless handles are dropped."""
+    """Refuse with QUEUE_FULL what exceeds half of the slack of the device, unless handles are dropped."""
 
     def run(inputs: dict[str, Any], call: Any) -> dict[str, Any]:
         kept: list[Any] = []
@@ -220,8 +221,7 @@ def test_more_than_may_be_kept_is_refused(runtime: Runtime, start_meta: StartMet
         return {"y": call("b", inputs)["y"]}
 
     engine = start_meta(runtime, run)
-    slack = 0.2  # by default
-    runtime.device.memory_limit = int(3 * 12 / (slack / 2))
+    runtime.device.memory_limit = int(1.5 * 12 / (SLACK_FRACTION / 2))
 
     (answer,) = ask(engine, request(value=1))
     assert_fails(answer, FakeError.UNAVAILABLE, "[rsrv:QUEUE_FULL] stage 'a': ")

@@ -125,7 +125,7 @@ def test_a_run_that_the_last_runtime_let_in_is_none_of_the_next_one(
     start_runtime: StartRuntime, doublings: dict[str, Path], tmp_path: Path, meeting: Meeting
 ) -> None:
     """Its client is told to try again, as all are whose runtime is gone."""
-    settings = load_settings("{scheduler: {meta_concurrency: 2}, stub: {sender_threads: 1}}")
+    settings = load_settings("scheduler: {meta_concurrency: 2}")
     runtime = start_runtime(settings)
     meta = write_meta(
         tmp_path / "slow",

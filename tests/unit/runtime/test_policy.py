@@ -33,8 +33,7 @@ def test_every_key_arrives() -> None:
     settings = load_settings(
         """
         scheduler:
-          {depth: 4, meta_concurrency: 7, launch_ahead_ms: 1.5, residency_factor: 2, eviction: cost,
-            compaction_interval: 9, cost_ema_alpha: 0.5}
+          {depth: 4, meta_concurrency: 7, launch_ahead_ms: 1.5, residency_factor: 2, eviction: cost}
         """
     )
 
@@ -44,8 +43,6 @@ def test_every_key_arrives() -> None:
         launch_ahead_ms=1.5,
         residency_factor=2.0,
         eviction="cost",
-        compaction_interval=9,
-        cost_ema_alpha=0.5,
         weight_budget_bytes=1000,
     )
 

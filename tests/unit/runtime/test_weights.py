@@ -1,6 +1,7 @@
 """Weights on both tiers while the runtime serves: shared, moved by command, short of memory, and gone."""
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from rsrv.runtime.allocation import Bytes
 from rsrv.runtime.device import DeviceError
 from rsrv.runtime.host_weights import HostStore
 from rsrv.runtime.models import identify
+from rsrv.runtime.placement import SLACK_FRACTION
 from rsrv.settings import load_settings
 from rsrv.stub.connection import Rejected
 from rsrv.stub.engine import Engine
@@ -54,12 +56,12 @@ class House:
     engines: list[Engine] = field(default_factory=list)
 
     def start(self, more: str = "", *, limit: int | None = None, asynchronous: bool = False) -> "House":
-        """`more`: of the section `runtime`; `limit`: of the device's memory, with no slack."""
-        section = f"weight_slack_fraction: 0, {more}" if more else "weight_slack_fraction: 0"
+        """`more`: of the section `runtime`; `limit`: of the device's memory, beside the slack."""
         self.runtime = self.start_runtime(
-            load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{{section}}}"), asynchronous=asynchronous
+            load_settings(f"stub: {{in_place_ms: 0}}\nruntime: {{{more}}}"), asynchronous=asynchronous
         )
-        self.runtime.device.memory_limit = limit
+        if limit is not None:
+            self.runtime.device.memory_limit = math.ceil(limit / (1 - SLACK_FRACTION))
         return self
 
     def engine(self, path: Path, name: str = "") -> Engine:

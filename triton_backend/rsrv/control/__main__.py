@@ -102,9 +102,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
     asyncio.get_running_loop().add_reader(server, gone.set)
 
     link = RuntimeLink(options.directory / paths.SOCKET, Overrides(options.directory / paths.OVERRIDES))
-    reconciler = Reconciler(
-        settings, repository, link, Triton.of(options.server_pid, settings.control.triton)
-    )
+    reconciler = Reconciler(settings, repository, link, Triton.of(options.server_pid))
     readiness = Readiness(
         link,
         repository,

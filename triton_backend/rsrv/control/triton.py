@@ -42,8 +42,8 @@ class Door:
     trouble: str = ""
 
 
-def door(arguments: Sequence[str], address: str | None = None) -> Door:
-    """Reads tritonserver's command line; `address` is the settings' word, which wins."""
+def door(arguments: Sequence[str]) -> Door:
+    """Read tritonserver's command line."""
     flags = _flags(arguments)
     mode = flags.get("model-control-mode", ["none"])[-1].lower()
     host = flags.get("grpc-address", ["0.0.0.0"])[-1]
@@ -60,7 +60,7 @@ def door(arguments: Sequence[str], address: str | None = None) -> Door:
             "serve it without TLS on an address of this machine, and end TLS before it"
         )
     return Door(
-        address or f"{reached}:{port}",
+        f"{reached}:{port}",
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
         _true(flags.get("exit-on-error", ["true"])[-1]),
         tuple(_restrictions(flags.get("grpc-restricted-protocol", []))),
@@ -146,9 +146,9 @@ class Triton:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     @classmethod
-    def of(cls, pid: int, address: str | None = None) -> Self:
-        """Of the tritonserver with this process id."""
-        return cls(door(read_command_line(pid), address))
+    def of(cls, pid: int) -> Self:
+        """Reach the tritonserver with this process id."""
+        return cls(door(read_command_line(pid)))
 
     async def states(self) -> Mapping[str, State]:
         """Of the models that it has been told to serve at any time. Raises TritonError."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ from rsrv_bundle import Bundle
 from rsrv_bundle.weights import TensorKey, WeightsFile, as_array, changed_since_loaded, content_digest
 
 _NAME = re.compile(r"[0-9a-f]{64}")
+#: a file is never written to once it has its name
+_FILE_MODE = 0o400
 
 
 class HostMemoryError(Exception):
@@ -90,28 +92,21 @@ class SharedMemory:
     Each tensor takes two descriptors (one from Python 3.13 on) and a mapping of the process.
     """
 
-    def __init__(self, access: Literal["0600", "0660"] = "0600", parent: Path = Path("/dev/shm")) -> None:
+    def __init__(self, parent: Path = Path("/dev/shm")) -> None:
         """Raises HostMemoryError if the directory is not safely ours."""
-        private = access == "0600"
-        owner = f"u{os.getuid()}" if private else f"g{os.getegid()}"
-        self.path = parent / f"rsrv-weights-{owner}"
-        self._owner = (os.getuid(), None) if private else (None, os.getegid())
-        # Nobody has a reason to write to a file that has a name.
-        self._file_mode = 0o400 if private else 0o440
-        # Set group: what a member makes belongs to the group.
-        mode = 0o700 if private else 0o2770
+        self._owner = os.getuid()
+        self.path = parent / f"rsrv-weights-u{self._owner}"
         with _explained(self.path):
-            self.path.mkdir(mode=mode & 0o777, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
             self._directory = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         found = os.fstat(self._directory)
-        if not self._owned(found) or found.st_mode & ~mode & 0o777:
+        if found.st_uid != self._owner or found.st_mode & 0o077:
             os.close(self._directory)
             raise HostMemoryError(
-                f"{self.path} must belong to {owner[0]}id {owner[1:]} and be closed to others; remove it, or turn "
+                f"{self.path} must belong to uid {self._owner} and be closed to others; remove it, or turn "
                 "runtime.shared_host_weights off"
             )
-        if found.st_uid == os.getuid():
-            os.fchmod(self._directory, mode)  # the umask took something away
+        os.fchmod(self._directory, 0o700)  # the umask may have removed bits
 
     def place(self, digest: str, filled: Bytes) -> Block:
         nbytes = filled.nbytes
@@ -170,8 +165,8 @@ class SharedMemory:
                 return None
             if (
                 not stat.S_ISREG(found.st_mode)
-                or stat.S_IMODE(found.st_mode) != self._file_mode
-                or not self._owned(found)
+                or stat.S_IMODE(found.st_mode) != _FILE_MODE
+                or found.st_uid != self._owner
                 or found.st_size != nbytes
             ):
                 raise HostMemoryError(f"{self.path / name} was not made by rsrv, or changed since: remove it")
@@ -188,7 +183,7 @@ class SharedMemory:
             rest = filled.data
             while rest:
                 rest = rest[os.write(fd, rest) :]
-            os.fchmod(fd, self._file_mode)
+            os.fchmod(fd, _FILE_MODE)
             fcntl.flock(fd, fcntl.LOCK_SH)
             os.link(f"/proc/self/fd/{fd}", name, dst_dir_fd=self._directory)
         except FileExistsError:
@@ -213,10 +208,6 @@ class SharedMemory:
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
         return removed
-
-    def _owned(self, found: os.stat_result) -> bool:
-        uid, gid = self._owner
-        return found.st_uid == uid if uid is not None else found.st_gid == gid
 
 
 def _nothing() -> None:

@@ -18,6 +18,10 @@ from rsrv.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("rsrv.placement")
 
+#: share of the device's memory that stays free of weights and scratch, because no allocator packs perfectly;
+#: XLA's allocator splits its arena into chunks and does not move them
+SLACK_FRACTION = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -53,22 +57,19 @@ class Budget:
         return None
 
 
-def solve_budget(
-    *, arena: int | None, fraction: float, slack: float, scratch: int, pinned: int, limit: int | None
-) -> Budget:
-    """Divide the device's memory. All arguments but the two shares are bytes.
+def solve_budget(*, arena: int | None, slack: float, scratch: int, pinned: int, limit: int | None) -> Budget:
+    """Divide the device's memory. All arguments but `slack`, a share, are bytes.
 
-        pool      = min(fraction * arena, (1 - slack) * arena - scratch, limit), at least 0
+        pool      = min((1 - slack) * arena - scratch, limit), at least 0
         on_demand = max(0, pool - pinned)
 
-    `arena` is what the device's allocator may take in all (None: not known), `fraction` the share of it that
-    weights may take at most, `slack` the share that stays free because no allocator packs perfectly, `scratch`
-    what executions need beside weights, `limit` what the operator allows (None: no more than the rest says).
+    `arena` is what the device's allocator may take in all (None: not known), `slack` the share of it that stays
+    free, `scratch` what executions need beside weights, `limit` the operator's limit (None: no limit).
     The formula is that of the design, section 6, and of the system whose budgets it matches.
     """
     limits = [] if limit is None else [limit]
     if arena is not None:
-        limits += [int(fraction * arena), int((1.0 - slack) * arena) - scratch]
+        limits.append(int((1.0 - slack) * arena) - scratch)
     if not limits:
         return Budget(None, pinned, None)
     pool = max(0, min(limits))
@@ -117,8 +118,7 @@ class Placement:
     def kept_limit(self) -> int | None:
         """Bytes that runs of meta models may keep on the device: half of what is neither weights nor scratch."""
         arena = None if self.device is None else self.device.memory_limit
-        slack = self._catalog.policy.settings.runtime.weight_slack_fraction
-        return None if arena is None else int(arena * slack / 2)
+        return None if arena is None else int(arena * SLACK_FRACTION / 2)
 
     @property
     def cache_counts(self) -> CacheCounts:
@@ -251,8 +251,7 @@ class Placement:
         self.scratch = (depth + (self.builds > 0)) * largest
         budget = solve_budget(
             arena=None if self.device is None else self.device.memory_limit,
-            fraction=runtime.weight_fraction,
-            slack=runtime.weight_slack_fraction,
+            slack=SLACK_FRACTION,
             scratch=self.scratch,
             pinned=sum(pinned.values()),
             limit=runtime.weight_budget_bytes,

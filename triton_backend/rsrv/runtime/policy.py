@@ -25,8 +25,6 @@ def scheduler_settings(
         residency_factor=section.residency_factor,
         eviction=section.eviction,
         weight_budget_bytes=weight_budget_bytes,
-        compaction_interval=section.compaction_interval,
-        cost_ema_alpha=section.cost_ema_alpha,
         on_demand=settings.lifecycle.mode != "explicit",
     )
 

@@ -106,7 +106,7 @@ class WeightMover:
         """
         runtime = settings.runtime
         shared = runtime.shared_host_weights
-        memory = SharedMemory(runtime.shared_host_weights_mode) if shared else PrivateMemory()
+        memory = SharedMemory() if shared else PrivateMemory()
         self.host = HostStore(memory, device.page_lock)
         self.device = DeviceWeights(device)
         self._inbox = inbox

@@ -31,6 +31,11 @@ Arrays = dict[str, Array]
 
 #: threads of an instance's pool, unless the server is told another number
 _DEFAULT_POOL = 32
+#: calls that one meta model hands to Triton at a time, if its thread pool allows as many: a quarter of the default
+#: pool, which also sends the responses
+MAX_CALLS = 8
+#: seconds after which a call without an answer fails; no call waits for a model for ever
+CALL_TIMEOUT_S = 60.0
 
 
 # --- how many calls may be under way --------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ _GRACE_NS = 100_000_000
 #: late answers per round, as each takes this thread some tenths of a millisecond
 _LATE_ANSWERS = 64
 
+#: threads that send deferred replies and run slow hooks: four keep a slow hook from holding up the replies behind it
+SENDER_THREADS = 4
+
 LATE = "the deadline passed before the answer was there"
 STUCK = "the model runtime takes no requests at the moment; try again later"
 _BROKEN = "the model's process cannot go on; it is being restarted"

@@ -13,7 +13,7 @@ from typing import Any
 
 from rsrv.logs import of_request
 from rsrv.stub.connection import RuntimeConnection, Slab
-from rsrv.stub.deferred import LATE, STUCK, DeferredReplies
+from rsrv.stub.deferred import LATE, SENDER_THREADS, STUCK, DeferredReplies
 from rsrv.stub.endpoint import Endpoint, WireTensor, check_results, read_inputs
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
 from rsrv.stub.hooks import Hooks
@@ -79,7 +79,7 @@ class Engine:
             responses,
             RuntimeConnection.submit,
             self._respond,
-            link.settings["stub"]["sender_threads"],
+            SENDER_THREADS,
             self._drain_and_exit,
         )
         self._entry = EntryPoint(self._answer, self._outcomes, self._deferred.reply, self._drain_and_exit)
@@ -112,9 +112,7 @@ class Engine:
         """See to it that hooks hurt nobody but this model, by what is done to the whole process."""
         if self._hooks.preprocess or self._hooks.postprocess:
             settings = self._link.settings["stub"]
-            self._guard.start(
-                settings, settings["sender_threads"], self._drain_and_exit, self._session.abandon
-            )
+            self._guard.start(settings, SENDER_THREADS, self._drain_and_exit, self._session.abandon)
 
     def close(self) -> None:
         self._guard.close()

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from rsrv.logs import of_request
-from rsrv.stub.bls import Bls
+from rsrv.stub.bls import MAX_CALLS, Bls
 from rsrv.stub.call_router import CallRouter, ThroughTriton
 from rsrv.stub.calls import AsyncCall, Callee, CallError, SyncCall, grace, make_callees, run_async
 from rsrv.stub.connection import RuntimeConnection
-from rsrv.stub.deferred import DeferredReplies
+from rsrv.stub.deferred import SENDER_THREADS, DeferredReplies
 from rsrv.stub.direct import DirectRun
 from rsrv.stub.endpoint import Array, WireTensor, check_results, hook_raised, read_inputs, told
 from rsrv.stub.hook_guard import DrainAndExit, HookGuard
@@ -90,8 +90,8 @@ class MetaEngine:
         self._link: Link | None = None
         self._callees: dict[str, Callee] = {}
         self._stub_settings = link.settings["stub"]
-        threads = self._stub_settings["sender_threads"] + (self._concurrency if self._gated else 0)
-        self._threads = threads + (settings["bls_concurrency"] if self._bls is not None else 0)
+        threads = SENDER_THREADS + (self._concurrency if self._gated else 0)
+        self._threads = threads + (MAX_CALLS if self._bls is not None else 0)
         self._deferred: DeferredReplies[MetaRequest] = DeferredReplies(
             session, responses, RuntimeConnection.enter, self._respond, threads, self._drain_and_exit
         )

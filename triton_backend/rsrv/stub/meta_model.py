@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv import logs
-from rsrv.stub.bls import Bls, limit, read_pool_size
+from rsrv.stub.bls import CALL_TIMEOUT_S, MAX_CALLS, Bls, limit, read_pool_size
 from rsrv.stub.hooks import HookError, load_hooks, load_run
 from rsrv.stub.meta_engine import MetaEngine
 from rsrv.stub.metrics import Reporting
@@ -79,7 +79,7 @@ def _make_bls(
             f"meta.transport is bls, and the repository was made for direct: it has no model {carried_only[0]!r}; "
             "run rsrv-gen with meta.transport: bls in the file of --config, or set it back to direct"
         )
-    return Bls(pb_utils, tensors, min(settings["bls_concurrency"], most), settings["bls_timeout_s"])
+    return Bls(pb_utils, tensors, min(MAX_CALLS, most), CALL_TIMEOUT_S)
 
 
 __all__ = ["TritonPythonModel"]

@@ -13,6 +13,9 @@ export NO_MKDOCS_2_WARNING := 1
 # Where there is no GPU; one with GPUs has its own idea.
 NODE ?= --cpu-workers 2
 
+# Processes that share the tests: those of servers wait more than they compute, so more than two cores.
+WORKERS ?= 4
+
 VENV := .venv/.stamp
 FRAMEWORKS := .venv/.frameworks
 TRITON := .triton/.stamp
@@ -61,14 +64,14 @@ node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device 
 	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
 
 test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## all tests but the long ones
-	$(PYTEST) -m "not long" --ignore=tests/unit -n 2 --dist loadfile
-	$(PYTEST) -m "not long" tests/unit -n auto
+	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-unit: $(FRAMEWORKS) ## the tests that need no server
-	$(PYTEST) -m "not long" tests/unit -n auto
+	$(PYTEST) -m "not long" tests/unit -n $(WORKERS)
 
 test-long: $(FRAMEWORKS) $(TRITON) bundles ## the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
+	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
 chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)

@@ -1,35 +1,87 @@
-"""What holds for all tests."""
+"""Settings, order and limits that hold for all tests."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 # The same examples on every run and no time limit for one of them, nor for making them: a test must not fail because the
-# machine is busy.
-settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# machine is busy. `make test-long` tries more examples.
+for name, examples in (("repeatable", 30), ("thorough", 300)):
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile("repeatable")
+
+# Python may write bytecode, as it does for users: tests show that none gets into a model repository, and thousands of
+# assertions and hundreds of processes need not be compiled on every run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+UNIT = Path(__file__).parent / "unit"
+#: fixtures whose server all of their users share: they run on one worker of pytest-xdist
+SHARED_SERVERS = ("triton", "fleet")
+#: share of the unit tests among which the end-to-end tests are spread
+_SPREAD = 0.6
+
+_MADE = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep temporary files where paths are short: those of Unix sockets end at 107 characters.
 
-    pytest's own place has the user's name in it. Processes that share the tests (pytest-xdist) get theirs from the first.
+    pytest's own place has the user's name in it. The workers of pytest-xdist get theirs from the first process.
     """
     if config.option.basetemp is None:
         config.option.basetemp = config.stash[_MADE] = tempfile.mkdtemp(prefix="t-")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the end-to-end tests of a file, and those of a shared server, on one worker of pytest-xdist.
+
+    Tests of servers wait, and unit tests compute: groups of the first are spread among the latter, so that the
+    workers have both at any time, and the last minutes have small tests only.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    groups: dict[str, list[pytest.Item]] = {}
+    units = []
+    for item in items:
+        if UNIT in item.path.parents:
+            units.append(item)
+        else:
+            groups.setdefault(item.path.stem, []).append(item)
+    shared: dict[str, list[pytest.Item]] = {name: [] for name in SHARED_SERVERS}
+    for name, tests in list(groups.items()):
+        used = [fixture for item in tests for fixture in getattr(item, "fixturenames", ())]
+        for server in SHARED_SERVERS:
+            if server in used:
+                shared[server] += groups.pop(name)
+                break
+    ordered = {name: tests for name, tests in {**shared, **groups}.items() if tests}
+    step = int(_SPREAD * len(units) / max(1, len(ordered)))
+    items.clear()
+    for number, (name, tests) in enumerate(ordered.items()):
+        for item in tests:
+            item.add_marker(pytest.mark.xdist_group(name))
+        items += tests
+        items += units[number * step : (number + 1) * step]
+    items += units[len(ordered) * step :]
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What is left of tests that failed stays to be looked at."""
+    """Keep the temporary files of failed tests."""
     made = session.config.stash.get(_MADE, None)
     if made is not None and exitstatus == pytest.ExitCode.OK:
         shutil.rmtree(made, ignore_errors=True)
-
-
-_MADE = pytest.StashKey[str]()

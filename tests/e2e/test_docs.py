@@ -21,6 +21,9 @@ from tests.e2e.fleets import entry, running_gateway
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.pages import PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
 
+#: tests/unit/test_docs.py checks names and flags of every command in seconds
+pytestmark = pytest.mark.long
+
 COMMANDS = [command for command in commands() if command.program in RUN]
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 #: of the examples, what the pages ask for

@@ -23,6 +23,9 @@ from tests.e2e.calls import PROTOCOLS, Array, caller
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.examples.sources import source
 
+#: these check the examples; what they are made with has quicker tests
+pytestmark = pytest.mark.long
+
 
 def bytes_of(root: Path, names: Iterable[str]) -> tuple[int, int]:
     """Of the weights of these bundles: as if nothing were shared, and with each tensor once."""

@@ -135,6 +135,7 @@ def test_one_worker_has_the_public_ports_and_dies_with_its_node(bundles: Path, t
         wait_until(lambda: runtime_directories(left) == [], 10, what="an empty place")
 
 
+@pytest.mark.long
 def test_an_empty_folder_gets_a_bundle_and_a_server_that_hangs_is_replaced(tmp_path: Path) -> None:
     """The server is there from the start; what is stopped for good answers again, from another process."""
     (tmp_path / "bundles").mkdir()

@@ -23,6 +23,9 @@ from tests.e2e.calls import PROTOCOLS, Arrays, Caller, assert_same, at_once, cal
 from tests.e2e.harness import RunningTriton, running_triton
 from tests.e2e.test_answers import varied
 
+#: half a minute, for a pairing that Triton's image does not have
+pytestmark = pytest.mark.long
+
 #: what the model with hooks takes and gives; rows long enough that memory used too late has changed
 HOOKED = {"f32": np.float32, "i64": np.int64, "bool": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 WIDTH = 257

@@ -109,6 +109,7 @@ def test_a_torn_file_leaves_the_old_version_serving(
             assert set(found) == {TWO}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_runtime_that_follows_a_crash_refuses_torn_weights(
     versions: dict[tuple[int, int], Path], tmp_path: Path

@@ -23,6 +23,9 @@ from tests.bench.real.twins import TWINS, weights_of
 from tests.examples.built import Model
 from tests.examples.sources import source
 
+#: these check the examples; what they are made with has quicker tests
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def root() -> Path:

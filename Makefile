@@ -1,4 +1,4 @@
-# Everything a developer runs. Needs make and a Python 3.11 to 3.13 with venv; the rest is fetched into this folder.
+# The commands of development. They need make and Python 3.11 to 3.13 with venv, and fetch the rest into this folder.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,11 +7,8 @@ PYTEST := $(BIN)/python -m pytest
 # Compiled models survive from run to run; the runtime reads this as its setting runtime.compilation_cache_dir.
 export RSRV_RUNTIME__COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/xla
 
-# Of the theme, about a successor; the documentation's tools are pinned.
+# The theme warns about its successor; the documentation's tools are pinned.
 export NO_MKDOCS_2_WARNING := 1
-
-# Where there is no GPU; one with GPUs has its own idea.
-NODE ?= --cpu-workers 2
 
 # Processes that share the tests: those of servers wait more than they compute, so more than two cores.
 WORKERS ?= 4
@@ -22,8 +19,7 @@ TRITON := .triton/.stamp
 BROWSER := .browser/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve node test test-unit test-long chaos fuzz bench bench-weights bench-gpu bench-gateway models \
-	soak-gateway pages house lint format clean bundles docs docs-serve dist test-wheel
+.PHONY: help bundles demo serve test test-unit test-long test-wheel chaos fuzz bench pages house lint docs dist
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST)
@@ -49,7 +45,8 @@ $(BROWSER): $(VENV) tools/browser_install.py
 	$(BIN)/python tools/browser_install.py
 	@touch $@
 
-bundles: $(FRAMEWORKS) ## build the example bundles into build/bundles
+# Builds the example bundles into build/bundles.
+bundles: $(FRAMEWORKS)
 	$(BIN)/python tools/example_bundles.py
 
 demo: $(VENV) $(TRITON) ## serve the example bundles and classify the held-out digits
@@ -60,44 +57,32 @@ serve: $(VENV) $(TRITON) bundles ## serve build/bundles, and follow its changes,
 	$(BIN)/python tools/local_triton.py serve --model-repository=gen --model-control-mode=explicit '--load-model=*' \
 		--exit-on-error=false
 
-node: $(VENV) $(TRITON) bundles ## serve build/bundles with a server per device behind a gateway (NODE='--gpus 0,1')
-	$(BIN)/rsrv-node build/bundles --directory build/node --tritonserver .triton/bin/tritonserver $(NODE)
-
-test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## all tests but the long ones
+test: $(FRAMEWORKS) $(TRITON) $(BROWSER) bundles ## run all tests but the long ones
 	$(PYTEST) -m "not long" -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-unit: $(FRAMEWORKS) ## the tests that need no server
+test-unit: $(FRAMEWORKS) ## run the tests that need no server
 	$(PYTEST) -m "not long" tests/unit -n $(WORKERS)
 
-test-long: $(FRAMEWORKS) $(TRITON) bundles ## the tests that take minutes
+test-long: $(FRAMEWORKS) $(TRITON) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
-chaos: $(VENV) $(TRITON) ## ten minutes of faults under load (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
+chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
-fuzz: $(VENV) $(TRITON) ## 10,000 mutated bundles, connections and runtimes that misbehave, 20,000 bad requests (docs/security.md; FUZZ="--first 10000")
+fuzz: $(VENV) $(TRITON) ## try 10,000 mutated bundles, misbehaving connections and runtimes, 20,000 malformed requests (docs/security.md; FUZZ="--first 10000")
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial)
+bench: $(VENV) $(TRITON) ## measure rsrv beside a plain Triton model (docs/benchmark.md; BENCH=--quick for a trial; bench-gpu and others)
 	$(BIN)/python -m tests.bench $(BENCH)
 
-bench-gpu: $(VENV) ## measure moving weights on a GPU (docs/weights.md; without one: only whether it works)
-	$(BIN)/python -m tests.bench.gpu $(BENCH)
+# The others are parts of tests.bench by name: make bench-gpu, bench-weights, bench-gateway, bench-gateway.soak, bench-real.
+bench-weights bench-gateway bench-gateway.soak bench-real: $(TRITON)
+bench-real: $(FRAMEWORKS)
+bench-%: $(VENV)
+	$(BIN)/python -m tests.bench.$* $(BENCH)
 
-bench-weights: $(VENV) $(TRITON) ## measure models that do not all fit beside the same that do (BENCH=--quick for a trial)
-	$(BIN)/python -m tests.bench.weights $(BENCH)
-
-bench-gateway: $(VENV) $(TRITON) ## measure what a gateway costs, and a worker's death (docs/gateway-benchmark.md; BENCH=--quick)
-	$(BIN)/python -m tests.bench.gateway $(BENCH)
-
-models: $(FRAMEWORKS) $(TRITON) ## export, serve and measure the real models, and make the tables of docs/models.md anew (MODELS=--quick)
-	$(BIN)/python -m tests.bench.real $(MODELS)
-
-soak-gateway: $(VENV) $(TRITON) ## ten minutes of workers that come and go under load (SOAK=--quick)
-	$(BIN)/python -m tests.bench.gateway.soak $(SOAK)
-
-pages: $(VENV) $(TRITON) $(BROWSER) ## make what code makes again: tables and pictures in docs, dashboards, gRPC stubs
+pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, dashboards and gRPC stubs
 	$(BIN)/python tools/make_proto.py
 	$(BIN)/python tools/configuration_page.py
 	$(BIN)/python tools/dashboards.py
@@ -108,30 +93,19 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## make what code makes again: tables and pi
 	$(BIN)/python tools/eviction_page.py
 	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 
-docs: $(VENV) ## the documentation as a site, in build/site; warnings are errors
+docs: $(VENV) ## build the documentation's site in build/site; warnings are errors
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-docs-serve: $(VENV) ## the same on http://127.0.0.1:8080, following changes
-	$(BIN)/python -m mkdocs serve --livereload --dev-addr 127.0.0.1:8080
-
-dist: $(VENV) ## the wheel and the sdist, in dist
+dist: $(VENV) ## build the wheel and the sdist in dist
 	$(BIN)/python -m build --no-isolation --outdir dist
 
-test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## install a freshly built wheel, and run tests on it without the source folders
+test-wheel: $(FRAMEWORKS) $(TRITON) bundles ## run tests on a freshly built wheel, without the source folders
 	$(BIN)/python tools/try_wheel.py
 
-house: $(VENV) ## size and order of the source tree (HOUSE=-v: all that is out of order)
+house: $(VENV) ## print the size and the order of the source tree (HOUSE=-v: all that is out of order)
 	$(BIN)/python tools/house.py $(HOUSE)
 
-lint: $(FRAMEWORKS) docs ## style, types, and the documentation
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
+lint: $(FRAMEWORKS) docs ## check style, types and the documentation (FIX=1: rewrite the sources in the project's style first)
+	$(BIN)/ruff check $(if $(FIX),--fix)
+	$(BIN)/ruff format $(if $(FIX),,--check)
 	$(BIN)/mypy
-
-format: $(VENV) ## rewrite the sources in the project's style
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
-
-clean: ## remove everything that was fetched or built here
-	rm -rf .venv .triton .browser .cache build gen dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +

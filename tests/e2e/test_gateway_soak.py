@@ -1,4 +1,4 @@
-"""Workers that come and go under load: `make soak-gateway`, for seconds."""
+"""Workers that come and go under load: `make bench-gateway.soak`, for seconds."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from rsrv.scheduler.events import (
     WeightsLoaded,
 )
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.driver import Driver, executions, program
 
 # --- weights ----------------------------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def test_late_end_of_an_older_load_is_ignored(machine: Driver) -> None:
     assert machine.send(WeightsLoaded("a", 2, 9.9)) == []
     assert machine.send(LoadFailed("a", 2, "after all")) == []
     a = machine.scheduler.snapshot().models["a"]
-    assert (a.residency, a.loads, a.load_seconds) == (Residency.RESIDENT, 1, 0.1)
+    assert (a.residency, a.loads, a.load_seconds) == ("resident", 1, 0.1)
 
 
 def test_epochs_never_repeat(machine: Driver) -> None:

@@ -24,7 +24,6 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.history import LENGTH
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.driver import Driver, executions, program
 
 # --- estimates --------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def test_snapshot_counts(machine: Driver) -> None:
     }
     assert a.refused == {Reason.QUEUE_FULL: 1}
     assert a.costs == pytest.approx({(0, 1): 0.001, (0, 32): 0.004})
-    assert (a.residency, a.loads) == (Residency.RESIDENT, 0)
+    assert (a.residency, a.loads) == ("resident", 0)
     assert snapshot.refused == {Reason.QUEUE_FULL: 1, Reason.UNKNOWN_MODEL: 1}
     assert (snapshot.arrived, snapshot.queued, snapshot.executing, snapshot.running) == (39, 1, 1, 1)
 

@@ -16,7 +16,6 @@ from rsrv.scheduler.events import (
     SettingsChanged,
 )
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Residency
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 
@@ -428,7 +427,7 @@ def test_a_larger_budget_is_used_at_once() -> None:
     shrink(driver, 200)
 
     assert driver.loading.keys() == {"b"}
-    assert driver.scheduler.snapshot().models["b"].residency is Residency.LOADING
+    assert driver.scheduler.snapshot().models["b"].residency == "loading"
 
 
 @pytest.mark.parametrize("fits", [2, 3, 5])

@@ -20,7 +20,8 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.eviction import Resident, in_order, lru, make_room
 from rsrv.scheduler.settings import SchedulerSettings
-from rsrv.scheduler.weights import Residency, SharedTensorGroup, Weights
+from rsrv.scheduler.weight_states import WeightState
+from rsrv.scheduler.weights import SharedTensorGroup, WeightAccounts
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.driver import Driver, program
 
@@ -310,7 +311,7 @@ def test_groups_are_the_tensors_that_the_same_models_have(
 ) -> None:
     """However models come and go: bytes on the device are those of the union of what is resident."""
     size = {key: 2**number for number, key in enumerate("tuvwxyz")}
-    weights = Weights(None)
+    weights = WeightAccounts(None)
     here = {}
     for name, keys in models.items():
         own = weights.add(program(name, tensors={key: size[key] for key in keys}))
@@ -319,7 +320,7 @@ def test_groups_are_the_tensors_that_the_same_models_have(
         here[name] = own
         if data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(here)))
-            if here[gone].residency is Residency.RESIDENT:
+            if here[gone].state is WeightState.RESIDENT:
                 weights.evict(here[gone])
             weights.groups.leave(here.pop(gone))
         present = set().union(*(models[one] for one, own in here.items() if own.epoch))
@@ -337,7 +338,7 @@ class _Paced(Device):
 
     def later(self, at: float, event: Event) -> None:
         if isinstance(event, WeightsLoaded):
-            seconds = 0.001 * self.scheduler._models[event.model].weights.moved
+            seconds = 0.001 * self.scheduler._models[event.model].weights.load_bytes
             at, event = self.now + seconds, WeightsLoaded(event.model, event.epoch, seconds)
         super().later(at, event)
 

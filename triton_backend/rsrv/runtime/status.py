@@ -11,7 +11,7 @@ from rsrv.runtime.runs import Run
 from rsrv.runtime.transport import MetaCounts, Registration
 from rsrv.runtime.weight_mover import WeightMover
 from rsrv.scheduler.scheduler import Scheduler
-from rsrv.scheduler.statistics import Load, ModelSnapshot, Snapshot
+from rsrv.scheduler.statistics import LoadReport, ModelSnapshot, SchedulerSnapshot
 
 
 def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def status(registry: Registry, scheduler: Scheduler, runs: Iterable[Run]) -> dic
     }
 
 
-def load(registry: Registry, instance: str, load: Load, backlog: float) -> dict[str, Any]:
+def load(registry: Registry, instance: str, load: LoadReport, backlog: float) -> dict[str, Any]:
     """What whoever spreads requests over devices wants to know, often; `backlog` in seconds."""
     catalog, budget, models = registry.catalog, load.weight_budget_bytes, load.models
     return {
@@ -78,7 +78,7 @@ def _model(key: str, listed: ModelEntry, model: ModelSnapshot, residency: str) -
         "digest": listed.digest,
         "state": listed.state,
         "residency": residency,
-        "weights": model.residency.value,
+        "weights": model.residency,
         "queued": model.queued,
         "executing": model.executing,
         "outcomes": {outcome.value: count for outcome, count in model.outcomes.items()},
@@ -98,7 +98,9 @@ def _model(key: str, listed: ModelEntry, model: ModelSnapshot, residency: str) -
     }
 
 
-def _meta(group: Registration, snapshot: Snapshot, runs: Iterable[Run], catalog: Catalog) -> dict[str, Any]:
+def _meta(
+    group: Registration, snapshot: SchedulerSnapshot, runs: Iterable[Run], catalog: Catalog
+) -> dict[str, Any]:
     """`device_seconds` is time of the device only: waiting and Python are not in it."""
     counts = group.counts or MetaCounts()
     gate = snapshot.metas.get(group.name)  # None: nobody has ever asked
@@ -114,7 +116,7 @@ def _meta(group: Registration, snapshot: Snapshot, runs: Iterable[Run], catalog:
 
 
 def memory(
-    snapshot: Snapshot | Load, weight_mover: WeightMover | None, device: Device | None
+    snapshot: SchedulerSnapshot | LoadReport, weight_mover: WeightMover | None, device: Device | None
 ) -> dict[str, Any]:
     """Bytes of weights on both tiers: as if no model shared a tensor (logical), and each tensor once (physical)."""
     host = None if weight_mover is None else weight_mover.host.counts

@@ -28,19 +28,19 @@ class Fifo:
         self._ranking.set(candidate.name, candidate.place)
 
     def wait(self, candidate: Candidate, *, claims: bool) -> None:
-        self._ranking.discard(candidate.name)
+        self._ranking.pop(candidate.name, None)
 
     def hold(self, name: str) -> None:
-        self._ranking.discard(name)
+        self._ranking.pop(name, None)
 
     def link(self, filling: bool) -> None:
         """Nothing."""
 
     def remove(self, name: str) -> None:
-        self._ranking.discard(name)
+        self._ranking.pop(name, None)
 
     def forget(self, name: str) -> None:
-        self._ranking.discard(name)
+        self._ranking.pop(name, None)
 
     def advance(self, now: float) -> None:
         """Nothing: neither time nor device time matter to the order of requests."""

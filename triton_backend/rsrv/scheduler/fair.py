@@ -125,19 +125,19 @@ class Fair:
         name = candidate.name
         account = self._account(candidate)
         if account.present:
-            self._owing.discard(name)
+            self._owing.pop(name, None)
         else:
             self._enter(account, self._entry(account))
         account.asked, account.due = None, 0.0
-        self._asking.discard(name)
+        self._asking.pop(name, None)
         place = candidate.place
         assert place is not None
         rank = (place[0], account.start + candidate.batch_seconds / candidate.weight, place)
         if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
-            self._early.discard(name)
+            self._early.pop(name, None)
             self._eligible.set(name, rank)
         else:
-            self._eligible.discard(name)
+            self._eligible.pop(name, None)
             self._early.set(name, (account.start, rank))
         self._settle()
 
@@ -147,7 +147,7 @@ class Fair:
         account.claims = claims
         if account.asked is None:
             account.linked = self._link_time()
-            self._owing.discard(name)
+            self._owing.pop(name, None)
             if account.present:
                 account.asked = account.start
                 self._leave(account)
@@ -155,8 +155,8 @@ class Fair:
                 account.asked = self._entry(account)
             account.due = 0.0
             self._asking.set(name, -account.asked)
-        self._eligible.discard(name)
-        self._early.discard(name)
+        self._eligible.pop(name, None)
+        self._early.pop(name, None)
         self._settle()
 
     def hold(self, name: str) -> None:
@@ -176,9 +176,9 @@ class Fair:
         if account is None:
             return
         account.asked, account.due = None, 0.0
-        self._asking.discard(name)
-        self._eligible.discard(name)
-        self._early.discard(name)
+        self._asking.pop(name, None)
+        self._eligible.pop(name, None)
+        self._early.pop(name, None)
         self._part(name, account)
         self._settle()
 
@@ -188,7 +188,7 @@ class Fair:
             for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
                 del self._executing[dispatch]
             for ranking in (self._owing, self._asking, self._eligible, self._early):
-                ranking.discard(name)
+                ranking.pop(name, None)
             if account.present:
                 self._leave(account)
             self._settle()
@@ -299,7 +299,7 @@ class Fair:
                 self._enter(account, account.start)
             self._owing.set(name, account.start)
         elif account.present:
-            self._owing.discard(name)
+            self._owing.pop(name, None)
             self._leave(account)
 
     def _turn(self, seconds: float) -> None:
@@ -312,7 +312,7 @@ class Fair:
                 if step <= seconds:
                     seconds -= max(0.0, step)
                     self._clock = max(self._clock, account.start)
-                    self._owing.discard(name)
+                    self._owing.pop(name, None)
                     self._leave(account)
                     continue
             self._clock += seconds / self._weight
@@ -324,15 +324,15 @@ class Fair:
         Debts end by moving the clock: whoever comes next starts with the last of those who are known.
         """
         while (name := self._early.first()) is not None:
-            start, rank = self._early.rank(name)
+            start, rank = self._early[name]
             if start > self._clock:
                 return
-            self._early.discard(name)
+            self._early.pop(name, None)
             self._eligible.set(name, rank)
         if not self._eligible and not self._executing:
             latest = self._asking.first()
             if latest is not None:
-                self._clock = max(self._clock, -self._asking.rank(latest))
+                self._clock = max(self._clock, -self._asking[latest])
             for name in self._owing:
                 account = self._accounts[name]
                 account.present = False

@@ -1,6 +1,5 @@
-"""What the device has been given to do."""
+"""The executions that the device has been given."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -9,8 +8,8 @@ from rsrv.scheduler.model import ModelState
 
 
 @dataclass(slots=True)
-class Running:
-    """An execution in flight."""
+class StartedExecution:
+    """An execution in flight, or one that found no memory and is to be retried."""
 
     execute: Execute
     model: ModelState
@@ -19,23 +18,17 @@ class Running:
     charged: int
 
 
-class InFlight:
-    """The executions that were started and have not ended; the device runs them in this order."""
+class InFlight(dict[int, StartedExecution]):
+    """The executions in flight by dispatch; the device runs them in this order."""
 
-    __slots__ = ("_freed", "_running", "started")
+    __slots__ = ("_freed", "started")
 
     def __init__(self) -> None:
-        self._running: dict[int, Running] = {}
+        super().__init__()
         #: when the latest execution ended.
         self._freed = -inf
-        #: executions that were ever started; the latest one's dispatch.
+        #: number of executions started since the beginning; the dispatch of the latest.
         self.started = 0
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def __iter__(self) -> Iterator[Running]:
-        return iter(self._running.values())
 
     def check(self, dispatch: int) -> None:
         """Refuse the end of an execution that is not in flight.
@@ -43,34 +36,35 @@ class InFlight:
         Raises:
             CallerError: it is not.
         """
-        if dispatch not in self._running:
-            raise CallerError(f"dispatch {dispatch} is not in flight: {list(self._running)} are")
+        if dispatch not in self:
+            raise CallerError(f"dispatch {dispatch} is not in flight: {list(self)} are")
 
     def start(self, execute: Execute, model: ModelState, now: float, charged: int | None = None) -> None:
-        """`charged`: the first try's dispatch, if this is the second."""
+        """Add an execution. `charged`: the dispatch of the first try, if this is the second."""
         self.started = dispatch = execute.dispatch
-        self._running[dispatch] = Running(execute, model, now, dispatch if charged is None else charged)
+        self[dispatch] = StartedExecution(execute, model, now, dispatch if charged is None else charged)
 
-    def end(self, dispatch: int, now: float) -> Running:
+    def end(self, dispatch: int, now: float) -> StartedExecution:
+        """Take out an execution that ended."""
         self._freed = now
-        return self._running.pop(dispatch)
+        return self.pop(dispatch)
 
     def end_after(self, now: float) -> float | None:
-        """When all of them are expected to have ended; None if that is not known, for the first is overdue."""
-        first = next(iter(self._running.values()), None)
+        """Return when all are expected to have ended; None if the first is overdue, or there is none."""
+        first = next(iter(self.values()), None)
         if first is None:
             return None
         since = max(first.started, self._freed)
         if now >= since + first.execute.seconds:
             return None
-        return since + sum(running.execute.seconds for running in self._running.values())
+        return since + sum(one.execute.seconds for one in self.values())
 
     def seconds(self, now: float) -> float:
-        """Expected device time left of all of them: sum of expected - elapsed of the first (at most its own)."""
+        """Expected device time left: sum of expected seconds - elapsed seconds of the first (at most its own)."""
         total = 0.0
         done = 0.0
-        for running in self._running.values():
+        for one in self.values():
             if total == 0.0:
-                done = min(running.execute.seconds, max(0.0, now - max(running.started, self._freed)))
-            total += running.execute.seconds
+                done = min(one.execute.seconds, max(0.0, now - max(one.started, self._freed)))
+            total += one.execute.seconds
         return total - done

@@ -1,37 +1,41 @@
-"""What is true of the scheduler after every event.
+"""Invariants of the scheduler, which hold after every event.
 
 Of requests:
-    1. every request in flight waits in exactly one queue or is in exactly one execution, or in one that found
-       no memory and is about to be tried again;
-    2. arrived = ended + queued + executing: nothing is lost, nothing ends twice;
+    1. every request in flight waits in exactly one queue or is in exactly one execution, which runs or is to be retried
+       for lack of memory;
+    2. arrived = ended + queued + executing: no request is lost or ends twice;
     3. a queue is in the order of service, and its rows are the sum of its requests' rows;
     4. no queued request is due, and the deadline of each is known;
-    5. nothing waits for a model that rejects, and what waits for one that is held takes no part in anything.
+    5. no request waits for a model that rejects, and waiting requests of a held model affect no decision.
 
 Of executions:
-    6. each is on resident weights, its useful rows within its size;
-    7. the device never has nothing to do while a resident model has work that need not be held back, unless
-       the device's memory is about to be compacted.
+    6. each is on weights that are on the device, its useful rows within its size;
+    7. the device is never idle while a resident model has work that need not be held back, unless a compaction of the
+       device's memory is due.
 
-Of models:
-    8. each tensor belongs to one group, and each group's owners are the models that have it; its users are those
-       of them that are resident or loading. The bytes on the device are those of the groups with users, each
-       once: within the budget, but for pinned models, one more that is alone, and what executes;
-    9. work that waits has its weights resident, on their way, or in line for the link, which is in use
-       unless nobody can give way. Pinned models, and those to be warmed up, are in line too;
-    10. weights that were asked for are there, on their way or in line; if they do not come on demand, nobody waits
-       for others, and others are there only for a warm-up or until nothing executes on them. What is to go has
-       something in its way. A model drains only as long as something of it is on the device or on its way;
+Of weights:
+    8. each tensor belongs to one group, and the owners of a group are the models that have it; its users are the owners
+       whose state takes bytes (`TAKING_BYTES`). The bytes on the device are those of the groups with users, each once:
+       within the budget, but for pinned models, one more that is alone, and weights in use;
+    9. the state follows from the facts beside it: weights are QUEUED if and only if they are absent and in a line of the
+       load queue, LOADING if and only if theirs is the one load that runs, EVICTING if and only if they are runnable and
+       an eviction was requested or the model was removed, in BACKOFF if and only if they are absent, in no line, and a
+       back-off runs; the number of RESERVED ones is that of the warm-ups. Models with waiting requests, pinned models
+       and models to be warmed up are in line unless their weights are on the device or loading, and the link is in use
+       unless the first in line finds no room;
+    10. desired weights are on the device, loading or in line; if weights do not load on demand, requests wait for desired
+       ones only, and others are present only for a warm-up or until nothing executes on them. A requested eviction has an
+       obstacle. A model drains only as long as something executes on its weights or they load;
     11. the sums of expected seconds are those of the models.
 
-Of what is counted:
+Of statistics:
     15. each execution and its rows, each request's wait before it, and each missed deadline is measured once.
 
 Of runs of meta models:
     12. the oldest queued request of each is committed, and no other request is;
-    13. as many are under way as may be while any waits, and no more but those that were before the limit shrank; those that
-       call a model which is held do not count;
-    14. asked = admitted + waiting + expired + refused + withdrawn; none that waits is due.
+    13. as many run as may while any waits, and no more but those admitted before the limit shrank; runs that call a held
+       model do not count;
+    14. asked = admitted + waiting + expired + refused + withdrawn; no waiting run is due.
 """
 
 from math import inf, isclose
@@ -39,19 +43,20 @@ from typing import Any
 
 from rsrv.scheduler.discipline import COMMITTED_LEVEL
 from rsrv.scheduler.events import DEFAULT_PRIORITY, InvariantError, Pause
-from rsrv.scheduler.loads import evictable
+from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
 from rsrv.scheduler.variant_queue import Entry
-from rsrv.scheduler.weights import ModelWeights, Residency, SharedTensorGroup
+from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightState
+from rsrv.scheduler.weights import ModelWeights, SharedTensorGroup
 
 
 def check(scheduler: Scheduler) -> None:
-    """Check all of it.
+    """Check all invariants.
 
     Raises:
-        InvariantError: one is broken; with the story of the model concerned.
+        InvariantError: one is broken; with the history of the model concerned.
     """
     states = [*scheduler._models.values(), *scheduler._draining.values()]
     for state in states:
@@ -74,7 +79,6 @@ def _require(true: bool, problem: str, state: ModelState | None = None) -> None:
 
 
 def _check_model(scheduler: Scheduler, state: ModelState) -> None:
-    residency = state.weights.residency
     waiting = sum(len(queue) for queue in state.queues.values())
     _require(state.queued == waiting, f"{state.queued} counted as queued, {waiting} wait", state)
     _require(state.paused is not Pause.REJECT or not waiting, "it rejects, and requests wait (5)", state)
@@ -99,22 +103,15 @@ def _check_model(scheduler: Scheduler, state: ModelState) -> None:
             _require(entry.rows <= queue.costs.max_rows, "a request waits that no size holds", state)
     if state.draining:
         _require(not waiting, "requests wait for a removed model", state)
-        busy = state.busy or residency is Residency.LOADING
-        _require(busy, "a removed model stays for nothing (10)", state)
-    else:
-        cold = state.place is not None and residency is Residency.ABSENT
-        known = state.name in scheduler._loads.cold
-        _require(known == cold, "work that waits for weights is not known to the loads (9)", state)
-        wanted = state.name in scheduler._loads.wanted
-        _require(not wanted or residency is Residency.ABSENT, "it is wanted, and there (9)", state)
-        _require(wanted or residency is not Residency.ABSENT or not state.warm_up, "warm-up forgotten", state)
+        busy = state.busy or state.weights.state is WeightState.LOADING
+        _require(busy, "a removed model stays without a cause (10)", state)
     if state.busy:
-        _require(residency is Residency.RESIDENT, "it executes without weights (6)", state)
+        _require(state.weights.state in ON_DEVICE, "it executes without weights (6)", state)
 
 
 def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
     queued = [entry for state in states for queue in state.queues.values() for entry in queue.entries]
-    flying = [*scheduler._running, *scheduler._memory.compaction.retries]
+    flying = [*scheduler._running.values(), *scheduler._residency.compaction.retries]
     executing = [request for running in flying for request in running.execute.requests]
     ids = [entry.request.id for entry in queued] + executing
     _require(len(ids) == len(set(ids)), "a request is in two places (1)")
@@ -204,7 +201,7 @@ def _check_admission(scheduler: Scheduler) -> None:
 
 
 def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
-    running = list(scheduler._running)
+    running = list(scheduler._running.values())
     for one in running:
         execute = one.execute
         costs = one.model.queues[execute.variant].costs
@@ -213,37 +210,40 @@ def _check_executions(scheduler: Scheduler, states: list[ModelState]) -> None:
         _require(execute.rows <= room, f"too many rows: {execute} (6)", one.model)
         _require(len(execute.requests) > 0, f"no requests: {execute} (6)", one.model)
     for state in states:
-        own = [one for one in (*running, *scheduler._memory.compaction.retries) if one.model is state]
+        own = [one for one in (*running, *scheduler._residency.compaction.retries) if one.model is state]
         _require(state.executions == len(own), "its executions are not those in flight", state)
         requests = sum(len(one.execute.requests) for one in own)
         _require(state.executing == requests, "its executing requests are not those in flight", state)
-    due = scheduler._memory.compaction.due
-    held_up = bool(running) or not scheduler._memory.idle
+    due = scheduler._residency.compaction.due
+    held_up = bool(running) or not scheduler._residency.idle
     _require(not due or held_up, "a compaction is due, and nothing in its way")
-    memory, compaction = scheduler._memory, scheduler._memory.compaction
-    warming = sum(state.warming for state in states) - len(compaction.warm_ups)
-    _require(memory.warming == warming, "warm-ups are not counted")
+    compaction = scheduler._residency.compaction
+    reserved = sum(state.weights.state is WeightState.RESERVED for state in states)
+    _require(scheduler._residency.weights.reserved == reserved, "warm-ups are not counted (9)")
     again = any(one.execute.again for one in running)
     _require(compaction.retrying == again, "a second try is not known")
-    second = compaction.retrying + (compaction.warming is not None)
+    second = compaction.retrying + (compaction.retried_warm_up is not None)
     # A model whose weights were there when it was added may warm up beside it.
-    alone = len(running) + (compaction.warming is not None) == 1 and memory.weights.loading is None
+    alone = (
+        len(running) + (compaction.retried_warm_up is not None) == 1
+        and scheduler._residency.weights.loading is None
+    )
     _require(not second or (second == 1 and alone), "a second try does not have the device to itself")
-    if not running and not scheduler._memory.compaction.pauses:
+    if not running and not scheduler._residency.compaction.pauses:
         for state in states:
             dispatchable = state.ready and state.dispatchable_at <= scheduler._now
             _require(not dispatchable, "it could execute, and the device has nothing to do (7)", state)
 
 
 def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
-    weights, loads = scheduler._memory.weights, scheduler._loads
+    weights, loads = scheduler._residency.weights, scheduler._loads
     owners: dict[SharedTensorGroup, list[ModelWeights]] = {}
     for state in states:
         for group in state.weights.groups:
             owners.setdefault(group, []).append(state.weights)
     tensors: dict[Any, SharedTensorGroup] = {}
     for group, those in owners.items():
-        users = [one for one in those if one.residency is not Residency.ABSENT]
+        users = [one for one in those if one.state in TAKING_BYTES]
         _require(len(group.owners) == len(those) and set(group.owners) == set(those), "not its owners (8)")
         _require(group.users == len(users), "not its users (8)")
         _require(group.pins == sum(one.pinned for one in users), "not its pins (8)")
@@ -259,49 +259,60 @@ def _check_weights(scheduler: Scheduler, states: list[ModelState]) -> None:
     pinned = sum(group.bytes for group in owners if group.pins)
     _require(weights.bytes == held, f"{weights.bytes} bytes counted, {held} held (8)")
     _require(weights.pinned_bytes == pinned, f"{weights.pinned_bytes} bytes counted, {pinned} pinned (8)")
-    present = [state for state in states if state.weights.residency is not Residency.ABSENT]
+    present = [state for state in states if state.weights.state in TAKING_BYTES]
     unpinned = [state for state in present if not state.weights.pinned]
     for state in states:
-        _check_wishes(scheduler, state)
-    counted = set(weights.evictable)
+        _check_state(scheduler, state)
+    counted = set(weights.unpinned)
     _require(counted == {one.weights for one in unpinned}, "those that are not pinned are not known (8)")
-    _require(
-        not loads.overdue(scheduler._discipline, scheduler._now), f"{held} bytes held of {weights.budget} (8)"
-    )
-    loading = [state for state in states if state.weights.residency is Residency.LOADING]
+    _require(not loads.overdue(scheduler._now), f"{held} bytes held of {weights.budget} (8)")
+    loading = [state for state in states if state.weights.state is WeightState.LOADING]
     _require(len(loading) <= 1, "more than one load is under way (9)")
     _require(
         weights.loading is (loading[0].weights if loading else None), "the load under way is another one (9)"
     )
-    if not loading and loads.first() is not None and not scheduler._memory.compaction.pauses:
-        planned, _ = loads.search(scheduler._discipline, scheduler._now)
+    if not loading and loads.first() is not None and not scheduler._residency.compaction.pauses:
+        planned, _ = loads.search(scheduler._now)
         _require(planned is None, "the link is free, and there is something to load (9)")
 
 
-def _check_wishes(scheduler: Scheduler, state: ModelState) -> None:
-    memory, loads = scheduler._memory, scheduler._loads
-    name, weights, residency = state.name, state.weights, state.weights.residency
-    leaving, hoped, asked = state in memory.leaving, name in loads.hoped, weights.asked
+def _check_state(scheduler: Scheduler, state: ModelState) -> None:
+    """Hold the state of a model's weights to the facts beside it (9), and wishes to the state (10)."""
+    loads, weights, name = scheduler._loads, state.weights, state.name
+    where, reason = weights.state, loads.reason(name)
+    absent = where not in TAKING_BYTES
+    eviction = state in scheduler._residency.evictions
+    backs_off = state in loads._backing_off
+    _require((where is WeightState.QUEUED) == (absent and reason is not None), "in line, or not (9)", state)
+    _require(
+        (where is WeightState.BACKOFF) == (absent and reason is None and backs_off), "back-off (9)", state
+    )
+    leaves = where in RUNNABLE and (eviction or state.draining)
+    _require((where is WeightState.EVICTING) == leaves, "to be evicted, or not (9)", state)
+    _require(
+        (name in loads.demanded) == (state.place is not None and absent), "demand is not known (9)", state
+    )
+    _require(name not in loads.required or absent, "a load is required for present weights (9)", state)
     if state.draining:
-        known = leaving or hoped or name in loads.later
-        _require(not known, "it is removed, and somebody asks for it (10)", state)
+        _require(not eviction and reason is None, "it is removed, and in a line (10)", state)
         return
-    # One load is under way at a time.
-    gone = residency is Residency.LOADING and memory.weights.abandoning
-    gone = gone or residency is Residency.ABSENT
-    _require(not hoped or residency is not Residency.RESIDENT, "it is hoped for, and there (10)", state)
-    in_line = hoped or name in loads.wanted or weights.pinned
-    _require(in_line or not gone or not asked, "it was asked for, and nobody knows (10)", state)
-    _require(not leaving or not (weights.pinned or asked), "it is to go, and to stay (10)", state)
-    _require(not leaving or residency is not Residency.ABSENT, "it is to go, and gone (10)", state)
-    stays = not evictable(state) or (state.place is not None and weights.fresh)
-    _require(not leaving or stays, "it is to go, and does not (10)", state)
-    if not (scheduler.settings.on_demand or asked):
-        _require(not hoped, "it is hoped for on demand (10)", state)
-        here = residency is Residency.RESIDENT
-        _require(here or not state.queued, "requests wait for nothing (10)", state)
-        expected = gone or leaving or state.warm_up or state.warming
-        _require(expected, "nobody asked for it (10)", state)
+    _require(name in loads.required or not (absent and state.needs_warm_up), "warm-up forgotten (9)", state)
+    prefetched = name in loads.prefetched
+    gone = absent or (where is WeightState.LOADING and scheduler._residency.weights.abandoning)
+    _require(not prefetched or where not in ON_DEVICE, "it is prefetched, and on the device (10)", state)
+    in_line = prefetched or name in loads.required or weights.pinned
+    _require(in_line or not gone or not weights.desired, "it is desired, and in no line (10)", state)
+    _require(
+        not eviction or not (weights.pinned or weights.desired), "it is to leave, and to stay (10)", state
+    )
+    _require(not eviction or not absent, "it is to leave, and absent (10)", state)
+    stays = not evictable(state) or (state.place is not None and weights.unserved)
+    _require(not eviction or stays, "it is to leave, and does not (10)", state)
+    if not (scheduler.settings.on_demand or weights.desired):
+        _require(not prefetched, "it is prefetched on demand (10)", state)
+        _require(where in ON_DEVICE or not state.queued, "requests wait for absent weights (10)", state)
+        expected = gone or eviction or state.needs_warm_up or where is WeightState.RESERVED
+        _require(expected, "it is present without a cause (10)", state)
 
 
 def _check_sums(scheduler: Scheduler, states: list[ModelState]) -> None:

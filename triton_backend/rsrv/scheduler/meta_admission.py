@@ -165,7 +165,7 @@ class MetaAdmission:
 
     def proceed(self, now: float, out: list[Instruction]) -> None:
         """End those that wait and whose deadline is `now` or earlier, and admit who comes next."""
-        while (id := self._deadlines.first()) is not None and self._deadlines.rank(id) <= now:
+        while (id := self._deadlines.first()) is not None and self._deadlines[id] <= now:
             self._leave(self.live.pop(id)).expired += 1
             out.append(Finish(id, Outcome.EXPIRED))
         while self.taken < self.limit and (id := self._order.first()) is not None:
@@ -177,7 +177,7 @@ class MetaAdmission:
     def next_deadline(self) -> float | None:
         """The soonest of those that wait."""
         id = self._deadlines.first()
-        return None if id is None else self._deadlines.rank(id)
+        return None if id is None else self._deadlines[id]
 
     def snapshot(self) -> dict[str, MetaSnapshot]:
         """By meta; each of which a run was ever asked for."""
@@ -196,7 +196,7 @@ class MetaAdmission:
 
     def _place(self, run: Run) -> None:
         if self._calls_held(run):
-            self._order.discard(run.id)
+            self._order.pop(run.id, None)
             return
         level, number = run.priority or DEFAULT_PRIORITY, self.waiting[run.id]
         self._order.set(run.id, self._discipline.place(level, run.deadline, number))
@@ -204,8 +204,8 @@ class MetaAdmission:
     def _leave(self, run: Run) -> _Meta:
         """It does not wait any more; returns where it is counted."""
         del self.waiting[run.id]
-        self._order.discard(run.id)
-        self._deadlines.discard(run.id)
+        self._order.pop(run.id, None)
+        self._deadlines.pop(run.id, None)
         meta = self._metas[run.meta]
         meta.waiting -= 1
         return meta

@@ -7,14 +7,14 @@ from math import inf, isfinite
 from rsrv.scheduler.batching import Batch, VariantCosts, plan_batch
 from rsrv.scheduler.discipline import COMMITTED_LEVEL, Place
 from rsrv.scheduler.events import CallerError, Execute, Pause, PolicyChanged, Program, Request
-from rsrv.scheduler.history import History
 from rsrv.scheduler.statistics import ModelLoad, ModelSnapshot, Stage, Totals
 from rsrv.scheduler.variant_queue import VariantQueue
-from rsrv.scheduler.weights import ModelWeights, Residency
+from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, WeightState
+from rsrv.scheduler.weights import ModelWeights
 
 
 def check_program(program: Program) -> None:
-    """Refuse a program that could not be scheduled, whatever else is loaded.
+    """Refuse a program that cannot be scheduled.
 
     Raises:
         CallerError: a limit or a weight is out of range. (Costs are checked by `variant_costs`.)
@@ -39,7 +39,7 @@ def check_program(program: Program) -> None:
 
 
 def with_policy(program: Program, changed: PolicyChanged) -> Program:
-    """The same by other values; not checked."""
+    """Return the program with other values, unchecked."""
     return replace(
         program,
         weight=program.weight if changed.weight is None else changed.weight,
@@ -53,7 +53,7 @@ def with_policy(program: Program, changed: PolicyChanged) -> Program:
 class ModelState:
     """One loaded or draining model: its queues, weights, counters and history.
 
-    The scheduler writes it. It is the `Candidate` that disciplines see.
+    The scheduler writes it; disciplines see it as a `Candidate`.
     """
 
     __slots__ = (
@@ -68,6 +68,7 @@ class ModelState:
         "front",
         "history",
         "name",
+        "needs_warm_up",
         "paused",
         "place",
         "program",
@@ -76,8 +77,6 @@ class ModelState:
         "sizes",
         "totals",
         "turn_seconds",
-        "warm_up",
-        "warming",
         "weight",
         "weights",
     )
@@ -88,70 +87,69 @@ class ModelState:
         costs: Mapping[int, VariantCosts],
         weights: ModelWeights,
         *,
-        warm_up: bool,
+        needs_warm_up: bool,
     ) -> None:
         self.name = program.model
         self.reconfigure(program)
-        #: variant -> its waiting requests; one queue for each compiled variant, for good.
+        #: variant -> its waiting requests; one queue for each compiled variant.
         self.queues = {variant: VariantQueue(variant, table) for variant, table in costs.items()}
         #: requests that wait, over all queues.
         self.queued = 0
-        #: requests and executions in flight, or about to be tried again.
+        #: requests and executions in flight, or about to be retried.
         self.executing = 0
         self.executions = 0
         self.weights = weights
         self.draining = False
-        #: whether it is still to be warmed up, or is being warmed up now.
-        self.warm_up = warm_up
-        self.warming = False
+        #: whether a warm-up starts as soon as its weights are on the device.
+        self.needs_warm_up = needs_warm_up
         self.paused = program.paused
-        #: runs of meta models whose calls are let in while it drains: those that were under way when that began.
+        #: runs of meta models whose calls are accepted while it drains: the runs that were under way when that began.
         self.finishing: Collection[int] = ()
-        #: until when it does not execute, because others gave way for it and shall get their turn.
+        #: until when it does not execute, because others were evicted for its second try and get their turn first.
         self.blocked_until = -inf
-        # The next six are derived from the queues and costs by `recount`. Who is held has no work to speak of.
-        #: the queue whose front request is first in the order of service, and where that stands.
+        # `recount` derives the next six from the queues and costs. The work of a held model does not count.
+        #: the queue whose front request is first in the order of service, and the place of that request.
         self.front: VariantQueue | None = None
         self.place: Place | None = None
-        #: expected device time of what waits, and of the next execution.
+        #: expected device time of the waiting requests, and of the next execution.
         self.backlog_seconds = 0.0
         self.turn_seconds = 0.0
         #: expected device time of a full execution of the front queue.
         self.batch_seconds = 0.0
-        #: until when it is held back: it is blocked, or more requests can share its next execution.
+        #: until when it is held back: it is blocked, or more requests may join its next execution.
         self.dispatchable_at = -inf
         self.totals = Totals()
         self.sizes: dict[tuple[int, int], int] = {}
-        self.history = History()
+        self.history = weights.history
 
     def reconfigure(self, program: Program) -> None:
-        """Be scheduled by these values from now on."""
+        """Take other values of the program."""
         self.program = program
         self.weight = program.weight
 
     @property
     def ready(self) -> bool:
-        """Whether it has work that the device could take now, or as soon as it is not held back."""
-        return self.place is not None and self.weights.residency is Residency.RESIDENT and not self.warming
+        """Whether it has work that the device can take now, or as soon as it is not held back."""
+        return self.place is not None and self.weights.state in RUNNABLE
 
     @property
     def busy(self) -> bool:
-        """Whether something executes on its weights."""
-        return self.executions > 0 or self.warming
+        """Whether an execution or a warm-up runs on its weights."""
+        return self.executions > 0 or self.weights.state is WeightState.RESERVED
 
     @property
     def family(self) -> str:
-        """What it counts under, with other versions of it."""
+        """The name under which all versions of the model count."""
         return self.program.name or self.name
 
     @property
     def stage(self) -> Stage:
-        """What its requests wait for."""
-        return Stage.QUEUE if self.weights.residency is Residency.RESIDENT else Stage.LOAD
+        """Where its waiting requests are."""
+        return Stage.QUEUE if self.weights.state in ON_DEVICE else Stage.LOAD
 
     @property
     def held(self) -> bool:
-        """Whether what waits does not count for now."""
+        """Whether its waiting requests do not count for now."""
         return self.paused is Pause.HOLD
 
     def closed_to(self, request: Request) -> bool:
@@ -161,12 +159,12 @@ class ModelState:
         return self.paused is Pause.REJECT
 
     def learn(self, costs: Mapping[int, VariantCosts]) -> None:
-        """The warm-up has measured the costs."""
+        """Take over the costs that the warm-up measured."""
         for variant, queue in self.queues.items():
             queue.costs = costs[variant]
 
     def recount(self) -> None:
-        """Derive what depends on the queues and the costs. Costs O(variants * sizes)."""
+        """Derive the values that depend on the queues and the costs. Costs O(variants * sizes)."""
         if not self.queued or self.held:
             self.front = self.place = None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
@@ -183,7 +181,7 @@ class ModelState:
                 if first is None or place < first:
                     front, first = queue, place
         self.front, self.place, self.backlog_seconds = front, first, backlog
-        # The next execution is one of the size that is cheapest when full, unless less than that waits.
+        # The next execution has the size that is cheapest when full, unless fewer rows wait.
         self.batch_seconds = 0.0 if front is None else front.costs.seconds[front.costs.best]
         self.turn_seconds = min(backlog, self.batch_seconds)
         self.dispatchable_at = self.blocked_until
@@ -191,19 +189,19 @@ class ModelState:
             self.dispatchable_at = max(self.dispatchable_at, self._delay_ends(front))
 
     def _delay_ends(self, front: VariantQueue) -> float:
-        """When the front request has waited for others long enough: -inf if there is nothing to wait for."""
+        """Return when the front request has waited for others long enough; -inf if waiting gains nothing."""
         costs, entries = front.costs, front.entries
         if entries[0].place[0] == COMMITTED_LEVEL or front.rows >= costs.capacities[costs.best]:
             return -inf
         program = self.program
         ahead = max(self.plan(front).seconds, front.seconds(coalesce=program.coalesce))
-        # All of them count: the order of service is not that of deadlines.
+        # All deadlines count: the order of service is not the order of deadlines.
         deadlines = (entry.request.deadline for entry in entries)
         soonest = min((deadline for deadline in deadlines if deadline is not None), default=inf)
         return min(entries[0].arrived + program.max_delay, soonest - ahead)
 
     def plan(self, queue: VariantQueue, limit: float = inf) -> Batch:
-        """The next execution of one of its queues; see `plan_batch`."""
+        """Plan the next execution of one of its queues; see `plan_batch`."""
         return plan_batch(
             queue.waiting_rows(),
             queue.costs.sizes,
@@ -216,7 +214,7 @@ class ModelState:
     def started(self, execute: Execute) -> None:
         """Count an execution that starts."""
         requests = len(execute.requests)
-        self.weights.fresh = False
+        self.weights.unserved = False
         self.queued -= requests
         self.executing += requests
         self.executions += 1
@@ -234,7 +232,7 @@ class ModelState:
         self.executions -= 1
 
     def load(self) -> ModelLoad:
-        """The part of its statistics that is asked for often. Costs O(variants)."""
+        """Return the statistics that are read often. Costs O(variants)."""
         tables, totals = [queue.costs for queue in self.queues.values()], self.totals
         return ModelLoad(
             self.queued,
@@ -250,10 +248,10 @@ class ModelState:
         )
 
     def snapshot(self) -> ModelSnapshot:
-        """Its statistics now."""
+        """Return its statistics."""
         totals = self.totals
         return ModelSnapshot(
-            residency=self.weights.residency,
+            weights=self.weights.state,
             pinned=self.weights.pinned,
             draining=self.draining,
             paused=self.paused,

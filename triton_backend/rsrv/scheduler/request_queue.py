@@ -21,9 +21,10 @@ from rsrv.scheduler.events import (
     Request,
 )
 from rsrv.scheduler.model import ModelState
-from rsrv.scheduler.statistics import Counts, Stage
+from rsrv.scheduler.statistics import OutcomeCounts, Stage
 from rsrv.scheduler.variant_queue import Deadlines, Entry, VariantQueue
-from rsrv.scheduler.weights import Residency, Weights, remember
+from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
+from rsrv.scheduler.weights import WeightAccounts, remember
 
 #: seconds by which a deadline may seem to be missed: sums of times are rounded.
 SLACK = 1e-6
@@ -69,7 +70,7 @@ class RequestQueues:
         #: models of which something changed since the scheduler settled (a dictionary for its order).
         self.dirty: dict[ModelState, None] = {}
         #: requests that ended without a model, or with one that is gone.
-        self.departed = Counts()
+        self.departed = OutcomeCounts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
         """Refuse arrivals that nobody could account for; `runs` are the ids of runs that wait for admission or are under way.
@@ -132,10 +133,10 @@ class RequestQueues:
             if model.paused is not None and model.closed_to(request):  # (5)
                 _refuse(model, (request.id,), Reason.PAUSED, None, now, out)
                 continue
-            if not on_demand and not model.weights.asked:  # (6)
+            if not on_demand and not model.weights.desired:  # (6)
                 _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
                 continue
-            if retry_after := model.weights.backoff_left(now):  # (7)
+            if retry_after := model.weights.refused_for(now):  # (7)
                 _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
                 continue
             if model.queued >= model.program.max_queue_depth:  # (8)
@@ -160,8 +161,8 @@ class RequestQueues:
             self.queued += len(ids)
             self.dirty[model] = None
             if model.queued == len(ids) and not model.executions:
-                model.weights.needed(now)
-            if model.weights.residency is not Residency.RESIDENT:
+                model.weights.observe_pause(now)
+            if model.weights.state not in ON_DEVICE:
                 model.totals.misses += len(ids)
             model.weights.uses = remember(model.weights.uses, len(ids), now)
             model.history.add(now, "arrived", ids)
@@ -335,11 +336,11 @@ class Hopeless:
     queue: VariantQueue
     model: ModelState
     #: whether it is only because its weights are elsewhere, and may not come.
-    cold: bool
+    absent: bool
 
 
 def hopeless(
-    starts: Deadlines, models: Mapping[str, ModelState], weights: Weights, free: float, now: float
+    starts: Deadlines, models: Mapping[str, ModelState], weights: WeightAccounts, free: float, now: float
 ) -> Iterator[Hopeless]:
     """The requests that would be late even if they were the next to execute, alone, at the cheapest size:
 
@@ -360,7 +361,7 @@ def hopeless(
         if max(free, loaded) > latest + SLACK:
             yield Hopeless(entry, queue, model, free <= latest + SLACK and not model.held)
         else:
-            absent = model.weights.residency is Residency.ABSENT
+            absent = model.weights.state not in TAKING_BYTES
             later.append((entry, latest - model.weights.remaining_seconds if absent else latest))
     for entry, latest in later:
         starts.push(entry, latest)

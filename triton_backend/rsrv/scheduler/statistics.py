@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from rsrv.histogram import PADDING, ROWS, SECONDS, Histogram
 from rsrv.scheduler.events import Outcome, Pause, Reason
-from rsrv.scheduler.weights import Residency
+from rsrv.scheduler.weight_states import ON_DEVICE, WeightState
 
 K = TypeVar("K")
 
@@ -43,7 +43,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True)
-class Counts:
+class OutcomeCounts:
     """How requests ended, while counting."""
 
     answered: int = 0
@@ -66,7 +66,7 @@ class Counts:
             + sum(self.refused.values())
         )
 
-    def add(self, other: "Counts") -> None:
+    def add(self, other: "OutcomeCounts") -> None:
         self.answered += other.answered
         self.expired += other.expired
         self.shed += other.shed
@@ -91,7 +91,7 @@ class Counts:
 class Totals:
     """While counting; nothing resets them."""
 
-    counts: Counts = field(default_factory=Counts)
+    counts: OutcomeCounts = field(default_factory=OutcomeCounts)
     #: deadlines that were missed, by where.
     missed: dict[Stage, int] = field(default_factory=dict)
     #: executions started, with their rows of requests.
@@ -174,7 +174,7 @@ def _add(mine: dict[K, int], others: Mapping[K, int]) -> None:
 class ModelSnapshot:
     """One model."""
 
-    residency: Residency
+    weights: WeightState
     #: whether it stays on the device.
     pinned: bool
     #: removed, but its last executions or its load still run.
@@ -186,9 +186,9 @@ class ModelSnapshot:
     queued_rows: int
     #: requests that execute.
     executing: int
-    #: ended requests, by how.
+    #: ended requests by outcome.
     outcomes: Mapping[Outcome, int]
-    #: refused ones, by why; only reasons that occurred.
+    #: refused requests by reason; only reasons that occurred.
     refused: Mapping[Reason, int]
     #: executions started.
     dispatches: int
@@ -211,8 +211,15 @@ class ModelSnapshot:
     load_seconds: float
     #: times that the weights gave way to others.
     evictions: int
-    #: expected device time of what waits.
+    #: expected device time of the waiting requests.
     backlog_seconds: float
+
+    @property
+    def residency(self) -> str:
+        """Where the weights are, in the three words that operators see."""
+        if self.weights in ON_DEVICE:
+            return "resident"
+        return "loading" if self.weights is WeightState.LOADING else "absent"
 
 
 class ModelLoad(NamedTuple):
@@ -233,7 +240,7 @@ class ModelLoad(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadReport:
     """What a snapshot says, as far as it is asked for often."""
 
     models: Mapping[str, ModelLoad]
@@ -258,7 +265,7 @@ class MetaSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SchedulerSnapshot:
     """All models, and the sums that outlive them."""
 
     models: Mapping[str, ModelSnapshot]

@@ -1,40 +1,40 @@
-"""What is on the device: whose weights, in which bytes, under which budget. The one place that loads or evicts.
+"""The weights of all models on the device: their states, their bytes, and the budget.
 
-Tensors are known by their content. Models that have equal ones share their bytes: these are counted once, and are
-there while any of the models is. Tensors that exactly the same loaded models have are one *group*. Sums over a model's
-groups cost far less than sums over its tensors: a model that shares nothing is one group, and a family of fine-tunes
-with one backbone has two for each member.
+A tensor is identified by its content. Models with equal tensors share the bytes: these count once, and stay on the device
+while any of the models needs them. Tensors that exactly the same loaded models have form one *group*. Sums over the
+groups of a model cost far less than sums over its tensors: a model that shares nothing is one group, and a family of
+fine-tunes with one backbone has two groups for each member.
 
-Every load has an epoch of its own, rising over all models and loads, so a completion names exactly one
-load and a late one hurts nobody. One load is under way at a time: the link to the device is one, and who
-comes next is decided as late as possible.
+Every load has an epoch, which rises over all models and loads, so the end of a load names exactly one load, and a late one
+is ignored. One load runs at a time: there is one link to the device, and the next load is chosen as late as possible.
 """
 
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from math import inf
 from typing import Any
 
-from rsrv.scheduler.events import AbandonLoad, CallerError, EvictWeights, LoadWeights, Program
+from rsrv.scheduler.events import AbandonLoad, CallerError, EvictWeights, InvariantError, LoadWeights, Program
+from rsrv.scheduler.history import History
+from rsrv.scheduler.weight_states import TAKING_BYTES, TRANSITIONS, WeightEvent, WeightState
 
 #: share of the latest pause in the usual one.
-_ALPHA = 0.3
-#: seconds for which a load that failed is not tried again; doubling from the first to the longest.
+_PAUSE_ALPHA = 0.3
+#: seconds for which a failed load is not retried; doubled from the first to the longest.
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
-#: share of a model's bytes that a load must move to say something of how long a whole one takes.
-_TELLING = 0.5
-#: requests of a model that are remembered. More would tell the popular from the rest a little better where nothing
-#: changes, and fewer would follow a change sooner.
-_MEMORY = 8
+#: share of a model's bytes that a load must move to tell how long a load of all of them takes.
+_MIN_MEASURED_SHARE = 0.5
+#: requests of a model whose times are remembered. More would tell popular models from the rest a little better where
+#: nothing changes; fewer would follow a change sooner.
+_REMEMBERED_USES = 8
 
-#: when the latest requests for a model came, oldest first. A memory is as long as it takes the model's own
-#: requests to come, not a number of seconds.
+#: when the latest requests for a model arrived, oldest first. The memory reaches as far back as the model's own
+#: requests do, not a number of seconds.
 Uses = tuple[float, ...]
 
 
 def remember(uses: Uses, requests: int, now: float) -> Uses:
-    """The latest uses, after that many more at `now`."""
-    return (uses + (now,) * min(requests, _MEMORY))[-_MEMORY:]
+    """Return the latest uses after that many more at `now`."""
+    return (uses + (now,) * min(requests, _REMEMBERED_USES))[-_REMEMBERED_USES:]
 
 
 class SharedTensorGroup:
@@ -43,11 +43,11 @@ class SharedTensorGroup:
     __slots__ = ("bytes", "owners", "pins", "tensors", "users")
 
     def __init__(self, tensors: dict[Any, int], size: int, owners: list["ModelWeights"]) -> None:
-        #: key -> bytes; empty for the weights of a model whose tensors nobody told.
+        #: key -> bytes; empty for the weights of a model whose tensors are unknown.
         self.tensors = tensors
         self.bytes = size
         self.owners = owners
-        #: owners whose weights are resident or on their way, and those of them that are pinned.
+        #: owners whose weights take bytes of the device, and the pinned ones among them.
         self.users = 0
         self.pins = 0
 
@@ -73,7 +73,7 @@ class SharedTensorGroups:
                 raise CallerError(f"tensor {key!r} has {size} bytes here and {group.tensors[key]} elsewhere")
 
     def join(self, weights: "ModelWeights", tensors: Mapping[Any, int]) -> None:
-        """Divide the tensors of a model that has none yet among its groups. Costs O(tensors)."""
+        """Divide the tensors of a new model among its groups. Costs O(tensors)."""
         fresh: dict[Any, int] = {}
         common: dict[SharedTensorGroup, dict[Any, int]] = {}
         for key, size in tensors.items():
@@ -102,7 +102,7 @@ class SharedTensorGroups:
         return part
 
     def leave(self, weights: "ModelWeights") -> None:
-        """Forget the tensors of a model that is gone, and uses none."""
+        """Forget the tensors of a removed model, which uses none."""
         for group in weights.groups:
             group.owners.remove(weights)
             if not group.owners:
@@ -110,161 +110,157 @@ class SharedTensorGroups:
                     del self._of[key]
 
     def by_tensor(self) -> Mapping[Any, SharedTensorGroup]:
-        """Each tensor's group."""
+        """Return the group of each tensor."""
         return self._of
 
 
-class Residency(Enum):
-    """Where the weights of a model are."""
-
-    ABSENT = "absent"
-    LOADING = "loading"
-    RESIDENT = "resident"
-
-
 class ModelWeights:
-    """The weights of one model."""
+    """Weights of one model. `WeightAccounts.move` alone changes their state."""
 
     __slots__ = (
         "abandoned",
-        "asked",
         "backoff_seconds",
         "backoff_until",
+        "desired",
         "epoch",
-        "fresh",
-        "gap",
+        "expected_load_seconds",
         "groups",
+        "history",
+        "last_load_seconds",
+        "last_used",
+        "load_bytes",
         "load_seconds",
         "loads",
         "model",
-        "moved",
+        "out_of_memory",
         "pinned",
-        "residency",
-        "shut",
+        "refuses_requests",
         "since",
-        "starved",
-        "takes",
-        "took",
-        "used",
+        "state",
+        "unserved",
         "uses",
+        "usual_pause",
     )
 
     def __init__(self, program: Program) -> None:
         self.model = program.model
-        #: all of its tensors; `Weights` divides them.
+        self.state = WeightState.ABSENT
+        self.history = History()
+        #: all of its tensors; `WeightAccounts` divides them.
         self.groups: list[SharedTensorGroup] = []
-        #: whether it stays on the device, whoever else needs room.
+        #: whether they stay on the device, whatever else needs room.
         self.pinned = program.pinned
-        #: whether somebody asked for it to come, or to stay, other than by a request. Ends when it leaves.
-        self.asked = program.pinned
-        self.residency = Residency.ABSENT
+        #: whether an operator or a pin, not only a request, asked for them to load or to stay. Ends with an eviction.
+        self.desired = program.pinned
         #: of the current or latest load; 0 before the first.
         self.epoch = 0
-        #: bytes that this load moves, or moved: those that no other model had there.
-        self.moved = 0
-        #: whether the latest load that is over was abandoned, or found no memory.
+        #: bytes that this load moves: those that no other model has on the device.
+        self.load_bytes = 0
+        #: whether the latest load that ended was abandoned, or found no memory.
         self.abandoned = False
-        self.starved = False
-        #: until when it is not loaded by itself, because that failed, and how long that takes in all.
+        self.out_of_memory = False
+        #: when the back-off after a failed load ends, and its length.
         self.backoff_until = -inf
         self.backoff_seconds = 0.0
-        #: whether requests do not cause a load either: it found no memory twice, and each time all others had given way.
-        self.shut = False
+        #: whether requests are refused during the back-off: the load found no memory twice, with all others evicted.
+        self.refuses_requests = False
         #: completed loads.
         self.loads = 0
-        #: how long a load of all its bytes takes: as the latest telling one, or as the program says.
+        #: expected duration of a load of all bytes: measured by a load of most of them, or as the program says.
         self.load_seconds = program.load_seconds
-        #: how long the latest load took; before the first: as long as one of all its bytes.
-        self.took = program.load_seconds
-        #: whether it came for requests that wait, and nothing has executed on it since.
-        self.fresh = False
-        #: when the current residency, or the load under way, began; and how long the latter was expected to take.
+        #: duration of the latest load; before the first, of one of all bytes.
+        self.last_load_seconds = program.load_seconds
+        #: whether they were loaded for requests that wait, none of which has executed yet.
+        self.unserved = False
+        #: when the latest load began, or ended if it is over; and how long it was expected to take.
         self.since = 0.0
-        self.takes = 0.0
-        #: when an execution on it ended last, or when it came.
-        self.used = 0.0
-        #: how long the model usually has no work between two requests; 0.0 before that was seen.
-        self.gap = 0.0
-        #: when its latest requests came, wherever the weights were.
+        self.expected_load_seconds = 0.0
+        #: when an execution on them ended last, or when they were loaded.
+        self.last_used = 0.0
+        #: seconds that the model usually has no work between two requests; 0.0 before that was observed.
+        self.usual_pause = 0.0
+        #: when its latest requests arrived, wherever the weights were.
         self.uses: Uses = ()
 
     @property
     def bytes(self) -> int:
-        """What it takes on the device if nobody else has any of it there."""
-        return sum(group.bytes for group in self.groups)
+        """Bytes on the device if no other model shares them."""
+        return sum([group.bytes for group in self.groups])
 
     @property
     def absent_bytes(self) -> int:
-        """What a load of it has to move now."""
-        return sum(group.bytes for group in self.groups if not group.users)
+        """Bytes that a load has to move now."""
+        return sum([group.bytes for group in self.groups if not group.users])
 
     @property
     def remaining_seconds(self) -> float:
-        """How long a load of it would take now."""
+        """Expected duration of a load now."""
         size = self.bytes
         return self.load_seconds * self.absent_bytes / size if size else self.load_seconds
 
-    def give_up(self, now: float, *, shut: bool) -> None:
-        """A load failed; `shut`: it found no memory though all others had given way."""
+    def begin_backoff(self, now: float, *, refuses_requests: bool) -> None:
+        """Start the back-off after a failed load, twice as long as the one before."""
         self.backoff_seconds = min(max(2.0 * self.backoff_seconds, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
         self.backoff_until = now + self.backoff_seconds
-        self.shut = shut
+        self.refuses_requests = refuses_requests
 
     def end_backoff(self) -> None:
-        """It may go well now; if it does not, the next back-off is longer all the same."""
+        """End the back-off; if the next load fails too, the next back-off is longer all the same."""
         self.backoff_until = -inf
 
-    def backoff_left(self, now: float) -> float:
-        """Seconds for which requests do not cause a load of it; 0: they do, or need none."""
-        shut = self.shut and self.residency is Residency.ABSENT
-        return max(0.0, self.backoff_until - now) if shut else 0.0
+    def refused_for(self, now: float) -> float:
+        """Seconds for which requests are refused because a load found no memory; 0: they are accepted."""
+        refuses = self.refuses_requests and self.state not in TAKING_BYTES
+        return max(0.0, self.backoff_until - now) if refuses else 0.0
 
-    def needed(self, now: float) -> None:
-        """A request came after a pause."""
+    def observe_pause(self, now: float) -> None:
+        """Learn the usual pause: a request arrived while the model had no work."""
         if not self.epoch:
             return
-        # One long pause must not hide for long that they are short.
-        gap = min(now - self.used, 4.0 * self.load_seconds)
-        self.gap += _ALPHA * (gap - self.gap) if self.gap else gap
+        # A single long pause counts as four load times at most, so that it does not hide the short ones for long.
+        pause = min(now - self.last_used, 4.0 * self.load_seconds)
+        self.usual_pause += _PAUSE_ALPHA * (pause - self.usual_pause) if self.usual_pause else pause
 
 
-class Weights:
-    """The weights of all models."""
+class WeightAccounts:
+    """State changes of all weights, and the bytes that they take. The one place that loads or evicts."""
 
     __slots__ = (
         "_epoch",
-        "_pace",
+        "_seconds_per_byte",
         "abandoning",
         "budget",
         "bytes",
-        "evictable",
         "groups",
         "loading",
         "loads",
         "pinned_bytes",
+        "reserved",
+        "unpinned",
     )
 
     def __init__(self, budget: int | None) -> None:
         self._epoch = 0
-        #: seconds per byte of the latest telling load of any model.
-        self._pace = 0.0
+        #: of the latest load, of any model, that was long enough to measure.
+        self._seconds_per_byte = 0.0
         self.groups = SharedTensorGroups()
         #: device bytes that weights may take, pinned ones included; None: no limit.
         self.budget = budget
-        #: device bytes of all weights that are resident or on their way, each tensor once; and of pinned ones.
+        #: device bytes that weights take, each tensor once; and the part of pinned ones.
         self.bytes = 0
         self.pinned_bytes = 0
-        #: models whose weights are resident or on their way, and not pinned (a dictionary for its order).
-        self.evictable: dict[ModelWeights, None] = {}
-        #: whose load is under way.
+        #: weights that take bytes and are not pinned (a dictionary for its order).
+        self.unpinned: dict[ModelWeights, None] = {}
+        #: the weights that are loading, and whether their load is to be abandoned.
         self.loading: ModelWeights | None = None
-        #: whether its end was asked for.
         self.abandoning = False
+        #: number of models whose weights are reserved for a warm-up.
+        self.reserved = 0
         #: loads since the start that ended well.
         self.loads = 0
 
     def add(self, program: Program) -> ModelWeights:
-        """The absent weights of a model. Costs O(its tensors)."""
+        """Return the absent weights of a new model. Costs O(its tensors)."""
         weights = ModelWeights(program)
         if program.tensors is None:
             weights.groups.append(SharedTensorGroup({}, program.weight_bytes, [weights]))
@@ -272,12 +268,32 @@ class Weights:
             self.groups.join(weights, program.tensors)
         return weights
 
+    def move(self, weights: ModelWeights, event: WeightEvent) -> None:
+        """Change the state of weights by the table, and account for their bytes.
+
+        Raises:
+            InvariantError: the table has no such change; with the model's history.
+        """
+        before = weights.state
+        after = TRANSITIONS.get((before, event))
+        if after is None:
+            raise InvariantError(
+                f"weights that are {before.value} cannot take the event {event.value!r}",
+                weights.model,
+                tuple(weights.history.lines()),
+            )
+        weights.state = after
+        self.reserved += (after is WeightState.RESERVED) - (before is WeightState.RESERVED)
+        take = after in TAKING_BYTES
+        if take != (before in TAKING_BYTES):
+            (self._take if take else self._give)(weights)
+
     # --- how much room there is --------------------------------------------------------------------------------
 
     def missing(self, weights: ModelWeights | None = None) -> int:
-        """Bytes that others must give up before absent weights fit, or all that is there does; <= 0: none.
+        """Bytes to evict before these absent weights fit, or, without any, before the present ones do; <= 0: none.
 
-        Pinned weights, and what is larger than all that they leave, go beyond the budget: the latter alone.
+        Pinned weights, and weights larger than all that the pinned ones leave, go beyond the budget: the latter alone.
         """
         if self.budget is None:
             return 0
@@ -288,29 +304,27 @@ class Weights:
     def excess(self) -> int:
         """Bytes above the budget that are not those of pinned models and of one other; <= 0: none.
 
-        Whoever has nothing but what the other one has, too, is no reason to evict anybody.
+        Weights with nothing but tensors of that other model cause no eviction.
         """
         if self.budget is None or self.bytes <= self.budget:
             return 0
-        alone = max(map(self._alone, self.evictable), default=self.pinned_bytes)
+        alone = max(map(self._alone, self.unpinned), default=self.pinned_bytes)
         return self.bytes - max(self.budget, alone)
 
     def _alone(self, weights: ModelWeights) -> int:
-        """Bytes of its weights and of all that are pinned."""
-        return self.pinned_bytes + sum(group.bytes for group in weights.groups if not group.pins)
+        """Bytes of these weights and of all pinned ones."""
+        return self.pinned_bytes + sum([group.bytes for group in weights.groups if not group.pins])
 
     def expected_wait(self, weights: ModelWeights, now: float) -> float:
-        """Seconds until it can be resident at the earliest."""
-        match weights.residency:
-            case Residency.RESIDENT:
-                return 0.0
-            case Residency.LOADING:
-                return max(0.0, weights.since + weights.takes - now)
-            case Residency.ABSENT:
-                ahead = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
-                return ahead + weights.remaining_seconds
+        """Seconds until the weights can be on the device at the earliest."""
+        if weights.state not in TAKING_BYTES:
+            before = 0.0 if self.loading is None else self.expected_wait(self.loading, now)
+            return before + weights.remaining_seconds
+        if weights.state is WeightState.LOADING:
+            return max(0.0, weights.since + weights.expected_load_seconds - now)
+        return 0.0
 
-    def bring_back(self, several: Iterable[ModelWeights]) -> float:
+    def reload_seconds(self, several: Iterable[ModelWeights]) -> float:
         """Seconds that loads of all of these take, one after the other, each tensor once."""
         seconds = 0.0
         seen: set[SharedTensorGroup] = set()
@@ -322,31 +336,30 @@ class Weights:
             seconds += weights.load_seconds * share
         return seconds
 
-    # --- what happens to them --------------------------------------------------------------------------------
+    # --- loads, evictions, pins ----------------------------------------------------------------------------------
 
     def adopt(self, weights: ModelWeights, now: float) -> None:
-        """Weights that are on the device already."""
+        """Account for weights that are on the device already."""
         self._epoch += 1
         weights.epoch = self._epoch
-        weights.residency = Residency.RESIDENT
-        weights.since = weights.used = now
-        self._take(weights)
+        weights.since = weights.last_used = now
+        self.move(weights, WeightEvent.ADOPT)
 
     def load(self, weights: ModelWeights, now: float) -> LoadWeights:
-        """Start the load of absent weights, while none is under way."""
+        """Start a load, while none runs."""
         self._epoch += 1
         weights.epoch = self._epoch
-        weights.residency = Residency.LOADING
         weights.since = now
-        weights.moved = weights.absent_bytes
-        weights.takes = weights.remaining_seconds
+        weights.load_bytes = weights.absent_bytes
+        weights.expected_load_seconds = weights.remaining_seconds
         self.loading = weights
-        self._take(weights)
+        self.move(weights, WeightEvent.LOAD)
         return LoadWeights(weights.model, weights.epoch)
 
     def abandon(self, weights: ModelWeights) -> AbandonLoad:
-        """Ask for the end of the load under way; it may still end well."""
+        """Request the end of the load; it may still end well."""
         self.abandoning = True
+        self.move(weights, WeightEvent.ABANDON)
         return AbandonLoad(weights.model, weights.epoch)
 
     def check(self, program: Program) -> None:
@@ -358,7 +371,7 @@ class Weights:
         self.groups.check(program.tensors or {})
 
     def check_epoch(self, model: str, epoch: int) -> None:
-        """Refuse the completion of a load that was never asked for.
+        """Refuse the end of a load that was never started.
 
         Raises:
             CallerError: no load had that epoch yet.
@@ -369,48 +382,46 @@ class Weights:
             )
 
     def loaded(self, weights: ModelWeights, seconds: float, now: float) -> None:
-        """The load under way ended well."""
+        """Account for a load that ended well, and learn from its duration."""
         self.loading, self.abandoning = None, False
         self.loads += 1
-        weights.residency = Residency.RESIDENT
+        self.move(weights, WeightEvent.LOADED)
         weights.loads += 1
-        weights.abandoned = weights.starved = False
+        weights.abandoned = weights.out_of_memory = False
         weights.backoff_seconds, weights.backoff_until = 0.0, -inf
-        weights.took = seconds
-        size, moved = weights.bytes, weights.moved
-        if moved >= _TELLING * size:
+        weights.last_load_seconds = seconds
+        size, moved = weights.bytes, weights.load_bytes
+        if moved >= _MIN_MEASURED_SHARE * size:
             weights.load_seconds = seconds * size / moved if size else seconds
-            self._pace = seconds / moved if moved else self._pace
+            self._seconds_per_byte = seconds / moved if moved else self._seconds_per_byte
         elif not weights.load_seconds:
-            # Nobody said, and too little was moved to tell: as long as others' bytes took.
-            weights.load_seconds = self._pace * size
-        weights.since = weights.used = now
+            # Neither the program nor a measurement says how long: take the pace of other models' loads.
+            weights.load_seconds = self._seconds_per_byte * size
+        weights.since = weights.last_used = now
 
-    def failed(self, weights: ModelWeights, *, abandoned: bool = False) -> None:
-        """The load under way ended without weights."""
+    def not_loaded(self, weights: ModelWeights, *, abandoned: bool = False) -> None:
+        """Account for a load that ended without weights."""
         self.loading, self.abandoning = None, False
         weights.abandoned = abandoned
-        weights.residency = Residency.ABSENT
-        self._give(weights)
+        self.move(weights, WeightEvent.NOT_LOADED)
 
     def evict(self, weights: ModelWeights, loading_for: str | None = None) -> EvictWeights:
-        """Free resident weights on which nothing executes. `loading_for`: whose load, just started, needs the room."""
-        weights.residency = Residency.ABSENT
-        self._give(weights)
+        """Evict idle weights. `loading_for`: the model whose load, just started, needs the room."""
+        self.move(weights, WeightEvent.EVICT)
         return EvictWeights(weights.model, weights.epoch, loading_for)
 
     def pin(self, weights: ModelWeights, pinned: bool) -> None:
-        """From now on they stay on the device, or no longer."""
-        held = weights.residency is not Residency.ABSENT
-        if held:
+        """Pin weights, or unpin them."""
+        takes = weights.state in TAKING_BYTES
+        if takes:
             self._give(weights)
         weights.pinned = pinned
-        if held:
+        if takes:
             self._take(weights)
 
     def _take(self, weights: ModelWeights) -> None:
         if not weights.pinned:
-            self.evictable[weights] = None
+            self.unpinned[weights] = None
         for group in weights.groups:
             if not group.users:
                 self.bytes += group.bytes
@@ -421,7 +432,7 @@ class Weights:
                 group.pins += 1
 
     def _give(self, weights: ModelWeights) -> None:
-        self.evictable.pop(weights, None)
+        self.unpinned.pop(weights, None)
         for group in weights.groups:
             group.users -= 1
             if not group.users:

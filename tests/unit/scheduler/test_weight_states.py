@@ -1,0 +1,62 @@
+"""The table of the states of weights, walked at random."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rsrv.scheduler.events import InvariantError
+from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES, TRANSITIONS, WeightEvent, WeightState
+from rsrv.scheduler.weights import WeightAccounts
+from tests.unit.scheduler.driver import program
+
+#: tensors of two models, which share "base".
+TENSORS = {"a": {"base": 10, "a": 1}, "b": {"base": 10, "b": 2}}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(TENSORS)), st.sampled_from(WeightEvent)), max_size=200))
+def test_bytes_follow_the_table(events: list[tuple[str, WeightEvent]]) -> None:
+    """Any events: those that the table lists change state and bytes, all others raise and change nothing."""
+    accounts = WeightAccounts(None)
+    models = {name: accounts.add(program(name, tensors=tensors)) for name, tensors in TENSORS.items()}
+    for name, event in events:
+        weights = models[name]
+        before = weights.state
+        after = TRANSITIONS.get((before, event))
+        if after is None:
+            with pytest.raises(InvariantError, match=f"{before.value} cannot take the event"):
+                accounts.move(weights, event)
+        else:
+            accounts.move(weights, event)
+
+        assert weights.state is (after or before)
+        present = [TENSORS[one] for one, own in models.items() if own.state in TAKING_BYTES]
+        assert accounts.bytes == sum({key: size for one in present for key, size in one.items()}.values())
+        assert accounts.reserved == sum(one.state is WeightState.RESERVED for one in models.values())
+
+
+def test_an_illegal_change_tells_the_history() -> None:
+    """Weights that are absent cannot be evicted."""
+    weights = WeightAccounts(None).add(program("a"))
+    weights.history.add(1.5, "added", "")
+
+    with pytest.raises(InvariantError) as raised:
+        WeightAccounts(None).move(weights, WeightEvent.EVICT)
+
+    assert raised.value.model == "a"
+    assert raised.value.story == ("t=1.500000 added",)
+
+
+def test_weights_come_to_the_device_by_a_load_or_with_their_model() -> None:
+    """No other event leads onto the device, and only an eviction leads away from it."""
+    arrives = {event for (state, event), after in TRANSITIONS.items() if after in ON_DEVICE - {state}}
+    leaves = {
+        event
+        for (state, event), after in TRANSITIONS.items()
+        if state in ON_DEVICE and after not in ON_DEVICE
+    }
+
+    assert {event for event in arrives if (WeightState.ABSENT, event) in TRANSITIONS} == {WeightEvent.ADOPT}
+    assert {event for event in arrives if (WeightState.LOADING, event) in TRANSITIONS} == {WeightEvent.LOADED}
+    assert leaves == {WeightEvent.EVICT}

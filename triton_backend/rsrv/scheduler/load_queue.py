@@ -1,0 +1,452 @@
+"""The line for the link: which absent weights load next, and which weights are evicted for them.
+
+The decision is made when the link is free. Of the models with waiting requests and absent weights, the one that the
+discipline ranks first loads, beside the executions that run. It gets free bytes, or those that `make_room` evicts. Not
+evicted for it are:
+
+- pinned weights, weights on which something executes, and weights that a committed request waits for;
+- weights with waiting requests, as long as idle weights take enough bytes, even if those stay for now;
+- weights whose waiting requests the discipline ranks before those of the model that loads: they would only be loaded
+  back sooner;
+- weights that were loaded less than `residency_factor` times their load's duration ago, if requests wait for them or
+  will soon: the model's pauses are usually shorter than half a load, and the present one is less than twice as long as
+  usual. So clients that think for a moment between two requests do not lose their weights each time; loads that take
+  turns with executions take at most 1 / (1 + residency_factor) of the time; and a model waits at most that much longer
+  for each model before it. Under `edf`, a deadline that cannot wait so long goes first.
+
+While the first model finds no room, no other loads: small models do not starve a large one. Required loads come before
+all of these; for pinned models only the first exception holds. Models to be warmed up take turns with models that have
+work, and spare weights that were loaded less than the said time ago. Prefetched weights come last, and then those that a
+compaction evicted.
+
+If weights do not load on demand, only required loads evict others.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+from rsrv.scheduler.discipline import COMMITTED_LEVEL, Discipline
+from rsrv.scheduler.eviction import POLICIES, Resident, freed_by_all, make_room
+from rsrv.scheduler.model import ModelState
+from rsrv.scheduler.ranking import Rank, Ranking
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.weight_states import RUNNABLE, LoadReason, WeightEvent, WeightState
+from rsrv.scheduler.weights import WeightAccounts
+
+#: a load, and the models whose weights are evicted before it.
+PlannedLoad = tuple[ModelState, list[ModelState]]
+
+
+class LoadQueue:
+    """The models in line for a load, the models that back off from one, and the choice among the former.
+
+    Every change of a line or a back-off ends in `requeue`, which moves absent weights to the state that follows.
+    """
+
+    __slots__ = (
+        "_backing_off",
+        "_blocked_head",
+        "_factor",
+        "_models",
+        "_newly_evictable",
+        "_policy",
+        "_prefetch_at",
+        "_prefetch_may_fit",
+        "_retry_at",
+        "_warmed_up_last",
+        "demanded",
+        "discipline",
+        "on_demand",
+        "prefetched",
+        "required",
+        "restored",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelState],
+        weights: WeightAccounts,
+        settings: SchedulerSettings,
+        discipline: Discipline,
+    ) -> None:
+        self._models = models
+        self.weights = weights
+        self.discipline = discipline
+        self._factor = settings.residency_factor
+        self._policy = POLICIES[settings.eviction]
+        #: whether requests cause loads and evictions.
+        self.on_demand = settings.on_demand
+        # One line for each reason; a model may stand in several (dictionaries for their order).
+        self.required: dict[str, None] = {}
+        #: models with waiting requests, by the discipline's rank.
+        self.demanded: Ranking[str] = Ranking()
+        self.prefetched: dict[str, None] = {}
+        #: the most recently used first.
+        self.restored: dict[str, None] = {}
+        #: whether the latest load was for a warm-up, so that models with work take the next turn.
+        self._warmed_up_last = False
+        #: whether a search of room for prefetched weights may succeed now, and when time alone may let it.
+        self._prefetch_may_fit = False
+        self._prefetch_at = inf
+        #: the first model in line, if the latest search found no room for it. A search costs O(models), so the next one
+        #: waits until `_retry_at`, or until one of `_newly_evictable` can be evicted for it.
+        self._blocked_head: str | None = None
+        self._retry_at = inf
+        self._newly_evictable: dict[ModelState, None] = {}
+        #: models whose load is not retried for a while: it found no memory twice, or failed although they are pinned.
+        #: Without memory each try would cost all others their weights. Some may have been loaded for requests since.
+        self._backing_off: dict[ModelState, None] = {}
+
+    # --- lines and back-offs ---------------------------------------------------------------------------------
+
+    def reason(self, name: str) -> LoadReason | None:
+        """Why a model is in line: the first reason in order of precedence; None: it is not."""
+        if name in self.required:
+            return LoadReason.REQUIRED
+        if name in self.demanded:
+            return LoadReason.DEMAND
+        if name in self.prefetched:
+            return LoadReason.PREFETCH
+        return LoadReason.RESTORE if name in self.restored else None
+
+    def requeue(self, model: ModelState) -> None:
+        """Move absent weights to the state that follows from the lines and the back-offs."""
+        weights = model.weights
+        if weights.state is WeightState.QUEUED:
+            if self.reason(model.name) is None:
+                self.weights.move(weights, WeightEvent.WITHDRAW)
+        elif weights.state in (WeightState.ABSENT, WeightState.BACKOFF) and self.reason(model.name):
+            self.weights.move(weights, WeightEvent.QUEUE)
+        if weights.state is WeightState.ABSENT and model in self._backing_off:
+            self.weights.move(weights, WeightEvent.BACK_OFF)
+        elif weights.state is WeightState.BACKOFF and model not in self._backing_off:
+            self.weights.move(weights, WeightEvent.END_BACKOFF)
+
+    def require(self, model: ModelState) -> None:
+        """Load a model's absent weights before others, and retry until there is room."""
+        self.required[model.name] = None
+        self.requeue(model)
+        self.retry()
+
+    def end_requirement(self, model: ModelState) -> None:
+        """Load a model's weights for other reasons only."""
+        if model.name in self.required:
+            del self.required[model.name]
+            self.requeue(model)
+            self.retry()
+
+    def demand(self, model: ModelState, rank: Rank) -> None:
+        """Load a model's absent weights for the requests that wait."""
+        self.demanded.set(model.name, rank)
+        if model.weights.state is not WeightState.QUEUED:
+            self.requeue(model)
+        if model.name == self._blocked_head:
+            self.retry()
+
+    def end_demand(self, model: ModelState) -> None:
+        """Load a model's weights for other reasons only: no request waits for them."""
+        self.demanded.pop(model.name, None)
+        self.requeue(model)
+
+    def prefetch(self, model: ModelState) -> None:
+        """Load a model's absent weights when no request needs the link, without evicting weights with work."""
+        self.prefetched[model.name] = None
+        self._prefetch_may_fit = True
+        self.requeue(model)
+
+    def missed(self, model: ModelState) -> None:
+        """Load weights whose load takes too long for a request that was shed, so that the next request finds them.
+
+        Otherwise a model whose deadlines are all shorter than its load would never be served.
+        """
+        if model.weights.state in (WeightState.ABSENT, WeightState.QUEUED, WeightState.BACKOFF):
+            self.prefetch(model)
+
+    def restore(self, evicted: Iterable[ModelState]) -> None:
+        """Load weights back that a compaction evicted, the most urgent first, into free room only."""
+        models = list(evicted)
+        self.restored = dict.fromkeys(model.name for model in models) | self.restored
+        for model in models:
+            self.requeue(model)
+
+    def withdraw(self, model: ModelState) -> None:
+        """End the prefetch and the restoring of a model's weights."""
+        self.prefetched.pop(model.name, None)
+        self.restored.pop(model.name, None)
+        self.requeue(model)
+
+    def forget(self, model: ModelState) -> None:
+        """End every reason to load a model's weights but demand."""
+        self.end_requirement(model)
+        self.withdraw(model)
+
+    def back_off(self, model: ModelState, now: float, *, refuses_requests: bool) -> None:
+        """Do not retry a model's load for a while. The length stays with the model until a load goes well."""
+        model.weights.begin_backoff(now, refuses_requests=refuses_requests)
+        self._backing_off[model] = None
+        self.requeue(model)
+
+    def forget_backoff(self, model: ModelState) -> None:
+        """Drop the back-off of a removed model."""
+        if model in self._backing_off:
+            del self._backing_off[model]
+            self.requeue(model)
+
+    def end_backoffs(self) -> None:
+        """End every back-off: an operator freed memory, so a load may find some that was not available before."""
+        for model in self._backing_off:
+            model.weights.end_backoff()
+
+    def retry_failed(self, now: float) -> None:
+        """Require the pinned models whose back-off is over; others are retried for requests."""
+        if not self._backing_off:
+            return
+        for model in [model for model in self._backing_off if model.weights.backoff_until <= now]:
+            self.forget_backoff(model)
+            if model.weights.pinned:
+                model.weights.desired = True
+                if model.weights.state in (WeightState.ABSENT, WeightState.QUEUED):
+                    self.require(model)
+
+    def next_retry(self) -> float | None:
+        """When a pinned model's back-off is over."""
+        if not self._backing_off:
+            return None
+        ends = (model.weights.backoff_until for model in self._backing_off if model.weights.pinned)
+        return min(ends, default=None)
+
+    # --- other changes ---------------------------------------------------------------------------------------
+
+    def changed(self, model: ModelState) -> None:
+        """Note a change of a model with weights on the device: it may be evictable now."""
+        if self._blocked_head is not None:
+            self._newly_evictable[model] = None
+        if model.place is None:
+            self._prefetch_may_fit = True
+
+    def retry(self) -> None:
+        """Search for room again: there may be some now."""
+        self._blocked_head = None
+        self._prefetch_may_fit = True
+        self._newly_evictable.clear()
+
+    def reconfigure(self, settings: SchedulerSettings) -> None:
+        """Decide by other settings. Demand follows from the ranks, which the scheduler settles again."""
+        self._factor = settings.residency_factor
+        self._policy = POLICIES[settings.eviction]
+        self.on_demand = settings.on_demand
+        self.demanded.clear()
+        self.retry()
+
+    def started(self, model: ModelState) -> None:
+        """Take a model whose load has begun out of the lines that the load serves."""
+        self.required.pop(model.name, None)
+        self.demanded.pop(model.name, None)
+        self._warmed_up_last = model.needs_warm_up
+
+    # --- decisions -------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> PlannedLoad | None:
+        """Choose the load that starts now, and the evictions before it; None: no load."""
+        if self.weights.loading is not None:
+            return None
+        name = self.first()
+        if name is None:
+            self._blocked_head = None
+            return self._plan_prefetch(now) or self._plan_restore()
+        planned = self._plan_head(name, now)
+        if planned is None and self._warmed_up_last and self.required:
+            # The model whose turn it is does not fit now; the link need not stay idle.
+            self._warmed_up_last = False
+            planned = self._plan_head(next(iter(self.required)), now)
+        return planned
+
+    def _plan_head(self, name: str, now: float) -> PlannedLoad | None:
+        """Plan the load of the first model in line."""
+        if name == self._blocked_head:
+            self._reconsider(name, now)
+            if name == self._blocked_head:
+                return None
+        planned, self._retry_at = self.search(now)
+        self._blocked_head = name if planned is None else None
+        self._newly_evictable.clear()
+        return planned
+
+    def first(self) -> str | None:
+        """Return the first model that is required or demanded. Warm-ups take turns with models that have work."""
+        demanded = self.demanded.first()
+        if not self.required:
+            return demanded
+        required = next(iter(self.required))
+        yields = self._warmed_up_last and demanded is not None and self._models[required].needs_warm_up
+        return demanded if yields else required
+
+    def search(self, now: float) -> tuple[PlannedLoad | None, float]:
+        """Search room for the first model; also return when time alone may make more (inf: it does not)."""
+        head = self._models[self.first() or ""]
+        missing, keep = self.weights.missing(head.weights), head.weights.groups
+        idle: list[ModelState] = []
+        working: list[ModelState] = []
+        for model in self._models.values():
+            if evictable(model):
+                (idle if model.place is None else working).append(model)
+        # Weights with waiting requests are candidates only if all idle weights together are not enough.
+        enough = missing <= freed_by_all(map(_resident, idle), keep)
+        candidates: list[Resident] = []
+        retry_at = inf
+        for model in idle if enough else (*idle, *working):
+            at = self._evictable_at(model, head)
+            if at <= now:
+                candidates.append(_resident(model, self.discipline))
+            else:
+                retry_at = min(retry_at, at)
+        victims = make_room(missing, candidates, keep, now, self._policy)
+        planned = None if victims is None else (head, [self._models[victim] for victim in victims])
+        return planned, retry_at
+
+    def wants_room_of(self, model: ModelState, now: float) -> bool:
+        """Whether the first model waits for room that this model would make if it stopped executing."""
+        if (
+            self._blocked_head is None
+            or self._blocked_head != self.first()
+            or self.weights.loading is not None
+        ):
+            return False
+        return self._idle_evictable_at(model, self._models[self._blocked_head]) <= now
+
+    def without_room(self) -> ModelState | None:
+        """Return a model in line that does not fit, if no other is evicted for it; None: there is none."""
+        # Required loads do evict others.
+        if self.on_demand or self.required:
+            return None
+        first = self.demanded.first()
+        in_line = (self._models[name] for name in (self.prefetched if first is None else (first,)))
+        return next((model for model in in_line if self.weights.missing(model.weights) > 0), None)
+
+    def is_useless(self, model: ModelState) -> bool:
+        """Whether the load that runs serves no one any more and delays another.
+
+        A load that follows an abandoned one is never useless: else impatient clients would never be served.
+        """
+        if self.weights.abandoning or model.place is not None:
+            return False
+        weights = model.weights
+        serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
+        return not (serves or model.needs_warm_up) and self.first() is not None
+
+    def next_try(self) -> float | None:
+        """When time alone may make room for a model in line."""
+        if self.weights.loading is not None:
+            return None
+        at = inf
+        if self._blocked_head is not None:
+            at = self._retry_at
+        elif self.prefetched and self.first() is None:
+            at = self._prefetch_at
+        return None if at == inf else at
+
+    def overdue(self, now: float) -> list[ModelState]:
+        """Choose evictions that bring the weights below the budget, as far as evictable ones free anything."""
+        if self.weights.excess() <= 0:
+            return []
+        free = [_resident(one, self.discipline) for one in self._models.values() if evictable(one)]
+        missing = min(self.weights.missing(), freed_by_all(free))
+        victims = make_room(missing, free, (), now, self._policy)
+        return [self._models[victim] for victim in victims or ()]
+
+    # --- which weights may be evicted ------------------------------------------------------------------------
+
+    def _reconsider(self, name: str, now: float) -> None:
+        """Unblock the first model if a new search may find room."""
+        for model in self._newly_evictable:
+            if self._models.get(model.name) is model:
+                self._retry_at = min(self._retry_at, self._evictable_at(model, self._models[name]))
+        self._newly_evictable.clear()
+        if self._retry_at <= now:
+            self._blocked_head = None
+
+    def _evictable_at(self, model: ModelState, head: ModelState) -> float:
+        """When a model may be evicted for the first in line, if nothing else happens; inf: never."""
+        return self._idle_evictable_at(model, head) if evictable(model) else inf
+
+    def _idle_evictable_at(self, model: ModelState, head: ModelState) -> float:
+        """Return `_evictable_at` as if nothing executed on the model."""
+        if model.weights.pinned or (model.place is not None and model.place[0] == COMMITTED_LEVEL):
+            return inf
+        if head.name in self.required:
+            # A warm-up can wait until weights that were loaded for requests have served some.
+            return self._protected_until(model) if head.needs_warm_up and model.place is not None else -inf
+        if not self.on_demand:
+            return inf
+        if model.place is None:
+            until = min(self._protected_until(model), self._unused_from(model))
+        elif self.discipline.rank(model) <= self.demanded[head.name]:
+            return inf
+        else:
+            until = self._protected_until(model)
+        return -inf if self._is_urgent(head, until) else until
+
+    def _plan_prefetch(self, now: float) -> PlannedLoad | None:
+        """Plan the load of a prefetched model; weights with work are not evicted for it."""
+        if not (self.prefetched and (self._prefetch_may_fit or self._prefetch_at <= now)):
+            return None
+        self._prefetch_may_fit = False
+        self._prefetch_at = inf
+        idle: list[Resident] = []
+        for one in self._models.values():
+            if self.on_demand and evictable(one) and one.place is None:
+                # Weights that were loaded after a shed request stay for the next requests, too.
+                until = max(self._protected_until(one), self._unused_from(one))
+                if until <= now:
+                    idle.append(_resident(one))
+                else:
+                    self._prefetch_at = min(self._prefetch_at, until)
+        for name in self.prefetched:
+            model = self._models[name]
+            groups, missing = model.weights.groups, self.weights.missing(model.weights)
+            victims = make_room(missing, idle, groups, now, self._policy)
+            if victims is not None:
+                return model, [self._models[victim] for victim in victims]
+        return None
+
+    def _plan_restore(self) -> PlannedLoad | None:
+        """Plan the load of weights that a compaction evicted; those without free room are not restored."""
+        while self.restored:
+            model = self._models[next(iter(self.restored))]
+            if self.weights.missing(model.weights) <= 0:
+                return model, []
+            del self.restored[model.name]
+            self.requeue(model)
+        return None
+
+    def _protected_until(self, model: ModelState) -> float:
+        """When a model has kept its weights for `residency_factor` times the duration of their load."""
+        return model.weights.since + self._factor * model.weights.last_load_seconds
+
+    def _unused_from(self, model: ModelState) -> float:
+        """When a model without waiting requests counts as unused: after twice its usual pause."""
+        weights = model.weights
+        pause = 2.0 * weights.usual_pause
+        return weights.last_used + pause if pause <= weights.load_seconds and pause else -inf
+
+    def _is_urgent(self, head: ModelState, until: float) -> bool:
+        """Whether the deadline of the first model's front request cannot wait for so long."""
+        if not self.discipline.sheds or head.front is None:
+            return False
+        deadline = head.front.entries[0].request.deadline
+        return deadline is not None and deadline - head.turn_seconds - head.weights.remaining_seconds < until
+
+
+def evictable(model: ModelState) -> bool:
+    """Whether a model's weights could be evicted now if others need their room."""
+    weights = model.weights
+    if weights.state not in RUNNABLE or weights.pinned or model.executions:
+        return False
+    return model.place is None or model.place[0] != COMMITTED_LEVEL
+
+
+def _resident(model: ModelState, discipline: Discipline | None = None) -> Resident:
+    rank = None if discipline is None or model.place is None else discipline.rank(model)
+    weights = model.weights
+    return Resident(model.name, weights.groups, weights.last_used, rank, weights.load_seconds, weights.uses)

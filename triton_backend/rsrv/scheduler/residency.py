@@ -1,0 +1,508 @@
+"""Residency of weights on the device: loads, evictions, pins, warm-ups and compactions.
+
+`DeviceResidency` carries out what `LoadQueue` decides and takes in how loads and warm-ups end. Nothing else changes the
+state of weights. It marks each model that it changes in `RequestQueues.dirty`, so that the scheduler settles it.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from rsrv.scheduler.discipline import COMMITTED_LEVEL
+from rsrv.scheduler.events import (
+    CallerError,
+    GiveUp,
+    Instruction,
+    LoadAbandoned,
+    LoadFailed,
+    Reason,
+    WarmUp,
+    WeightsLoaded,
+)
+from rsrv.scheduler.inflight import StartedExecution
+from rsrv.scheduler.load_queue import LoadQueue, evictable
+from rsrv.scheduler.model import ModelState
+from rsrv.scheduler.request_queue import RequestQueues
+from rsrv.scheduler.settings import SchedulerSettings
+from rsrv.scheduler.statistics import Cause
+from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightEvent, WeightState
+from rsrv.scheduler.weights import WeightAccounts
+
+
+class Compaction:
+    """Eviction of all evictable weights at once, so that the device's allocator finds contiguous memory again.
+
+    While a compaction is due, nothing starts on the device. Once nothing executes, loads or warms up, all weights that
+    are not pinned are evicted; then everything goes on. There are two causes:
+
+    - a command, or `compaction_interval` loads since the last one: the evicted weights are restored;
+    - an execution, a load or a warm-up found no memory: it is retried once, with the device to itself.
+    """
+
+    __slots__ = ("_counted_from", "asked", "reload", "retried_warm_up", "retries", "retrying", "warm_ups")
+
+    def __init__(self) -> None:
+        #: `WeightAccounts.loads` from which the interval counts.
+        self._counted_from = 0
+        self.asked = False
+        #: whether evicted weights are restored.
+        self.reload = False
+        #: executions that found no memory, in their order. Their requests are in flight still.
+        self.retries: deque[StartedExecution] = deque()
+        #: models whose warm-up found no memory. Their weights stay reserved.
+        self.warm_ups: deque[ModelState] = deque()
+        #: whether one of the executions is being retried; and the model whose warm-up is.
+        self.retrying = False
+        self.retried_warm_up: ModelState | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether one is to be carried out."""
+        return self.asked or bool(self.retries) or bool(self.warm_ups)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether nothing else may start on the device."""
+        return self.retrying or self.retried_warm_up is not None or self.due
+
+    def ask(self, *, reload: bool) -> None:
+        """Compact as soon as the device is idle."""
+        self.asked = True
+        self.reload = self.reload or reload
+
+    def count(self, loads: int, interval: int) -> None:
+        """Ask for a compaction at regular numbers of loads. `loads` is the number up to now."""
+        if interval and loads - self._counted_from >= interval:
+            self.ask(reload=True)
+
+    def finish(self, loads: int, evicted: int) -> bool:
+        """End a compaction that evicted so many models; return whether to restore them."""
+        # The loads that restore them do not count: otherwise each compaction would lead to the next.
+        self._counted_from = loads + evicted
+        reload = self.reload
+        self.asked = self.reload = False
+        return reload
+
+
+class DeviceResidency:
+    """Loads and evictions of all models."""
+
+    __slots__ = (
+        "_draining",
+        "_interval",
+        "_models",
+        "_queues",
+        "compaction",
+        "evictions",
+        "loads",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelState],
+        draining: Mapping[str, ModelState],
+        queues: RequestQueues,
+        settings: SchedulerSettings,
+    ) -> None:
+        self._models = models
+        self._draining = draining
+        self._queues = queues
+        self.weights = WeightAccounts(settings.weight_budget_bytes)
+        self.loads = LoadQueue(models, self.weights, settings, queues.discipline)
+        self.compaction = Compaction()
+        self._interval = settings.compaction_interval
+        #: evictions to carry out as soon as possible (a dictionary for its order), and whether an operator asked for them.
+        #: Resident weights in here are EVICTING; weights that load or warm up become so at the end of either.
+        self.evictions: dict[ModelState, bool] = {}
+
+    @property
+    def warming_up(self) -> int:
+        """Number of warm-ups that run."""
+        return self.weights.reserved - len(self.compaction.warm_ups)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing loads or warms up."""
+        return self.weights.loading is None and not self.warming_up
+
+    # --- models ------------------------------------------------------------------------------------------
+
+    def admit(self, model: ModelState, *, resident: bool, now: float, out: list[Instruction]) -> None:
+        """Adopt the weights of an added model that are on the device, or queue their load if it is required."""
+        if resident:
+            self.weights.adopt(model.weights, now)
+            model.weights.desired = model.weights.pinned or not model.needs_warm_up
+            # If it is pinned, tensors that it shares with others take none of their room any more.
+            self.loads.retry()
+            self._start_warm_up(model, out)
+        elif model.weights.pinned or model.needs_warm_up:
+            self.loads.require(model)
+
+    def remove(self, model: ModelState, now: float, out: list[Instruction]) -> bool:
+        """Evict a removed model's weights once nothing uses or loads them; return whether they are gone."""
+        weights = model.weights
+        self.loads.forget(model)
+        self.loads.forget_backoff(model)
+        self.evictions.pop(model, None)
+        if model.busy or weights.state is WeightState.LOADING:
+            if weights.state is WeightState.RESIDENT:
+                self.weights.move(weights, WeightEvent.RELEASE)
+            return False
+        if weights.state in RUNNABLE:
+            self.loads.end_backoffs()
+            evict = self.weights.evict(weights)
+            model.history.add(now, "evict weights", evict)
+            out.append(evict)
+        self.weights.groups.leave(weights)
+        self.loads.retry()
+        return True
+
+    def pin(self, model: ModelState, pinned: bool, now: float, out: list[Instruction]) -> None:
+        """Keep a model's weights on the device from now on, or no longer."""
+        weights = model.weights
+        changed = pinned != weights.pinned
+        if changed:
+            self.weights.pin(weights, pinned)
+            model.history.add(now, "pinned" if pinned else "unpinned", "")
+        if pinned:
+            weights.desired = True
+            weights.end_backoff()
+            self._keep(model)
+            if weights.state not in TAKING_BYTES:
+                self.loads.require(model)
+        elif changed:
+            if weights.state in TAKING_BYTES:
+                # Others may use its room now.
+                self.loads.end_backoffs()
+            weights.desired = False
+            if not model.needs_warm_up:
+                self._end_requirement(model)
+            if not self.loads.on_demand:
+                self.release([model], now, out)
+        self._queues.dirty[model] = None
+        self.loads.retry()
+
+    def prefetch(self, model: ModelState, now: float) -> None:
+        """Load a model's weights, or keep them if they are about to be evicted."""
+        model.history.add(now, "prefetch", "")
+        model.weights.end_backoff()
+        self._keep(model)
+        self._desire(model)
+        self._queues.dirty[model] = None
+
+    def _desire(self, model: ModelState) -> None:
+        """Want a model's weights on the device, apart from requests."""
+        weights = model.weights
+        weights.desired = True
+        abandoned = weights.state is WeightState.LOADING and self.weights.abandoning
+        if abandoned or weights.state not in TAKING_BYTES:
+            self.loads.prefetch(model)
+
+    def _keep(self, model: ModelState) -> None:
+        """Withdraw the eviction of a model's weights, if one is due."""
+        self.evictions.pop(model, None)
+        if model.weights.state is WeightState.EVICTING:
+            self.weights.move(model.weights, WeightEvent.KEEP)
+
+    def release(self, models: Iterable[ModelState], now: float, out: list[Instruction]) -> None:
+        """Evict weights as soon as they are free; pinned ones stay."""
+        for model in models:
+            weights = model.weights
+            if weights.pinned:
+                continue
+            model.history.add(now, "to be evicted", "")
+            weights.desired = False
+            if not model.needs_warm_up:
+                self._end_requirement(model)
+            self.loads.withdraw(model)
+            if weights.state in TAKING_BYTES:
+                self.evictions[model] = True
+                self._release_requested(model)
+            # A load goes on if requests wait for it, or a warm-up.
+            needed = model.needs_warm_up or (self.loads.on_demand and model.place is not None)
+            if weights.state is WeightState.LOADING and not (needed or self.weights.abandoning):
+                self._abandon(model, now, out)
+            if weights.state not in ON_DEVICE:
+                self._refuse_waiting(model, now, out)
+            self._queues.dirty[model] = None
+
+    def _release_requested(self, model: ModelState) -> None:
+        """Carry out the first part of a requested eviction, once the weights are resident."""
+        if model in self.evictions and model.weights.state is WeightState.RESIDENT:
+            self.weights.move(model.weights, WeightEvent.RELEASE)
+
+    def _refuse_waiting(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        """Refuse the requests that wait for weights which do not load on demand."""
+        if not self.loads.on_demand:
+            self._queues.refuse_all(model, Reason.NOT_RESIDENT, now, out)
+
+    def hold(self, model: ModelState) -> None:
+        """Stop requiring the load of a paused model, unless it is for other than its requests."""
+        if not (model.weights.pinned or model.weights.desired or model.needs_warm_up):
+            self._end_requirement(model)
+
+    def _end_requirement(self, model: ModelState) -> None:
+        """End the requirement of a load; also forget that an earlier try found no memory."""
+        if model.name in self.loads.required:
+            model.weights.out_of_memory = False
+            self.loads.end_requirement(model)
+
+    def reconfigure(self, settings: SchedulerSettings, now: float, out: list[Instruction]) -> None:
+        """Decide by other settings."""
+        self.weights.budget = settings.weight_budget_bytes
+        self._interval = settings.compaction_interval
+        ends_on_demand = self.loads.on_demand and not settings.on_demand
+        self.loads.reconfigure(settings)
+        if ends_on_demand:
+            self._end_on_demand(now, out)
+
+    def _end_on_demand(self, now: float, out: list[Instruction]) -> None:
+        """Desire the weights that are present or loading: from now on none load or leave for requests."""
+        loads = self.loads
+        for model in self._models.values():
+            weights = model.weights
+            reserved = weights.state is WeightState.RESERVED
+            excluded = model.needs_warm_up or reserved or model in self.evictions
+            in_line = model.name in loads.required or model.name in loads.restored
+            if (weights.state in TAKING_BYTES or in_line) and not excluded:
+                self._desire(model)
+            if not weights.desired:
+                loads.prefetched.pop(model.name, None)
+                loads.requeue(model)
+                if weights.state not in ON_DEVICE:
+                    self._refuse_waiting(model, now, out)
+
+    # --- warm-ups ----------------------------------------------------------------------------------------
+
+    def _start_warm_up(self, model: ModelState, out: list[Instruction]) -> None:
+        """Reserve weights that were just loaded for the model's warm-up, if one is due."""
+        if model.needs_warm_up:
+            model.needs_warm_up = False
+            self.weights.move(model.weights, WeightEvent.WARM_UP)
+            out.append(WarmUp(model.name))
+
+    def check_warm_up(self, name: str) -> None:
+        """Refuse the end of a warm-up that does not run.
+
+        Raises:
+            CallerError: the model is unknown, or is not being warmed up.
+        """
+        model = self._models.get(name) or self._draining.get(name)
+        running = model is not None and model.weights.state is WeightState.RESERVED
+        if not running or model in self.compaction.warm_ups:
+            raise CallerError(f"model {name!r} is not being warmed up")
+
+    def retry_warm_up(self, model: ModelState) -> None:
+        """Retry a warm-up that found no memory after a compaction; its weights stay."""
+        self.compaction.warm_ups.append(model)
+
+    def warmed_up(self, model: ModelState) -> None:
+        """End a model's warm-up, whether it went well or not."""
+        self.weights.move(model.weights, WeightEvent.WARMED_UP)
+        if not (self.loads.on_demand or model.weights.desired):
+            self.evictions[model] = False
+        self._release_requested(model)
+        self._queues.dirty[model] = None
+
+    # --- loads end ---------------------------------------------------------------------------------------
+
+    def load_ended(
+        self, event: WeightsLoaded | LoadFailed | LoadAbandoned, now: float, out: list[Instruction]
+    ) -> ModelState | None:
+        """Take in how a load ended; return its model, or None if that load ended before."""
+        model = self._models.get(event.model) or self._draining.get(event.model)
+        if model is None or model.weights.epoch != event.epoch:
+            return None
+        weights = model.weights
+        if weights.state is not WeightState.LOADING:
+            return None
+        self._queues.discipline.link(False)
+        self._queues.dirty[model] = None
+        match event:
+            case WeightsLoaded():
+                self.loads.forget(model)
+                self.weights.loaded(weights, event.seconds, now)
+                model.totals.load.observe(event.seconds)
+                weights.unserved = model.place is not None
+                self.compaction.count(self.weights.loads, self._interval)
+                model.history.add(now, "weights loaded", event)
+                if not model.draining:
+                    self._start_warm_up(model, out)
+                self._release_requested(model)
+            case LoadAbandoned():
+                self.evictions.pop(model, None)
+                self.weights.not_loaded(weights, abandoned=True)
+                self.loads.requeue(model)
+                if weights.pinned and not model.draining:
+                    self.loads.require(model)
+                model.history.add(now, "load abandoned", "")
+                self.loads.retry()
+            case LoadFailed():
+                model.history.add(now, "load failed", event)
+                self.weights.not_loaded(weights)
+                self.evictions.pop(model, None)
+                self.loads.requeue(model)
+                self.loads.retry()
+                if not model.draining:
+                    self._retry_or_give_up(model, event, now, out)
+        return model
+
+    def _retry_or_give_up(
+        self, model: ModelState, event: LoadFailed, now: float, out: list[Instruction]
+    ) -> None:
+        """Retry a load that found no memory once, after a compaction; give up any other."""
+        weights = model.weights
+        desired = weights.pinned or weights.desired or model.needs_warm_up
+        if event.out_of_memory and not weights.out_of_memory:
+            if model.place is None and not desired:
+                # Requests of a held model cause the next load when the model goes on.
+                return
+            weights.out_of_memory = True
+            self.compaction.ask(reload=False)
+            self.loads.require(model)
+            return
+        if event.out_of_memory or weights.pinned:
+            self.loads.back_off(model, now, refuses_requests=event.out_of_memory)
+        weights.out_of_memory = False
+        self.loads.forget(model)
+        if desired:
+            weights.desired = False
+            out.append(GiveUp(model.name, event.error))
+            model.needs_warm_up = False
+        self._queues.fail(model, event.error, out)
+
+    # --- loads begin, weights leave ------------------------------------------------------------------------
+
+    def load(self, now: float, out: list[Instruction]) -> None:
+        """Start the next load, if the link is free and there is room; abandon a useless one."""
+        loading = self.weights.loading
+        if loading is not None:
+            model = self._models.get(loading.model) or self._draining[loading.model]
+            if not self.weights.abandoning and (model.draining or self.loads.is_useless(model)):
+                self._abandon(model, now, out)
+            return
+        planned = self.loads.plan(now)
+        # Weights that leave soon make room: give up a load only if there are none.
+        while planned is None and not (self.evictions or self.warming_up or self._draining):
+            lost = self.loads.without_room()
+            if lost is None:
+                break
+            self._give_up_for_room(lost, now, out)
+            planned = self.loads.plan(now)
+        if planned is None:
+            return
+        model, victims = planned
+        # Account for the load before the evictions: tensors that it shares with the victims stay.
+        load = self.weights.load(model.weights, now)
+        # If weights do not load on demand, all victims were asked for, so they return after the warm-up.
+        returns = not self.loads.on_demand and model.needs_warm_up
+        for victim in victims:
+            self.evict(victim, Cause.ROOM, now, out, loading_for=model.name, returns=returns)
+        self.loads.started(model)
+        self._queues.discipline.link(not victims)
+        model.history.add(now, "load weights", load)
+        out.append(load)
+        self._queues.dirty[model] = None
+
+    def _give_up_for_room(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        """Give up weights that were asked for, do not fit, and may evict no others."""
+        weights = self.weights
+        error = (
+            f"{model.weights.absent_bytes} bytes do not fit beside the {weights.bytes} that are there: all may take "
+            f"{weights.budget}; evict or unpin other models first"
+        )
+        model.history.add(now, "no room", "")
+        model.weights.desired = False
+        self.loads.forget(model)
+        self.loads.end_demand(model)
+        out.append(GiveUp(model.name, error))
+        self._refuse_waiting(model, now, out)
+
+    def _abandon(self, model: ModelState, now: float, out: list[Instruction]) -> None:
+        abandon = self.weights.abandon(model.weights)
+        model.history.add(now, "abandon load", abandon)
+        out.append(abandon)
+
+    def make_room(self, now: float, out: list[Instruction]) -> None:
+        """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
+        if self.evictions:
+            self._evict_requested(now, out)
+        self.loads.retry_failed(now)
+        # The budget may have fallen, or models may have been pinned.
+        if self.weights.missing() > 0:
+            overdue = self.loads.overdue(now)
+            for model in overdue:
+                self.evict(model, Cause.BUDGET, now, out)
+            if overdue:
+                self.loads.retry()
+
+    def _evict_requested(self, now: float, out: list[Instruction]) -> None:
+        """Carry out the requested evictions of models on which nothing executes, or has to execute first."""
+        for model in [
+            model for model in self.evictions if evictable(model) and not self._must_execute(model)
+        ]:
+            if self.evictions[model]:
+                self.loads.end_backoffs()
+            self.evict(model, Cause.ASKED, now, out)
+            self.loads.retry()
+
+    def may_execute(self, model: ModelState) -> bool:
+        """Whether runnable weights take further executions; if they always did, they would never be evicted."""
+        return model.weights.state is WeightState.RESIDENT or self._must_execute(model)
+
+    def _must_execute(self, model: ModelState) -> bool:
+        """Whether a model with work executes before its eviction: for a running meta model, or to make use of its load.
+
+        Otherwise it would never execute if it were evicted again and again.
+        """
+        if model.place is None:
+            return False
+        return model.place[0] == COMMITTED_LEVEL or (model.weights.unserved and self.loads.on_demand)
+
+    def compact(self, now: float, out: list[Instruction]) -> float:
+        """Evict all weights that are neither pinned nor in use; nothing loads or executes.
+
+        Returns:
+            Seconds of the loads that bring back weights with waiting requests.
+        """
+        self._evict_requested(now, out)
+        evicted = [model for model in self._models.values() if evictable(model)]
+        evicted.sort(key=lambda model: model.weights.last_used, reverse=True)
+        working = [model for model in evicted if model.place is not None]
+        for model in evicted:
+            self.evict(model, Cause.COMPACTION, now, out, returns=not self.loads.on_demand)
+        self.loads.retry()
+        compaction = self.compaction
+        if compaction.finish(self.weights.loads, len(evicted)):
+            self.loads.restore(evicted)
+        if compaction.warm_ups and not compaction.retries:
+            compaction.retried_warm_up = model = compaction.warm_ups.popleft()
+            self.weights.move(model.weights, WeightEvent.WARM_UP)
+            out.append(WarmUp(model.name, again=True))
+        return self.weights.reload_seconds(model.weights for model in working)
+
+    def evict(
+        self,
+        model: ModelState,
+        cause: Cause,
+        now: float,
+        out: list[Instruction],
+        *,
+        loading_for: str | None = None,
+        returns: bool = False,
+    ) -> None:
+        """Evict a model's weights, but for tensors that `loading_for`, whose load comes next, has too.
+
+        `returns`: they load back as soon as there is room, and requests wait for that.
+        """
+        evict = self.weights.evict(model.weights, loading_for)
+        model.history.add(now, "evict weights", evict)
+        model.totals.evict(cause)
+        self.evictions.pop(model, None)
+        out.append(evict)
+        self._queues.dirty[model] = None
+        if returns:
+            self._desire(model)
+        else:
+            model.weights.desired = False
+            self._refuse_waiting(model, now, out)

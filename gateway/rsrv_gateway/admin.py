@@ -9,7 +9,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
 from rsrv.control.http import METRICS_TYPE
-from rsrv.live.routes import Page
+from rsrv.live.routes import LivePage
 from rsrv.placement.contract import Worker
 from rsrv_gateway import merging, metrics
 from rsrv_gateway.brain import Gateway
@@ -33,7 +33,7 @@ class Admin:
                 web.get("/metrics", self._metrics),
                 web.get("/healthz", self._healthz),
                 web.get("/readyz", self._readyz),
-                *Page(Workers(gateway.probes), token).routes(),
+                *LivePage(Workers(gateway.probes), token).routes(),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from rsrv.control.tokens import read_token
 from rsrv.control.triton import restriction
 from rsrv.settings_fleet import GatewaySection
+from rsrv.tokens import read_token
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -9,8 +9,8 @@ import grpc
 
 from rsrv.address import parse_address
 from rsrv.control.grpc_server import KEEPALIVE, ListenError
-from rsrv.control.tokens import bears, read_token
 from rsrv.settings_fleet import GatewaySection
+from rsrv.tokens import bears, read_token
 
 
 def server_options(settings: GatewaySection) -> Sequence[tuple[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from rsrv.control.v1 import control_pb2 as pb
-from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
+from rsrv.live.routes import RESIDENCIES, PageError, story_lines
 from rsrv_gateway.calls import is_cancelled
 from rsrv_gateway.contacts import Control
 from rsrv_gateway.probes import Probes
@@ -69,7 +69,7 @@ class Workers:
                 async for event in control.stub.WatchPage(pb.WatchPageRequest(), metadata=control.metadata):
                     await told.put((name, event.event, event.json))
                 why = "its control service ended"
-            except (Wrong, grpc.RpcError, grpc.aio.UsageError) as error:
+            except (PageError, grpc.RpcError, grpc.aio.UsageError) as error:
                 why = _said(error)
             except asyncio.CancelledError:
                 if is_cancelled():
@@ -97,25 +97,25 @@ class Workers:
                 await self._ask(control, control.stub.SetResidency, request)
 
     def _control(self, server: str) -> Control:
-        """Raises Wrong."""
+        """Raises PageError."""
         if server not in self._probes.workers():
-            raise Wrong(404, f"there is no worker {server!r}")
+            raise PageError(404, f"there is no worker {server!r}")
         control = self._probes.control(server)
         if control is None:
-            raise Wrong(409, "it has no control service that is known: gateway.workers may name one")
+            raise PageError(409, "it has no control service that is known: gateway.workers may name one")
         return control
 
     @staticmethod
     async def _ask(control: Control, call: Callable[..., Awaitable[Any]], request: Any) -> Any:
-        """Raises Wrong."""
+        """Raises PageError."""
         try:
             return await call(request, timeout=_SOON, metadata=control.metadata)
         except (grpc.RpcError, grpc.aio.UsageError) as error:
-            raise Wrong.of(_code(error), _said(error)) from None
+            raise PageError.of(_code(error), _said(error)) from None
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            raise Wrong(503, _CLOSED) from None
+            raise PageError(503, _CLOSED) from None
 
 
 async def _next(told: asyncio.Queue[Event], until: float) -> Event | None:

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 
 from rsrv import logs
-from rsrv.control.grpc_server import ListenError
-from rsrv.control.server import listen, listen_locally
-from rsrv.control.tokens import read_token
+from rsrv.control.grpc_server import ListenError, listen, listen_locally
 from rsrv.limits import raise_limit
 from rsrv.placement.contract import Worker
 from rsrv.placement.planner import Planner
 from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
+from rsrv.tokens import read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
 from rsrv_gateway.brain import Gateway
@@ -27,7 +26,7 @@ from rsrv_gateway.members import Members, MembersError, parse_workers
 from rsrv_gateway.plane import Plane
 from rsrv_gateway.prober import GrpcProber
 from rsrv_gateway.probes import Probes
-from rsrv_gateway.service import GATEWAY, GatewayService, Health
+from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -102,7 +101,7 @@ async def serve(settings: Settings) -> None:
 async def _open_doors(stack: AsyncExitStack, settings: Settings, gateway: Gateway, directory: Path) -> None:
     """For operators; they close with `stack`."""
     section = settings.gateway
-    service, health = GatewayService(gateway, section), Health(gateway)
+    service, health = GatewayService(gateway, section), GatewayHealth(gateway)
     listener = await listen_locally(directory / CONTROL_SOCKET, service, health, GATEWAY)
     stack.push_async_callback(listener.stop, _GRACE)
     if section.control_listen is not None:

@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from rsrv.control.enums import member, member_name
-from rsrv.control.grpc_errors import Wrong
+from rsrv.control.grpc_service import InvalidArgument, member, member_name
 from rsrv.explain import explain, nearest
 from rsrv.placement.contract import Worker
 from rsrv.placement.status import ModelStatus, Repacks, WorkerStatus
@@ -33,20 +32,22 @@ def policy(section: GatewaySection) -> pb.Policy:
 def changed(
     section: GatewaySection, original: GatewaySection, wanted: pb.Policy, paths: Iterable[str]
 ) -> GatewaySection:
-    """`section` with these fields as `wanted` has them, or `original` where it has none. Raises Wrong."""
+    """`section` with these fields as `wanted` has them, or `original` where it has none. Raises InvalidArgument."""
     values: dict[str, Any] = {}
     for path in paths:
         if path not in FIELDS:
-            raise Wrong(f"update_mask: {path!r} is not a field of the policy{nearest(path, FIELDS)}")
+            raise InvalidArgument(
+                f"update_mask: {path!r} is not a field of the policy{nearest(path, FIELDS)}"
+            )
         value = _given(wanted, path)
         values[path] = getattr(original, path) if value is None else value
     if not values:
-        raise Wrong("update_mask names nothing")
+        raise InvalidArgument("update_mask names nothing")
     return _checked(GatewaySection, {**section.model_dump(), **values}, values)
 
 
 def placement(request: pb.SetPlacementRequest) -> dict[str, Any]:
-    """What differs for the model. Raises Wrong."""
+    """What differs for the model. Raises InvalidArgument."""
     values = {name: _given(request, name) for name in ("replicas", "fill", "fill_factor")}
     return _checked(GatewayModelSection, values, values).model_dump()
 
@@ -104,25 +105,25 @@ def worker(status: WorkerStatus, workers: Mapping[str, Worker], outstanding: int
 
 
 def _given(message: Any, name: str) -> Any:
-    """A field as the settings have it; None: it is absent. Raises Wrong."""
+    """A field as the settings have it; None: it is absent. Raises InvalidArgument."""
     value = getattr(message, name)
     if name in _ENUMS:
         try:
             return member_name(_ENUMS[name], value) if value else None
         except ValueError as error:
-            raise Wrong(f"{name} {error}") from None
+            raise InvalidArgument(f"{name} {error}") from None
     if not message.HasField(name):
         return None
     if name != "replicas":
         return value
     if value.WhichOneof("replicas") is None or (value.WhichOneof("replicas") == "all" and not value.all):
-        raise Wrong("replicas must be a count, or all")
+        raise InvalidArgument("replicas must be a count, or all")
     return "all" if value.all else value.count
 
 
 def _checked(kind: type[S], values: Mapping[str, Any], shown: Mapping[str, Any]) -> S:
-    """Raises Wrong."""
+    """Raises InvalidArgument."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise Wrong("; ".join(explain(one, kind, shown) for one in error.errors())) from None
+        raise InvalidArgument("; ".join(explain(one, kind, shown) for one in error.errors())) from None

@@ -3,19 +3,12 @@
 The first says what the planner knows and does; gateway.proto says what each call means.
 """
 
-import asyncio
 import os
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import rsrv
-from rsrv.control.enums import member
-from rsrv.control.grpc_errors import Refused, Wrong, answers, steers
-from rsrv.control.server import Kind
+from rsrv.control.grpc_server import ServiceKind
+from rsrv.control.grpc_service import HealthService, InvalidArgument, StatusError, answers, member, steers
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
 from rsrv.settings_fleet import GatewaySection
@@ -24,16 +17,12 @@ from rsrv_gateway.brain import Gateway
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 
-GATEWAY = Kind(
+GATEWAY = ServiceKind(
     gateway_pb2_grpc.add_GatewayServicer_to_server, pb.DESCRIPTOR, "gateway", "gateway.control_listen"
 )
 
 #: fields of the policy that count from the next repack on
 _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
-#: seconds between two looks at the health for a watcher
-_LOOK = 0.25
-
-_Health = health_pb2.HealthCheckResponse
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
@@ -84,7 +73,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     @steers
     async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
         if not request.model:
-            raise Wrong("model is empty")
+            raise InvalidArgument("model is empty")
         wanted = messages.placement(request)
         self._require_packing("models are placed by it")
         if request.model not in self._gateway.table and not request.allow_unknown:
@@ -106,7 +95,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         gateway = self._gateway
         self._require_packing("models are packed by it")
         if not any(view.alive for view in gateway.probes.views().values()):
-            raise Refused("UNAVAILABLE", "no worker answers, so there is nothing to pack onto")
+            raise StatusError("UNAVAILABLE", "no worker answers, so there is nothing to pack onto")
         number = await gateway.steer(Planner.repack)
         while request.wait and (await self._status()).repacks.done < number:
             await gateway.next_round()
@@ -116,14 +105,14 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     async def Locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
         gateway = self._gateway
         if not request.model:
-            raise Wrong("model is empty")
+            raise InvalidArgument("model is empty")
         if request.model not in gateway.table:
             await gateway.refresh()
         routes = gateway.table.get(request.model)
         if routes is None:
             raise _unknown(request.model)
         if not routes.ready:
-            raise Refused("UNAVAILABLE", f"no worker that answers serves {request.model!r} at the moment")
+            raise StatusError("UNAVAILABLE", f"no worker that answers serves {request.model!r} at the moment")
         load = gateway.plane.counts().load
         workers = gateway.probes.workers()
         order = sorted(routes.ready, key=lambda name: (name not in routes.placed, load.get(name, 0.0)))
@@ -143,48 +132,26 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
     async def _status(self) -> PlannerStatus:
         status = await self._gateway.status()
         if status is None:
-            raise Refused("UNAVAILABLE", "the gateway has not looked at its workers yet")
+            raise StatusError("UNAVAILABLE", "the gateway has not looked at its workers yet")
         return status
 
     def _require_packing(self, why: str) -> None:
         if self._planner.options.mode != "lpt_packing":
-            raise Refused("FAILED_PRECONDITION", f"gateway.mode is not lpt_packing: {why}")
+            raise StatusError("FAILED_PRECONDITION", f"gateway.mode is not lpt_packing: {why}")
 
 
-def _unknown(model: str) -> Refused:
-    return Refused("NOT_FOUND", f"there is no model {model!r}")
+def _unknown(model: str) -> StatusError:
+    return StatusError("NOT_FOUND", f"there is no model {model!r}")
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Of the gateway as a whole, and of each model by its name.
-
-    Computed when it is asked for, so that it cannot be out of date.
-    """
+class GatewayHealth(HealthService):
+    """The health of the gateway and of its models."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    def status(self, service: str) -> Any:
-        """'': requests are taken, and some worker answers; a model's name: some worker serves it."""
+    def serving(self, service: str) -> bool | None:
         if not service:
-            serving = self._gateway.ready
-        elif (routes := self._gateway.table.get(service)) is not None:
-            serving = self._gateway.ready and bool(routes.ready)
-        else:
-            return _Health.SERVICE_UNKNOWN
-        return _Health.SERVING if serving else _Health.NOT_SERVING
-
-    async def Check(self, request: Any, context: Any) -> Any:
-        status = self.status(request.service)
-        if status == _Health.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no model {request.service!r}")
-        return _Health(status=status)
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        last = None
-        while True:
-            status = self.status(request.service)
-            if status != last:
-                last = status
-                yield _Health(status=status)
-            await asyncio.sleep(_LOOK)
+            return self._gateway.ready
+        routes = self._gateway.table.get(service)
+        return None if routes is None else self._gateway.ready and bool(routes.ready)

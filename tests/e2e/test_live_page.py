@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rsrv.control.http import HttpServer
-from rsrv.live.routes import Page as Served
+from rsrv.live.routes import LivePage as Served
 from tests.e2e.browser import Page, browsing
 from tests.e2e.live_load import MODELS, PINNED, live_server, load
 

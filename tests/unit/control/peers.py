@@ -14,15 +14,14 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from rsrv.control.bundle_states import BundleFailure
-from rsrv.control.health import Health
+from rsrv.control.grpc_server import listen_locally
+from rsrv.control.health import Health, Readiness
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.overrides import Overrides
-from rsrv.control.protocols import Entry, RuntimeView
-from rsrv.control.readiness import Readiness
+from rsrv.control.protocols import ModelVersion, RuntimeView
 from rsrv.control.reconciler import ReloadError
-from rsrv.control.runtime import RuntimeLink
-from rsrv.control.server import listen_locally
+from rsrv.control.runtime_link import RuntimeLink
 from rsrv.control.service import ControlService
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import load_settings
@@ -53,7 +52,7 @@ async def until(view: RuntimeView, condition: Callable[[], bool]) -> None:
         await view.wait_change(seen)
 
 
-def entry(name: str, **differs: Any) -> Entry:
+def entry(name: str, **differs: Any) -> ModelVersion:
     """Of a model that is ready."""
     common: dict[str, Any] = {
         "name": name,
@@ -67,7 +66,7 @@ def entry(name: str, **differs: Any) -> Entry:
         "models": [],
         "paused": None,
     }
-    return Entry(**{**common, **differs})  # type: ignore[typeddict-item]
+    return ModelVersion(**{**common, **differs})  # type: ignore[typeddict-item]
 
 
 def model_status(**differs: Any) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class FakeRuntime:
         self.instance = instance
         self.pid = 4711
         self.revision = 5
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, ModelVersion] = {}
         self.models: dict[str, dict[str, Any]] = {}
         self.metas: dict[str, dict[str, Any]] = {}
         self.section: dict[str, Any] = dict(SECTION)
@@ -158,7 +157,7 @@ class FakeRuntime:
         for sock, frame in kept:
             self._take(sock, frame)
 
-    def change(self, key: str, entry: Entry | None) -> None:
+    def change(self, key: str, entry: ModelVersion | None) -> None:
         self.revision += 1
         if entry is None:
             del self.entries[key]

@@ -21,7 +21,7 @@ from rsrv.cli.output import amount, duration, to_json
 from rsrv.cli.server_pages import print_update
 from rsrv.control import find
 from rsrv.control.bundle_states import BundleFailure
-from rsrv.control.server import listen
+from rsrv.control.grpc_server import listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import ControlSection
 from rsrv.wire.paths import start_time

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from rsrv.control.readiness import Readiness
+from rsrv.control.health import Readiness
 from tests.unit.control.peers import FakeRuntime, Served, add_model, entry, looped, served, until
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING

@@ -12,8 +12,8 @@ import pytest
 
 from rsrv.control import live as module
 from rsrv.control.live import Event, Live, OneServer
-from rsrv.control.runtime import RuntimeLink
-from rsrv.live.routes import Wrong
+from rsrv.control.runtime_link import RuntimeLink
+from rsrv.live.routes import PageError
 from tests.unit.control.peers import FakeRuntime, entry, linked, looped, until
 from tests.unit.control.test_overview import MEMORY, histogram, model
 
@@ -207,7 +207,7 @@ async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -
             assert (await anext(events)) == ("server", "begin", "null")
         assert await source.story("", "a") == ["a@1: loaded", "a@2: waits"]
         assert await source.story("", "b") == ["one"]
-        with pytest.raises(Wrong, match="no model 'x'") as wrong:
+        with pytest.raises(PageError, match="no model 'x'") as wrong:
             await source.story("", "x")
         assert wrong.value.status == 404
         server.runtime.commands.clear()
@@ -221,6 +221,6 @@ async def test_the_page_of_one_server_tells_stories_and_steers(tmp_path: Path) -
             {"command": "evict", "model": "a"},
         ]
         server.runtime.die()
-        with pytest.raises(Wrong) as wrong:
+        with pytest.raises(PageError) as wrong:
             await source.steer("", "a", "pin")
         assert wrong.value.status == 503

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, web
 
-from rsrv.control.tokens import read_token
 from rsrv.live import routes
-from rsrv.live.routes import Page, Wrong
+from rsrv.live.routes import LivePage, PageError
+from rsrv.tokens import read_token
 from tests.unit.control.peers import looped
 
 TOKEN = b"s3cret"
@@ -37,19 +37,19 @@ class FakeSource:
 
     async def story(self, server: str, model: str) -> list[str]:
         if model != "a":
-            raise Wrong.of("NOT_FOUND", f"there is no model {model!r} at {server!r}")
+            raise PageError.of("NOT_FOUND", f"there is no model {model!r} at {server!r}")
         return ["loaded", "<b>evicted</b>"]
 
     async def steer(self, server: str, model: str, what: str) -> None:
         if model != "a":
-            raise Wrong(409, "it is a meta model")
+            raise PageError(409, "it is a meta model")
         self.steered.append((server, model, what))
 
 
 @asynccontextmanager
 async def page(token: bytes | None = TOKEN) -> AsyncIterator[tuple[FakeSource, ClientSession]]:
     source, app = FakeSource(), web.Application()
-    app.add_routes(Page(source, token).routes())
+    app.add_routes(LivePage(source, token).routes())
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

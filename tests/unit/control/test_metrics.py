@@ -13,15 +13,15 @@ from rsrv.control import http
 from rsrv.control.bundle_states import BundleFailure
 from rsrv.control.http import HttpServer
 from rsrv.control.metric_catalog import FAMILIES, table
-from rsrv.control.metrics import Server, expose
+from rsrv.control.metrics import ServerFacts, expose
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
-from rsrv.live.routes import Page
+from rsrv.live.routes import LivePage
 from tests.unit.control.peers import looped, served, until
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {family.name for family in FAMILIES}
-ALONE = Server(restarts=2, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
+ALONE = ServerFacts(restarts=2, models=["a"], failed=["b"], version="1.2.3", spans={"exported": 5})
 
 
 def measured(bounds: tuple[float, ...], *values: float) -> list[float]:
@@ -186,7 +186,7 @@ def server_of(text: str = "") -> HttpServer:
     async def make() -> str:
         return text
 
-    return HttpServer(make, Page(Nobody(), None))
+    return HttpServer(make, LivePage(Nobody(), None))
 
 
 @asynccontextmanager

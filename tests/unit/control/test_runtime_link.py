@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rsrv.control.grpc_errors import Refused
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import Overrides
-from rsrv.control.runtime import Change, RuntimeDown, Snapshot
+from rsrv.control.runtime_link import RuntimeDown, StateChange, StateSnapshot
 from rsrv.wire.frames import Kind
 from tests.unit.control.peers import FakeRuntime, entry, linked, looped, until
 
@@ -114,20 +114,20 @@ async def test_a_subscriber_sees_every_change_in_order(tmp_path: Path) -> None:
 
         runtime = FakeRuntime(tmp_path / "runtime.sock")
         first = await subscription.next()
-        assert isinstance(first, Snapshot)
+        assert isinstance(first, StateSnapshot)
         assert first.revision == 5
         for number in range(50):
             runtime.change(f"m@{number}", entry("m"))
         for number in range(50):
             change = await subscription.next()
-            assert isinstance(change, Change)
+            assert isinstance(change, StateChange)
             assert (change.revision, change.key) == (6 + number, f"m@{number}")
 
         runtime.die()
         assert await subscription.next() is None
         second = FakeRuntime(tmp_path / "runtime.sock", instance="22" * 8)
         last = await subscription.next()
-        assert isinstance(last, Snapshot)
+        assert isinstance(last, StateSnapshot)
         assert last.instance == "22" * 8
         second.die()
 
@@ -147,10 +147,10 @@ async def test_a_subscriber_that_does_not_look_gets_a_snapshot_instead(tmp_path:
 
         update = await subscription.next()
 
-        assert isinstance(update, Snapshot)
+        assert isinstance(update, StateSnapshot)
         assert update.revision == runtime.revision
         runtime.change("m@1", None)
-        assert await subscription.next() == Change(link.instance, update.revision + 1, "m@1", None)
+        assert await subscription.next() == StateChange(link.instance, update.revision + 1, "m@1", None)
     runtime.die()
 
 
@@ -178,7 +178,7 @@ async def test_a_refusal_has_the_runtimes_code(tmp_path: Path) -> None:
     async with linked(tmp_path) as link:
         await until(link, lambda: link.up)
 
-        with pytest.raises(Refused, match="no model 'x'") as refused:
+        with pytest.raises(StatusError, match="no model 'x'") as refused:
             await link.command({"command": "prefetch", "model": "x"})
 
         assert refused.value.code == "NOT_FOUND"

@@ -16,8 +16,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rsrv.control.grpc_server import ListenError
-from rsrv.control.server import listen
+from rsrv.control.grpc_server import ListenError, listen
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import ControlSection

@@ -16,7 +16,7 @@ from opentelemetry.trace import StatusCode
 
 from rsrv.control.exporting import Collector, Exporting, make_spans
 from rsrv.control.overrides import Command
-from rsrv.control.runtime import RuntimeDown
+from rsrv.control.runtime_link import RuntimeDown
 from rsrv.wire.traces import Span
 from tests.unit.control.peers import looped
 
@@ -227,7 +227,7 @@ def test_the_log_says_why_the_collector_fails(
 
 _SCRIPT = """
 import sys
-from rsrv.control import grpc_server, health, http, reconciler, live, metrics, readiness, runtime, server, service
+from rsrv.control import grpc_server, health, http, reconciler, live, metrics, runtime_link, service
 from rsrv.control.__main__ import _exporting
 from rsrv.settings import Settings
 import rsrv.runtime.loop

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from rsrv.control.triton import Door, _reason, door
+from rsrv.control.triton import TritonEndpoint, _reason, read_endpoint
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("tritonserver --model-repository=gen", Door()),
-        ("tritonserver --grpc-port=7 --model-control-mode=explicit", Door("127.0.0.1:7", "explicit")),
-        ("tritonserver --grpc-port 7 --model-control-mode POLL --load-model *", Door("127.0.0.1:7", "poll")),
-        ("tritonserver --grpc-address 10.0.0.1 --grpc-port=7 --grpc-port=8", Door("10.0.0.1:8")),
-        ("tritonserver --grpc-address=::", Door("[::1]:8001")),
-        ("tritonserver --log-verbose --grpc-port=7", Door("127.0.0.1:7")),
-        ("tritonserver --grpc-use-ssl=false --allow-grpc true", Door()),
-        ("tritonserver --model-control-mode=explicit -- --grpc-port=7", Door(mode="explicit")),
-        ("tritonserver --exit-on-error=false", Door(exits_on_error=False)),
-        ("tritonserver --exit-on-error true", Door()),
-        ("", Door()),
+        ("tritonserver --model-repository=gen", TritonEndpoint()),
+        (
+            "tritonserver --grpc-port=7 --model-control-mode=explicit",
+            TritonEndpoint("127.0.0.1:7", "explicit"),
+        ),
+        (
+            "tritonserver --grpc-port 7 --model-control-mode POLL --load-model *",
+            TritonEndpoint("127.0.0.1:7", "poll"),
+        ),
+        ("tritonserver --grpc-address 10.0.0.1 --grpc-port=7 --grpc-port=8", TritonEndpoint("10.0.0.1:8")),
+        ("tritonserver --grpc-address=::", TritonEndpoint("[::1]:8001")),
+        ("tritonserver --log-verbose --grpc-port=7", TritonEndpoint("127.0.0.1:7")),
+        ("tritonserver --grpc-use-ssl=false --allow-grpc true", TritonEndpoint()),
+        ("tritonserver --model-control-mode=explicit -- --grpc-port=7", TritonEndpoint(mode="explicit")),
+        ("tritonserver --exit-on-error=false", TritonEndpoint(exits_on_error=False)),
+        ("tritonserver --exit-on-error true", TritonEndpoint()),
+        ("", TritonEndpoint()),
     ],
 )
-def test_the_address_and_the_mode_are_found(line: str, expected: Door) -> None:
+def test_the_address_and_the_mode_are_found(line: str, expected: TritonEndpoint) -> None:
     """In both spellings of a flag's value; the last one wins."""
-    assert door(line.split()) == expected
+    assert read_endpoint(line.split()) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def test_the_address_and_the_mode_are_found(line: str, expected: Door) -> None:
 )
 def test_what_cannot_be_spoken_to_is_said(flag: str, word: str) -> None:
     """With what to do about it."""
-    assert word in door([flag]).trouble
+    assert word in read_endpoint([flag]).trouble
 
 
 def test_a_restricted_repository_is_opened_with_its_key() -> None:
@@ -48,7 +54,7 @@ def test_a_restricted_repository_is_opened_with_its_key() -> None:
         "--grpc-restricted-protocol",
         "shm-memory,model-repository:Admin-Key=secret=word",
     ]
-    assert door(flags).metadata == (("triton-grpc-protocol-admin-key", "secret=word"),)
+    assert read_endpoint(flags).metadata == (("triton-grpc-protocol-admin-key", "secret=word"),)
 
 
 def test_the_stubs_own_words_are_the_reason() -> None:

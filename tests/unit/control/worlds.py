@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from rsrv.control.protocols import Entry
+from rsrv.control.protocols import ModelVersion
 from rsrv.control.triton import Mode, State, TritonError
 from rsrv.settings import load_settings
 from rsrv_gen.cli import main as rsrv_gen
@@ -83,7 +83,7 @@ class FakeView:
         self._triton = triton
         self.up = True
         self.since = 0.0
-        self.entries: Mapping[str, Entry] = {}
+        self.entries: Mapping[str, ModelVersion] = {}
         self.changes = 0
         self._changed = asyncio.Event()
 

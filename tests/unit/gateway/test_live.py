@@ -12,7 +12,7 @@ import pytest
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
-from rsrv.live.routes import Wrong
+from rsrv.live.routes import PageError
 from rsrv_gateway.contacts import Control
 from rsrv_gateway.live import Event, Workers
 from tests.unit.gateway.workers import FakeControl, FakeTriton, looped, serving
@@ -83,7 +83,7 @@ async def test_a_connection_that_is_closed_is_told_and_opened_anew() -> None:
             await find(events, "bare:8001", "begin")
             await first.close()
             assert "closed" in (await find(events, "bare:8001", "state"))["why"]
-            with pytest.raises(Wrong, match="closed") as wrong:
+            with pytest.raises(PageError, match="closed") as wrong:
                 await workers.story("bare:8001", "m")
             assert wrong.value.status == 503
             second = connect()
@@ -153,10 +153,10 @@ async def test_stories_and_steering_go_to_the_worker() -> None:
             ("evict", "m"),
         ]
         for server, model, status in (("a:8001", "x", 404), ("x", "m", 404), ("bare:8001", "m", 409)):
-            with pytest.raises(Wrong) as wrong:
+            with pytest.raises(PageError) as wrong:
                 await workers.story(server, model)
             assert wrong.value.status == status
-        with pytest.raises(Wrong, match="NOT_FOUND: there is no model") as wrong:
+        with pytest.raises(PageError, match="NOT_FOUND: there is no model") as wrong:
             await workers.steer("a:8001", "unknown", "evict")
         assert wrong.value.status == 404
 

@@ -14,11 +14,10 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rsrv.cli import main as cli
-from rsrv.control.grpc_server import ListenError
-from rsrv.control.server import listen, listen_locally
+from rsrv.control.grpc_server import ListenError, listen, listen_locally
 from rsrv.placement.contract import ModelView, TrafficCounts, WeightsView, WorkerView
 from rsrv.settings import ControlSection
-from rsrv_gateway.service import GATEWAY, GatewayService, Health
+from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 from tests.unit.gateway.workers import looped
@@ -59,7 +58,7 @@ async def served(
     path = tmp_path / "control.sock"
     async with world.running():
         service = GatewayService(world.gateway, world.section)
-        server = await listen_locally(path, service, Health(world.gateway), GATEWAY)
+        server = await listen_locally(path, service, GatewayHealth(world.gateway), GATEWAY)
         try:
             async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
                 yield Served(world, path, channel)
@@ -250,7 +249,7 @@ async def test_it_listens_where_the_settings_say_and_names_them(tmp_path: Path) 
     token.chmod(0o600)
     async with served(tmp_path, a="m") as gateway:
         world = gateway.world
-        service, health = GatewayService(world.gateway, world.section), Health(world.gateway)
+        service, health = GatewayService(world.gateway, world.section), GatewayHealth(world.gateway)
         section = ControlSection(listen="127.0.0.1:0", token_file=token)
         server, port = await listen(section, service, health, GATEWAY)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

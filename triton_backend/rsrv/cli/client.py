@@ -19,7 +19,7 @@ SOON_S = 10.0
 LATE_S = 600.0
 
 
-class Wrong(Exception):
+class CommandLineError(Exception):
     """The command line."""
 
 
@@ -35,7 +35,7 @@ def carry_out(
         address = getattr(options, "address", None) or find_address(getattr(options, "pid", None))
         with _connected(address, options, stub) as server:
             return command(server)
-    except Wrong as error:
+    except CommandLineError as error:
         return _complain(str(error), 2)
     except (find.NotFound, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -116,7 +116,7 @@ def _connected(address: str, options: argparse.Namespace, stub: Callable[[Any], 
     limits = [("grpc.max_receive_message_length", -1)]
     if ca or certificate or key or getattr(options, "tls", False):
         if (certificate is None) != (key is None):
-            raise Wrong("--tls-cert and --tls-key go together")
+            raise CommandLineError("--tls-cert and --tls-key go together")
         pems = (None if path is None else path.read_bytes() for path in (ca, key, certificate))
         channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(*pems), limits)
     else:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rsrv.cli.client import Server, Wrong, carry_out
+from rsrv.cli.client import CommandLineError, Server, carry_out
 from rsrv.cli.output import amount, duration, print_table
 from rsrv_gateway.directory import address
 from rsrv_gateway.v1 import gateway_pb2 as pb
@@ -29,7 +29,7 @@ def _policy(server: Server) -> int:
     for text in server.options.changes:
         key, equals, value = text.partition("=")
         if not equals:
-            raise Wrong(f"{text!r} is no KEY=VALUE")
+            raise CommandLineError(f"{text!r} is no KEY=VALUE")
         paths.append(key)
         if value != "default":
             _set(wanted, key, value)
@@ -199,10 +199,10 @@ def _warnings(warnings: Any, otherwise: str = "") -> None:
 
 
 def _set(message: Any, key: str, value: str) -> None:
-    """A field as rsrv.yaml has it. Raises Wrong."""
+    """A field as rsrv.yaml has it. Raises CommandLineError."""
     field = message.DESCRIPTOR.fields_by_name.get(key)
     if field is None:
-        raise Wrong(f"{key!r} is not one of {', '.join(message.DESCRIPTOR.fields_by_name)}")
+        raise CommandLineError(f"{key!r} is not one of {', '.join(message.DESCRIPTOR.fields_by_name)}")
     try:
         if key == "replicas":
             message.replicas.CopyFrom(
@@ -219,7 +219,7 @@ def _set(message: Any, key: str, value: str) -> None:
         else:
             setattr(message, key, float(value))
     except (KeyError, ValueError):
-        raise Wrong(f"{key} cannot be {value!r}") from None
+        raise CommandLineError(f"{key} cannot be {value!r}") from None
 
 
 def _prefix(enum: Any) -> str:

@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2
 from rsrv.cli import server_pages as pages
 from rsrv.cli import top
 from rsrv.cli.chrome_trace import chrome_trace
-from rsrv.cli.client import LATE_S, Server, Wrong, carry_out
+from rsrv.cli.client import LATE_S, CommandLineError, Server, carry_out
 from rsrv.cli.output import print_json
 from rsrv.control import find
-from rsrv.control.enums import member
+from rsrv.control.grpc_service import member
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.progress import steps
@@ -140,7 +140,7 @@ def _policy(server: Server) -> int:
         weight=options.weight, max_delay_us=options.max_delay_us, max_queue_depth=options.max_queue_depth
     )
     if not policy.ListFields():
-        raise Wrong("policy needs at least one of --weight, --max-delay-us, --max-queue-depth")
+        raise CommandLineError("policy needs at least one of --weight, --max-delay-us, --max-queue-depth")
     answer = server.ask("SetPolicy", pb.SetPolicyRequest(model=options.model, policy=policy))
     changes = ", ".join(f"{field.name} {value:g}" for field, value in policy.ListFields())
     return server.done(answer, f"{options.model}: {changes}")
@@ -155,12 +155,12 @@ def _scheduler(server: Server) -> int:
 
 
 def _set(changes: pb.Scheduler, text: str) -> None:
-    """KEY=VALUE as in rsrv.yaml. Raises Wrong."""
+    """KEY=VALUE as in rsrv.yaml. Raises CommandLineError."""
     key, equals, value = text.partition("=")
     field = pb.Scheduler.DESCRIPTOR.fields_by_name.get(key)
     if not equals or field is None:
         known = ", ".join(pb.Scheduler.DESCRIPTOR.fields_by_name)
-        raise Wrong(f"{text!r} is no KEY=VALUE with one of these keys: {known}")
+        raise CommandLineError(f"{text!r} is no KEY=VALUE with one of these keys: {known}")
     parsed: Any
     try:
         if field.enum_type is not None:
@@ -171,7 +171,7 @@ def _set(changes: pb.Scheduler, text: str) -> None:
             parsed = 0 if key == "depth" and value == "null" else int(value)
         setattr(changes, key, parsed)
     except (KeyError, ValueError):
-        raise Wrong(f"{key} cannot be {value!r}") from None
+        raise CommandLineError(f"{key} cannot be {value!r}") from None
 
 
 def _pause(server: Server) -> int:
@@ -200,7 +200,7 @@ def _reload(server: Server) -> int:
 def _profile(server: Server) -> int:
     action, seconds = server.options.action, server.options.seconds
     if (action is None) == (seconds is None):
-        raise Wrong("profile needs start or stop, or --seconds")
+        raise CommandLineError("profile needs start or stop, or --seconds")
     if action == "start":
         answer = server.ask("StartProfile", pb.StartProfileRequest(), LATE_S)
         return server.done(answer, f"recording into {answer.directory}")

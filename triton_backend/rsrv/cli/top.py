@@ -16,7 +16,7 @@ _MOST_MODELS, _MOST_LINES = 10, 6
 _HEAD = ("MODEL", "WEIGHTS", "SIZE", "WAITING", "RUNNING", "REQUESTS/S", "DEVICE", "P99", "LOADS", "ERRORS")
 
 
-class Row(NamedTuple):
+class ModelRow(NamedTuple):
     """A model; what is not known yet is None."""
 
     model: dict[str, Any]
@@ -57,7 +57,7 @@ class Top:
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"up": False, "why": "nothing is known yet"}
         #: most of the device first
-        self.rows: list[Row] = []
+        self.rows: list[ModelRow] = []
         #: what happened, the latest last
         self.log: deque[dict[str, Any]] = deque(maxlen=_MOST_LINES)
 
@@ -91,16 +91,16 @@ class Top:
         )
 
 
-def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[Row]:
+def _rows(before: dict[str, Any], now: dict[str, Any]) -> Iterable[ModelRow]:
     elapsed = now["t"] - before["t"] if before["up"] and before["instance"] == now["instance"] else 0.0
     old = {model["name"]: model for model in before["models"]} if elapsed > 0 else {}
     for model in now["models"]:
         last = old.get(model["name"])
         if last is None:
-            yield Row(model, None, None)
+            yield ModelRow(model, None, None)
         else:
             rate, share = (max(0.0, (model[k] - last[k]) / elapsed) for k in ("requests", "device_s"))
-            yield Row(model, rate, share)
+            yield ModelRow(model, rate, share)
 
 
 def show(events: Iterable[tuple[str, str]]) -> None:

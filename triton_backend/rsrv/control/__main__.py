@@ -15,7 +15,7 @@ from rsrv.wire import paths
 
 if TYPE_CHECKING:
     from rsrv.control.exporting import Exporting
-    from rsrv.control.runtime import RuntimeLink
+    from rsrv.control.runtime_link import RuntimeLink
     from rsrv.settings import Settings
 
 log = logging.getLogger("rsrv.control")
@@ -78,21 +78,19 @@ async def _control_and_leave(options: argparse.Namespace, server: int) -> None:
 async def _control(options: argparse.Namespace, server: int) -> None:
     """Until the server ends, of which `server` is a pidfd. Raises whatever ends it before."""
     # After the claim: who is not needed loads nothing.
-    from rsrv.control.grpc_server import ListenError
-    from rsrv.control.health import Health
+    from rsrv.control.grpc_server import ListenError, listen, listen_locally
+    from rsrv.control.health import Health, Readiness
     from rsrv.control.http import HttpServer
     from rsrv.control.live import Live, OneServer
     from rsrv.control.metrics import Metrics
     from rsrv.control.overrides import Overrides
-    from rsrv.control.readiness import Readiness
     from rsrv.control.reconciler import Reconciler
-    from rsrv.control.runtime import RuntimeLink
-    from rsrv.control.server import listen, listen_locally
+    from rsrv.control.runtime_link import RuntimeLink
     from rsrv.control.service import ControlService
-    from rsrv.control.tokens import read_token
     from rsrv.control.triton import Triton
-    from rsrv.live.routes import Page
+    from rsrv.live.routes import LivePage
     from rsrv.settings import load_settings
+    from rsrv.tokens import read_token
 
     text = options.settings.read_text() if options.settings.exists() else ""
     settings = load_settings(text, str(options.settings))
@@ -125,7 +123,7 @@ async def _control(options: argparse.Namespace, server: int) -> None:
         try:
             secret = settings.metrics.token_file
             token = None if secret is None else read_token(secret, "metrics.token_file")
-            http = HttpServer(metrics.text, Page(OneServer(live, link), token))
+            http = HttpServer(metrics.text, LivePage(OneServer(live, link), token))
             port = await http.start(settings.metrics.listen)
             listeners.append(http)
             log.info("metrics.listen: /metrics and the live page are at port %d", port)

@@ -163,7 +163,7 @@ class BundleFailure:
 
 
 @dataclass(slots=True)
-class _Bundle:
+class _BundleRecord:
     state: BundleState = BundleState.UNCHECKED
     #: Time at which Triton began its work on the model.
     busy_since: float = 0.0
@@ -186,7 +186,7 @@ class BundleStates:
     """The bundles of one repository. A name without a record is UNCHECKED, with nothing to do."""
 
     def __init__(self) -> None:
-        self._bundles: dict[str, _Bundle] = {}
+        self._bundles: dict[str, _BundleRecord] = {}
 
     # --- what is known ----------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class BundleStates:
         return self.apply(name, event, now)
 
     def _move(self, name: str, event: BundleEvent, now: float) -> BundleState:
-        bundle = self._bundles.setdefault(name, _Bundle())
+        bundle = self._bundles.setdefault(name, _BundleRecord())
         before = bundle.state
         after = TRANSITIONS.get((before, event))
         if after is None:
@@ -320,7 +320,7 @@ class BundleStates:
 
     def check(self, name: str, at: float) -> None:
         """Compare the bundle with the repository by that time; if Triton works on the model then, when it has ended."""
-        bundle = self._bundles.setdefault(name, _Bundle())
+        bundle = self._bundles.setdefault(name, _BundleRecord())
         bundle.check_at = at if bundle.check_at is None else min(at, bundle.check_at)
 
     def due(self, now: float) -> frozenset[str]:

@@ -19,7 +19,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
 
 import rsrv
-from rsrv.control.grpc_errors import Refused
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import Command
 from rsrv.wire.traces import Span
 
@@ -78,7 +78,7 @@ class Runtime(Protocol):
     """What is asked: a `RuntimeLink`."""
 
     async def command(self, command: Command) -> dict[str, Any]:
-        """Raises Refused."""
+        """Raises StatusError."""
 
 
 class Collector:
@@ -144,13 +144,13 @@ class Exporting:
         while True:
             try:
                 more = await self.step()
-            except Refused:
+            except StatusError:
                 more = False  # there is no runtime now
             if not more:
                 await asyncio.sleep(self._pause)
 
     async def step(self) -> bool:
-        """Take what there is, as much as comes at a time, and send it; whether there is more. Raises Refused."""
+        """Take what there is, as much as comes at a time, and send it; whether there is more. Raises StatusError."""
         said = await self._runtime.command({"command": "traces", "since": self._next})
         if said["instance"] != self._instance:
             first = not self._instance

@@ -12,7 +12,7 @@ class NotFound(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ControlEndpoint:
     """One runtime's control service."""
 
     server_pid: int
@@ -24,13 +24,13 @@ class Found:
         return f"unix:{self.socket}"
 
 
-def running() -> list[Found]:
+def running() -> list[ControlEndpoint]:
     """Of all servers that run, by pid and GPU."""
     found = []
     for socket in base_directory().glob(f"*-*-gpu*/{CONTROL_SOCKET}"):
         pid, started, gpu = socket.parent.name.split("-", 2)
         if pid.isdigit() and started.isdigit() and start_time(int(pid)) == int(started):
-            found.append(Found(int(pid), gpu.removeprefix("gpu"), socket))
+            found.append(ControlEndpoint(int(pid), gpu.removeprefix("gpu"), socket))
     return sorted(found, key=lambda one: (one.server_pid, one.gpu))
 
 

@@ -1,64 +1,110 @@
-"""grpc.health.v1.Health: of the server as a whole, and of each model by its name."""
+"""The models that can serve now, and the health that follows: of the server as a whole, and of each model."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+from rsrv.control.grpc_service import HealthService
 from rsrv.control.protocols import RuntimeView
-from rsrv.control.readiness import Readiness
-
-_Response = health_pb2.HealthCheckResponse
-
-#: seconds between two looks for what no change of the view announces: Triton has loaded a model, or one that failed is
-#: removed from the repository
-_LOOK = 0.25
+from rsrv_gen.plan import BUNDLE_FOLDER
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Computed when it is asked for, so that it cannot be out of date. (The package's own servicer keeps a table, which
-    would have to be told of everything, and forgets watchers when another watcher of the same name leaves.)
+class Readiness:
+    """The models that can serve, and those that should.
+
+    The models that should serve are those of the repository at the start, and each one that has been ready since, for as
+    long as the repository has it and no operator has unloaded it. So an added model counts once it is ready, and a model
+    that fails from the start counts.
+
+    `loading`: names of the models that Triton is loading; `unwanted`: names of the models that need not serve although
+    the repository has them; `decides`: whether the repository says which models are served. It does unless an external
+    control plane decides (explicit mode), and only that knows.
     """
+
+    def __init__(
+        self,
+        view: RuntimeView,
+        repository: Path,
+        loading: Callable[[], Collection[str]],
+        unwanted: Callable[[], Collection[str]],
+        *,
+        decides: bool,
+    ) -> None:
+        self._view = view
+        self._repository = repository
+        self._loading = loading
+        self._unwanted = unwanted
+        self._decides = decides
+        self._expected = (
+            {found.parent.parent.name for found in repository.glob(f"*/{BUNDLE_FOLDER}")}
+            if decides
+            else set()
+        )
+        #: Names of the models that were ready at the last look, and of those that ceased to be ready before it.
+        self._ready: set[str] = set()
+        self._lost: set[str] = set()
+
+    def ready(self) -> set[str]:
+        """Return the names of the models and meta models that can serve. Call it after every change of the view.
+
+        They have a ready version and a live stub, be it that of a meta model which calls them. A model that lost its stub
+        is ready when Triton has loaded it: before, requests go to the dead stub.
+        """
+        served = self._served()
+        if self._view.up:  # else the runtime does not answer, and the stubs may live
+            self._lost |= self._ready - served
+        self._lost &= set(self._loading()) | (self._lost - served)
+        self._ready = served - self._lost
+        return self._ready
+
+    def _served(self) -> set[str]:
+        if not self._view.up:
+            return set()
+        entries = self._view.entries
+        served = {
+            key: entry for key, entry in entries.items() if entry["state"] == "ready" and entry["stubs"]
+        }
+        called = {key for entry in served.values() for key in entry["models"] if key in entries}
+        return {entries[key]["name"] for key in (*served, *called) if entries[key]["state"] == "ready"}
+
+    def knows(self, name: str) -> bool:
+        """Return True if the model exists, ready or not."""
+        return self._has(name) or any(entry["name"] == name for entry in self._view.entries.values())
+
+    def missing(self) -> set[str]:
+        """Return the names of the models that should serve and do not. Call it after every change of the view."""
+        ready = self.ready()
+        if self._decides:
+            self._expected |= ready
+        missing = self._expected - ready
+        unwanted = self._unwanted()
+        gone = {name for name in missing if name in unwanted or not self._has(name)}
+        self._expected -= gone
+        return missing - gone
+
+    def _has(self, name: str) -> bool:
+        return Path(name).name == name and (self._repository / name / BUNDLE_FOLDER).exists()
+
+
+class Health(HealthService):
+    """The health of a server and of its models."""
 
     def __init__(self, view: RuntimeView, readiness: Readiness) -> None:
         self._view = view
         self._readiness = readiness
 
     async def run(self) -> None:
-        """For ever: notice which models have been ready, whether or not anybody asks."""
+        """Note the models that have been ready, also while no client asks. Never returns."""
         while True:
             seen = self._view.changes
             self._readiness.missing()
             await self._view.wait_change(seen)
 
-    def status(self, service: str) -> Any:
-        """'': the runtime answers, and every model that should serve can; a model's name: it can."""
+    def changed(self) -> Awaitable[None]:
+        return self._view.wait_change(self._view.changes)
+
+    def serving(self, service: str) -> bool | None:
         if not service:
-            serving = self._view.up and not self._readiness.missing()
-        elif service in self._readiness.ready():
-            serving = True
-        elif self._readiness.knows(service):
-            serving = False
-        else:
-            return _Response.SERVICE_UNKNOWN
-        return _Response.SERVING if serving else _Response.NOT_SERVING
-
-    async def Check(self, request: Any, context: Any) -> Any:
-        status = self.status(request.service)
-        if status == _Response.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no model {request.service!r}")
-        return _Response(status=status)
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        last = None
-        while True:
-            seen = self._view.changes
-            status = self.status(request.service)
-            if status != last:
-                last = status
-                yield _Response(status=status)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._view.wait_change(seen), _LOOK)
+            return self._view.up and not self._readiness.missing()
+        if service in self._readiness.ready():
+            return True
+        return False if self._readiness.knows(service) else None

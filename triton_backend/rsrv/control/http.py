@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
 
 from rsrv.address import parse_address
-from rsrv.live.routes import Page
+from rsrv.live.routes import LivePage
 
 log = logging.getLogger("rsrv.control")
 
@@ -24,7 +24,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class HttpServer:
     """`metrics` makes the text of /metrics."""
 
-    def __init__(self, metrics: Callable[[], Awaitable[str]], page: Page) -> None:
+    def __init__(self, metrics: Callable[[], Awaitable[str]], page: LivePage) -> None:
         self._metrics = metrics
         app = web.Application(middlewares=[self._answer])
         app.add_routes([web.get("/metrics", self._serve_metrics), *page.routes()])

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple
 
-from rsrv.control.grpc_errors import Refused
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.overview import Overview, describe, moves_only
-from rsrv.control.protocols import Entry
-from rsrv.control.runtime import Change, RuntimeLink, Snapshot
-from rsrv.live.routes import RESIDENCIES, Wrong, story_lines
+from rsrv.control.protocols import ModelVersion
+from rsrv.control.runtime_link import RuntimeLink, StateChange, StateSnapshot
+from rsrv.live.routes import RESIDENCIES, PageError, story_lines
 
 log = logging.getLogger("rsrv.control")
 
@@ -93,7 +93,7 @@ class Live:
     # --- the event log ------------------------------------------------------------------------------------
 
     async def _keep_log(self) -> None:
-        entries: dict[str, Entry] = {}
+        entries: dict[str, ModelVersion] = {}
         up, subscription = False, self._link.subscribe()
         try:
             while True:
@@ -102,10 +102,10 @@ class Live:
                         if up:  # else it is not there yet
                             self._note("the runtime does not answer")
                         up = False
-                    case Snapshot(instance, _, found):
+                    case StateSnapshot(instance, _, found):
                         up, entries = True, dict(found)
                         self._note(f"runtime {instance}: {len(entries)} versions of models")
-                    case Change(_, _, key, entry):
+                    case StateChange(_, _, key, entry):
                         text = describe(entries.get(key), entry)
                         if text is not None and (not moves_only(entries.get(key), entry) or self._has_room()):
                             self._note(text)
@@ -142,7 +142,7 @@ class Live:
                 await self._watched.wait()
             try:
                 self._tell(Event("state", json.dumps(await self._state())))
-                with suppress(Refused):
+                with suppress(StatusError):
                     await self._read_timeline()
             except Exception:
                 # A page is nothing to end the control process for.
@@ -154,7 +154,7 @@ class Live:
         state = {"t": self._clock(), "up": True, "instance": link.instance}
         try:
             figures = await link.command({"command": "overview"})
-        except Refused as error:
+        except StatusError as error:
             return {**state, "up": False, "why": str(error)}
         return state | self._overview.take(figures, link.entries, self._failures(), self._clock())
 
@@ -204,5 +204,5 @@ class OneServer:
     async def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
         try:
             return await self._link.command(command)
-        except Refused as refused:
-            raise Wrong.of(refused.code, str(refused)) from None
+        except StatusError as refused:
+            raise PageError.of(refused.code, str(refused)) from None

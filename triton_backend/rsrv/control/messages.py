@@ -6,20 +6,20 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from rsrv.control.enums import member, member_name
-from rsrv.control.protocols import Entry
+from rsrv.control.grpc_service import member, member_name
+from rsrv.control.protocols import ModelVersion
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.settings import Settings
 
 Json = Mapping[str, Any]
 #: versions of one model, in the order in which they came, by key
-Versions = Mapping[str, Entry]
+Versions = Mapping[str, ModelVersion]
 
 #: fields that have the same name in both, but not the same form
 _TRANSLATED = frozenset({"residency", "weights", "discipline", "eviction", "models"})
 
 
-def version(key: str, entry: Entry) -> pb.Version:
+def version(key: str, entry: ModelVersion) -> pb.Version:
     return pb.Version(
         key=key,
         digest=entry["digest"],
@@ -32,8 +32,8 @@ def version(key: str, entry: Entry) -> pb.Version:
     )
 
 
-def by_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, Entry]]:
-    found: dict[str, dict[str, Entry]] = {}
+def by_name(entries: Mapping[str, ModelVersion]) -> dict[str, dict[str, ModelVersion]]:
+    found: dict[str, dict[str, ModelVersion]] = {}
     for key, entry in entries.items():
         found.setdefault(entry["name"], {})[key] = entry
     return found
@@ -43,7 +43,7 @@ def version_list(versions: Versions) -> list[pb.Version]:
     return [version(key, entry) for key, entry in versions.items()]
 
 
-def entry_message(key: str, entry: Entry) -> pb.Entry:
+def entry_message(key: str, entry: ModelVersion) -> pb.Entry:
     return pb.Entry(
         name=entry["name"],
         meta=entry["kind"] == "meta",
@@ -191,7 +191,7 @@ def timeline(said: Json, now: float) -> pb.GetTimelineResponse:
     )
 
 
-def snapshot(instance: str, revision: int, entries: Mapping[str, Entry]) -> pb.Snapshot:
+def snapshot(instance: str, revision: int, entries: Mapping[str, ModelVersion]) -> pb.Snapshot:
     return pb.Snapshot(
         instance=instance,
         revision=revision,

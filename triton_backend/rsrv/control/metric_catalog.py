@@ -5,7 +5,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """Histograms have samples NAME_bucket, NAME_sum and NAME_count."""
 
     name: str
@@ -14,116 +14,122 @@ class Family:
     help: str
 
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[MetricFamily, ...] = (
     # requests
-    Family(
+    MetricFamily(
         "rsrv_requests_total",
         "counter",
         ("model", "outcome"),
         "Requests that are over, as the runtime saw them, those of meta models among them: answered, refused, expired "
         "(the deadline passed), shed (it could not be met any more), cancelled, failed. Of a meta model: its runs.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_responses_total",
         "counter",
         ("model", "status"),
         "Answers to clients, by status as docs/protocol.md has them. Other than rsrv_requests_total it has what never "
         "reached the runtime (wrong shapes, hooks that raised), and has no calls of meta models.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_request_seconds",
         "histogram",
         ("model",),
         "From a request's arrival in its model's process to its answer: hooks, waiting, execution, copies.",
     ),
-    Family("rsrv_queue_depth", "gauge", ("model",), "Requests that wait. Of a meta model: runs that wait."),
-    Family(
+    MetricFamily(
+        "rsrv_queue_depth", "gauge", ("model",), "Requests that wait. Of a meta model: runs that wait."
+    ),
+    MetricFamily(
         "rsrv_queue_wait_seconds",
         "histogram",
         ("model",),
         "From a request's arrival in the runtime until it is given to the device, a load of weights that it waited for "
         "included; no execution of its own is in it.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_refused_total",
         "counter",
         ("model", "reason"),
         "Requests that were refused: queue_full, paused, not_resident, no_memory, too_many_rows, unknown_variant, "
         "unloaded.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_deadline_missed_total",
         "counter",
         ("model", "stage"),
         "Requests whose deadline passed, or was certain to, by where they were: arrival (it had passed when they came), "
         "queue, load (they waited for weights), execute (they were answered all the same); of runs of a meta model: gate (they waited to be let in).",
     ),
-    Family(
+    MetricFamily(
         "rsrv_hook_seconds",
         "histogram",
         ("model", "stage"),
         "Time in functions of model.py: pre, post, run. Waiting for calls of other models is in run.",
     ),
-    Family("rsrv_meta_runs", "gauge", ("model",), "Runs of a meta model that are under way."),
-    Family(
+    MetricFamily("rsrv_meta_runs", "gauge", ("model",), "Runs of a meta model that are under way."),
+    MetricFamily(
         "rsrv_meta_calls_total",
         "counter",
         ("model",),
         "Calls that a meta model's runs have made, executed ones.",
     ),
     # the device
-    Family("rsrv_executions_total", "counter", ("model",), "Executions that were started."),
-    Family(
+    MetricFamily("rsrv_executions_total", "counter", ("model",), "Executions that were started."),
+    MetricFamily(
         "rsrv_execute_seconds",
         "histogram",
         ("model",),
         "Time that an execution had the device, failed ones included.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_device_seconds_total",
         "counter",
         ("model",),
         "Time that the model had the device. Of a meta model: that of its calls, which count for the called models, too.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_loop_bans_total",
         "counter",
         (),
         "Times that a model's short executions were moved from the runtime's loop to a thread for a minute, because slow "
         "ones took a tenth of a second within ten seconds; the log names the model.",
     ),
-    Family("rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."),
-    Family("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),
-    Family("rsrv_batch_padding_rows", "histogram", ("model",), "Rows of padding in an execution."),
-    Family("rsrv_padded_rows_total", "counter", ("model",), "Rows of padding in all executions."),
+    MetricFamily(
+        "rsrv_batch_rows", "histogram", ("model",), "Rows of requests in an execution, padding excluded."
+    ),
+    MetricFamily("rsrv_rows_total", "counter", ("model",), "Rows of requests in all executions."),
+    MetricFamily("rsrv_batch_padding_rows", "histogram", ("model",), "Rows of padding in an execution."),
+    MetricFamily("rsrv_padded_rows_total", "counter", ("model",), "Rows of padding in all executions."),
     # weights
-    Family("rsrv_model_resident", "gauge", ("model",), "1 while the weights are on the device."),
-    Family(
+    MetricFamily("rsrv_model_resident", "gauge", ("model",), "1 while the weights are on the device."),
+    MetricFamily(
         "rsrv_model_weight_bytes",
         "gauge",
         ("model", "tier"),
         "Bytes of the model's weights that are in host memory, and on the device or on their way (each tensor once); "
         "what models share counts for each of them.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_weight_loads_total", "counter", ("model",), "Loads of weights onto the device that ended well."
     ),
-    Family("rsrv_weight_load_seconds", "histogram", ("model",), "How long these took."),
-    Family(
+    MetricFamily("rsrv_weight_load_seconds", "histogram", ("model",), "How long these took."),
+    MetricFamily(
         "rsrv_weight_evictions_total",
         "counter",
         ("model", "reason"),
         "Times that weights left the device: room (another's load needed it), asked, budget (that fell), compaction.",
     ),
-    Family("rsrv_weight_misses_total", "counter", ("model",), "Requests that found the weights elsewhere."),
-    Family(
+    MetricFamily(
+        "rsrv_weight_misses_total", "counter", ("model",), "Requests that found the weights elsewhere."
+    ),
+    MetricFamily(
         "rsrv_weight_bytes",
         "gauge",
         ("tier", "kind"),
         "Bytes of all weights in host memory, and on the device or on their way: logical, as if no model shared a "
         "tensor with another, and physical, each tensor once.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_device_memory_bytes",
         "gauge",
         ("kind",),
@@ -132,42 +138,42 @@ FAMILIES: tuple[Family, ...] = (
         "What has no limit has no sample.",
     ),
     # compiling
-    Family(
+    MetricFamily(
         "rsrv_compile_seconds", "histogram", (), "Compilations of modules; what the cache had is not in it."
     ),
-    Family(
+    MetricFamily(
         "rsrv_executables_total",
         "counter",
         ("source",),
         "Executables that were needed: compiled, from the cache on disk, or shared with another model.",
     ),
     # the server
-    Family(
+    MetricFamily(
         "rsrv_reload_failed",
         "gauge",
         ("model",),
         "1 while the model is not as its bundle says: a change could not be loaded. An older version may be serving.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_runtime_up",
         "gauge",
         (),
         "1 while the runtime answers; without it all but this section is missing.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_runtime_restarts_total",
         "counter",
         (),
         "Runtimes that came after the first one that this control process knew. All counts above begin anew with each.",
     ),
-    Family(
+    MetricFamily(
         "rsrv_trace_spans_total",
         "counter",
         ("outcome",),
         "Spans of traces, if there are to be any (traces.endpoint): exported; failed (the collector did not take them); "
         "dropped (there were more than are kept until they are exported).",
     ),
-    Family("rsrv_build_info", "gauge", ("version",), "Always 1."),
+    MetricFamily("rsrv_build_info", "gauge", ("version",), "Always 1."),
 )
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import rsrv
-from rsrv.control.grpc_errors import Refused
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.metric_catalog import FAMILIES
-from rsrv.control.runtime import RuntimeDown, RuntimeLink
+from rsrv.control.runtime_link import RuntimeDown, RuntimeLink
 from rsrv.histogram import LONG_SECONDS, PADDING, ROWS, SECONDS, Histogram
 
 log = logging.getLogger("rsrv.control")
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerFacts:
     """What the control process knows without the runtime."""
 
     #: runtimes that came after the first
@@ -35,7 +35,7 @@ class Metrics:
     def __init__(
         self, link: RuntimeLink, failed: Callable[[], Collection[str]], spans: Mapping[str, int]
     ) -> None:
-        """`failed`: names of models that are not as their bundles say; `spans` as `Server`'s, whenever it is read."""
+        """`failed`: names of models that are not as their bundles say; `spans` as `ServerFacts`'s, whenever it is read."""
         self._link = link
         self._failed = failed
         self._spans = spans
@@ -57,11 +57,11 @@ class Metrics:
         link = self._link
         try:
             said = await link.command({"command": "metrics"})
-        except (RuntimeDown, Refused) as error:
-            if isinstance(error, Refused):
+        except (RuntimeDown, StatusError) as error:
+            if isinstance(error, StatusError):
                 log.error("the runtime does not say its figures: %s", error)
             said = None
-        server = Server(
+        server = ServerFacts(
             restarts=max(0, link.lives - 1),
             models=frozenset(e["name"] for e in link.entries.values() if link.up and e["state"] != "failed"),
             failed=frozenset(self._failed()),
@@ -72,9 +72,9 @@ class Metrics:
         return await asyncio.to_thread(expose, said, server)
 
 
-def expose(said: Mapping[str, Any] | None, server: Server) -> str:
+def expose(said: Mapping[str, Any] | None, server: ServerFacts) -> str:
     """`said`: the runtime's answer to the command `metrics` (docs/protocol.md); None: there is none."""
-    page = _Page()
+    page = _Exposition()
     if said is not None:
         for name, model in said["models"].items():
             _put_model(page, name, model)
@@ -95,7 +95,7 @@ def expose(said: Mapping[str, Any] | None, server: Server) -> str:
     return page.text()
 
 
-def _put_common(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
+def _put_common(page: "_Exposition", name: str, model: Mapping[str, Any]) -> None:
     """What models and meta models have."""
     page.put_each("rsrv_requests_total", (name,), model["requests"])
     page.put_each("rsrv_responses_total", (name,), model["responses"])
@@ -108,7 +108,7 @@ def _put_common(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
         page.measure("rsrv_hook_seconds", (name, hook), SECONDS, seconds)
 
 
-def _put_model(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
+def _put_model(page: "_Exposition", name: str, model: Mapping[str, Any]) -> None:
     _put_common(page, name, model)
     page.measure("rsrv_queue_wait_seconds", (name,), SECONDS, model["queue_wait"])
     page.put("rsrv_executions_total", (name,), model["executions"])
@@ -126,7 +126,7 @@ def _put_model(page: "_Page", name: str, model: Mapping[str, Any]) -> None:
     page.put("rsrv_weight_misses_total", (name,), model["misses"])
 
 
-def _put_memory(page: "_Page", memory: Mapping[str, Any]) -> None:
+def _put_memory(page: "_Exposition", memory: Mapping[str, Any]) -> None:
     for tier in ("host", "device"):
         for kind in ("logical", "physical"):
             page.put("rsrv_weight_bytes", (tier, kind), memory[tier][f"{kind}_bytes"])
@@ -136,7 +136,7 @@ def _put_memory(page: "_Page", memory: Mapping[str, Any]) -> None:
     page.put_each("rsrv_device_memory_bytes", (), {k: v for k, v in kinds.items() if v is not None})
 
 
-class _Page:
+class _Exposition:
     """Prometheus' text format, written here: of hundreds of models its own library takes six times as long."""
 
     def __init__(self) -> None:

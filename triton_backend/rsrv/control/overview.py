@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rsrv.control.protocols import Entry
+from rsrv.control.protocols import ModelVersion
 from rsrv.histogram import SECONDS, Histogram
 
 #: seconds over which the 99th percentile is taken
@@ -40,7 +40,7 @@ class Overview:
     def take(
         self,
         figures: Mapping[str, Any],
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, ModelVersion],
         failures: Mapping[str, str],
         now: float,
     ) -> dict[str, Any]:
@@ -72,13 +72,13 @@ class Overview:
         }
 
 
-def _served(entries: Iterable[Entry]) -> dict[str, Entry]:
+def _served(entries: Iterable[ModelVersion]) -> dict[str, ModelVersion]:
     """By name, one version of each."""
     ranked = sorted(entries, key=lambda entry: (entry["name"], -_RANK[entry["state"]]))
     return {entry["name"]: entry for entry in ranked}
 
 
-def _state(entry: Entry) -> dict[str, Any]:
+def _state(entry: ModelVersion) -> dict[str, Any]:
     return {key: entry[key] for key in ("name", "kind", "state", "residency", "weights", "paused")}
 
 
@@ -100,14 +100,14 @@ def _p99(now: Histogram | None, before: Histogram | None) -> float | None:
     return latest.quantile(0.99)
 
 
-def moves_only(before: Entry | None, after: Entry | None) -> bool:
+def moves_only(before: ModelVersion | None, after: ModelVersion | None) -> bool:
     """Whether nothing but the place of its weights is another."""
     return (
         before is not None and after is not None and {**before, "weights": None} == {**after, "weights": None}
     )
 
 
-def describe(before: Entry | None, after: Entry | None) -> str | None:
+def describe(before: ModelVersion | None, after: ModelVersion | None) -> str | None:
     """A change of a version as a line of the event log; None: nothing that people look for."""
     if after is None:
         return None if before is None else f"{before['name']}: gone"

@@ -6,7 +6,7 @@ from typing import Literal, Protocol, TypedDict
 from rsrv.control.bundle_states import BundleFailure
 
 
-class Entry(TypedDict):
+class ModelVersion(TypedDict):
     """One version of a model, or of a meta model, as the runtime's STATE frames have it (docs/protocol.md)."""
 
     name: str
@@ -35,7 +35,7 @@ class RuntimeView(Protocol):
         """The event loop's time when this runtime was found. One that was silent for a while is the same."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, ModelVersion]:
         """By key. While the runtime is not up, what was known last; a new runtime starts with none."""
 
     @property

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rsrv.control.bundle_debounce import BundleDebounce, Seen
 from rsrv.control.bundle_states import BundleEvent, BundleFailure, BundleState, BundleStates
-from rsrv.control.grpc_errors import Refused
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.model_loader import ModelLoader
 from rsrv.control.protocols import RuntimeView
 from rsrv.control.stub_health import StubMonitor
@@ -43,7 +43,7 @@ _BROKEN_CHECK_S = 60.0
 _ERROR_PAUSE_S = 5.0
 
 
-class ReloadError(Refused):
+class ReloadError(StatusError):
     """A model was not loaded again."""
 
 

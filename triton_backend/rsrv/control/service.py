@@ -10,13 +10,19 @@ from typing import Any, NoReturn
 
 import rsrv
 from rsrv.control import messages
-from rsrv.control.enums import member, member_name
-from rsrv.control.grpc_errors import Refused, Wrong, answers, steers
+from rsrv.control.grpc_service import InvalidArgument, StatusError, answers, member, member_name, steers
 from rsrv.control.live import Live
 from rsrv.control.metrics import Metrics
 from rsrv.control.protocols import Reloading
 from rsrv.control.reconciler import STARTUP_POLL_S, ReloadError
-from rsrv.control.runtime import Change, RuntimeDown, RuntimeLink, Snapshot, Subscription, Update
+from rsrv.control.runtime_link import (
+    RuntimeDown,
+    RuntimeLink,
+    StateChange,
+    StateSnapshot,
+    StateUpdate,
+    Subscription,
+)
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.settings import CHANGEABLE, Settings
@@ -57,7 +63,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         metas = {**{name: {} for name, kind in kinds.items() if kind == "meta"}, **status["metas"]}
         failures = self._lifecycle.failures
         if request.model and request.model not in {*models, *metas, *failures}:
-            raise Refused("NOT_FOUND", f"there is no model {request.model!r}")
+            raise StatusError("NOT_FOUND", f"there is no model {request.model!r}")
 
         def wanted(names: Any) -> list[str]:
             return sorted(name for name in names if request.model in ("", name))
@@ -143,9 +149,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 match await subscription.next():
                     case None:
                         yield pb.WatchStateResponse(down=pb.RuntimeDown())
-                    case Snapshot(instance, revision, entries):
+                    case StateSnapshot(instance, revision, entries):
                         yield pb.WatchStateResponse(snapshot=messages.snapshot(instance, revision, entries))
-                    case Change(instance, revision, key, entry):
+                    case StateChange(instance, revision, key, entry):
                         changed = None if entry is None else messages.entry_message(key, entry)
                         yield pb.WatchStateResponse(
                             change=pb.Change(instance=instance, revision=revision, key=key, entry=changed)
@@ -161,9 +167,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             residency = member_name(pb.Residency, request.residency)
         except ValueError as error:
-            raise Wrong(f"residency {error}") from None
+            raise InvalidArgument(f"residency {error}") from None
         if request.wait and residency != "device":
-            raise Wrong("wait is for the residency device only")
+            raise InvalidArgument("wait is for the residency device only")
         command = {"command": "residency", "model": model, "residency": residency}
         await self._have_loaded(command, model, request.wait)
         return pb.SetResidencyResponse()
@@ -200,7 +206,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def SetPolicy(self, request: pb.SetPolicyRequest) -> pb.SetPolicyResponse:
         policy = messages.given(request.policy)
         if not policy:
-            raise Wrong("policy must have at least one of weight, max_delay_us, max_queue_depth")
+            raise InvalidArgument("policy must have at least one of weight, max_delay_us, max_queue_depth")
         await self._link.command({"command": "policy", "model": _model(request.model), **policy})
         return pb.SetPolicyResponse()
 
@@ -209,10 +215,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             changes = messages.scheduler_changes(request.scheduler)
         except ValueError as error:
-            raise Wrong(str(error)) from None
+            raise InvalidArgument(str(error)) from None
         for key in changes:
             if key not in CHANGEABLE:
-                raise Wrong(f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can")
+                raise InvalidArgument(
+                    f"{key} cannot be changed while the server runs; {', '.join(CHANGEABLE)} can"
+                )
         return pb.SetSchedulerResponse(scheduler=messages.scheduler(await self._link.configure(changes)))
 
     @steers
@@ -220,7 +228,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             mode = member_name(pb.Pause, request.mode)
         except ValueError as error:
-            raise Wrong(f"mode {error}") from None
+            raise InvalidArgument(f"mode {error}") from None
         await self._link.command({"command": "pause", "model": _target(request.target), "mode": mode})
         return pb.PauseResponse()
 
@@ -232,7 +240,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @steers
     async def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         if not request.request_id:
-            raise Wrong("request_id is empty")
+            raise InvalidArgument("request_id is empty")
         said = await self._link.command({"command": "abort", "request": request.request_id})
         return pb.AbortResponse(aborted=said["aborted"], executing=said["executing"])
 
@@ -265,7 +273,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise Refused(
+            raise StatusError(
                 "FAILED_PRECONDITION", f"no profile can be written: {error}; see control.profile_dir"
             ) from None
         await self._link.slow_command({"command": "profile", "directory": str(directory)})
@@ -293,13 +301,13 @@ def _target(target: pb.Target) -> str | None:
 
 
 def _complain(text: str) -> NoReturn:
-    raise Wrong(text)
+    raise InvalidArgument(text)
 
 
-async def _until_resident(update: Update, subscription: Subscription, model: str) -> None:
+async def _until_resident(update: StateUpdate, subscription: Subscription, model: str) -> None:
     """Return when the weights of a model, or of what a meta model calls, are on the device. `update`: the first one.
 
-    Raises RuntimeDown, and Refused when they were on their way and are not any more.
+    Raises RuntimeDown, and StatusError when they were on their way and are not any more.
     """
     entries: dict[str, Any] = {}
     on_their_way: set[str] = set()
@@ -307,23 +315,23 @@ async def _until_resident(update: Update, subscription: Subscription, model: str
         match update:
             case None:
                 raise RuntimeDown
-            case Snapshot(entries=found):
+            case StateSnapshot(entries=found):
                 entries = dict(found)
-            case Change(key=key, entry=None):
+            case StateChange(key=key, entry=None):
                 entries.pop(key, None)
-            case Change(key=key, entry=entry):
+            case StateChange(key=key, entry=entry):
                 entries[key] = entry
         mine = [
             key for key, entry in entries.items() if entry["name"] == model and entry["state"] != "failed"
         ]
         wanted = {k for key in mine for k in (entries[key]["models"] or [key]) if k in entries}
         if not wanted:
-            raise Refused("ABORTED", f"the model {model!r} is gone")
+            raise StatusError("ABORTED", f"the model {model!r} is gone")
         weights = {key: entries[key]["weights"] for key in wanted if entries[key]["state"] != "leaving"}
         if all(where == "resident" for where in weights.values()):
             return
         if any(where == "absent" and key in on_their_way for key, where in weights.items()):
-            raise Refused(
+            raise StatusError(
                 "ABORTED",
                 f"the weights of {model!r} were on their way and are not any more: the load failed, or gave way to "
                 "others. The story says which",

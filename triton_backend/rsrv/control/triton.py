@@ -28,7 +28,7 @@ class TritonError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class TritonEndpoint:
     """Where and how tritonserver is to be spoken to, as its command line says."""
 
     #: host:port
@@ -42,7 +42,7 @@ class Door:
     trouble: str = ""
 
 
-def door(arguments: Sequence[str]) -> Door:
+def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
     """Read tritonserver's command line."""
     flags = _flags(arguments)
     mode = flags.get("model-control-mode", ["none"])[-1].lower()
@@ -59,7 +59,7 @@ def door(arguments: Sequence[str]) -> Door:
             "tritonserver's gRPC front end wants TLS, which the control process does not speak; "
             "serve it without TLS on an address of this machine, and end TLS before it"
         )
-    return Door(
+    return TritonEndpoint(
         f"{reached}:{port}",
         mode if mode in get_args(Mode) else "none",  # type: ignore[arg-type]  # mypy does not narrow it
         _true(flags.get("exit-on-error", ["true"])[-1]),
@@ -132,14 +132,14 @@ def _reason(name: str, text: str) -> str:
 class Triton:
     """The repository API of one tritonserver. Used on one event loop."""
 
-    def __init__(self, door: Door) -> None:
-        self.mode: Mode = door.mode
-        self.address = door.address
-        self.trouble = door.trouble
-        self.exits_on_error = door.exits_on_error
-        self._metadata = door.metadata
+    def __init__(self, endpoint: TritonEndpoint) -> None:
+        self.mode: Mode = endpoint.mode
+        self.address = endpoint.address
+        self.trouble = endpoint.trouble
+        self.exits_on_error = endpoint.exits_on_error
+        self._metadata = endpoint.metadata
         self._channel = grpc.aio.insecure_channel(
-            door.address,
+            endpoint.address,
             # A proxy is for the world outside; and a server that starts is to be found soon.
             options=[("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)],
         )
@@ -148,7 +148,7 @@ class Triton:
     @classmethod
     def of(cls, pid: int) -> Self:
         """Reach the tritonserver with this process id."""
-        return cls(door(read_command_line(pid)))
+        return cls(read_endpoint(read_command_line(pid)))
 
     async def states(self) -> Mapping[str, State]:
         """Of the models that it has been told to serve at any time. Raises TritonError."""

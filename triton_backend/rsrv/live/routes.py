@@ -10,7 +10,7 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rsrv.control.tokens import bears
+from rsrv.tokens import bears
 
 log = logging.getLogger("rsrv.live")
 
@@ -45,7 +45,7 @@ _STATUSES = {
 }
 
 
-class Wrong(Exception):
+class PageError(Exception):
     """What was asked for is not there, or cannot be done; with the HTTP status to say so."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -53,7 +53,7 @@ class Wrong(Exception):
         self.status = status
 
     @classmethod
-    def of(cls, code: str, text: str) -> "Wrong":
+    def of(cls, code: str, text: str) -> "PageError":
         """`code`: the name of a gRPC status."""
         return cls(_STATUSES.get(code, 500), text)
 
@@ -64,23 +64,23 @@ def story_lines(stories: Mapping[str, Sequence[str]]) -> list[str]:
     return [line if alone else f"{key}: {line}" for key, lines in stories.items() for line in lines]
 
 
-class Source(Protocol):
+class PageSource(Protocol):
     """One server or several, by name; who has one only calls it by any name."""
 
     def events(self) -> AsyncGenerator[tuple[str, str, str], None]:
         """Server, name of the event, and JSON: what there is, then what happens."""
 
     async def story(self, server: str, model: str) -> list[str]:
-        """Raises Wrong."""
+        """Raises PageError."""
 
     async def steer(self, server: str, model: str, what: str) -> None:
-        """One of ACTIONS. Raises Wrong."""
+        """One of ACTIONS. Raises PageError."""
 
 
-class Page:
+class LivePage:
     """`token`: who sends it may steer; None: nobody may."""
 
-    def __init__(self, source: Source, token: bytes | None) -> None:
+    def __init__(self, source: PageSource, token: bytes | None) -> None:
         self._source, self._token = source, token
         self._watchers = 0
         folder = resources.files("rsrv.live") / "page"
@@ -125,7 +125,7 @@ class Page:
         query = request.query
         try:
             lines = await self._source.story(query.get("server", ""), query.get("model", ""))
-        except Wrong as wrong:
+        except PageError as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n", headers=_HEADERS)
         return web.json_response(lines, headers=_HEADERS)
 
@@ -146,7 +146,7 @@ class Page:
         log.info("live page at %s: %s %s at %s", request.remote, what, model, server)
         try:
             await self._source.steer(server, model, what)
-        except Wrong as wrong:
+        except PageError as wrong:
             return web.Response(status=wrong.status, text=f"{wrong}\n")
         return web.Response(text="done\n")
 

@@ -2,18 +2,21 @@
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rsrv.control.connection import Answer, Connection
-from rsrv.control.grpc_errors import Refused
+from rsrv.control.grpc_service import StatusError
 from rsrv.control.overrides import Command, Overrides
-from rsrv.control.protocols import Entry
-from rsrv.wire.frames import Kind, ProtocolError, pack_json
+from rsrv.control.protocols import ModelVersion
+from rsrv.wire import socket as wire
+from rsrv.wire.frames import Kind, ProtocolError, check_hello, hello, pack_json, read_header, unpack_json
+from rsrv.wire.memory import SharedMemoryError, read_document
 
 log = logging.getLogger("rsrv.control")
 
@@ -27,11 +30,13 @@ _PAUSE = 0.1
 _SLOW = 60.0
 #: changes that wait for somebody who does not take them; beyond, they get a snapshot instead
 _UNTAKEN = 4096
+#: frames that are read before the loop does something else
+_BURST = 64
 #: how a runtime that has just started refuses what is said of a model: it does not know it, or has not built it
 _NOT_YET = frozenset(["NOT_FOUND", "FAILED_PRECONDITION"])
 
 
-class RuntimeDown(Refused):
+class RuntimeDown(StatusError):
     """The runtime does not answer."""
 
     def __init__(self) -> None:
@@ -43,26 +48,118 @@ class RuntimeDown(Refused):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StateChange:
     """`entry` None: it is gone."""
 
     instance: str
     revision: int
     key: str
-    entry: Entry | None
+    entry: ModelVersion | None
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StateSnapshot:
     """The next change has the next revision."""
 
     instance: str
     revision: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ModelVersion]
 
 
 #: None: the runtime does not answer
-Update = Snapshot | Change | None
+StateUpdate = StateSnapshot | StateChange | None
+
+
+Answer = asyncio.Future[dict[str, Any]]
+
+
+class ControlConnection:
+    """`on_state` gets the JSON of each STATE frame, or of its document; it raises ProtocolError if that cannot be.
+
+    `ended` is done when the connection is over, with the reason.
+    """
+
+    def __init__(self, path: Path, on_state: Callable[[dict[str, Any]], None]) -> None:
+        """Raises OSError when nobody listens, ProtocolError when the listener is another user's."""
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        self._on_state = on_state
+        self._waiting: deque[tuple[Kind, Answer]] = deque()
+        self._sock = wire.connect(path)
+        self._sock.setblocking(False)
+        self._receiver = wire.Receiver(self._sock)
+        self._loop.add_reader(self._sock, self._readable)
+        #: the runtime's first frame
+        self.greeting = self.ask(hello(), Kind.WELCOME)
+
+    def send(self, frame: bytes) -> None:
+        """Something that has no answer of its own; ends the connection if the runtime does not take it."""
+        if self.ended.done():
+            return
+        try:
+            wire.send(self._sock, frame)
+        except BlockingIOError:
+            self._end("the runtime does not read what it is asked")
+        except (wire.Closed, OSError) as error:
+            self._end(str(error))
+
+    def ask(self, question: bytes, answer: Kind) -> Answer:
+        """The JSON object that is the answer: in a document if there is one, else in the frame.
+
+        Cancelled when the connection ends before. May be cancelled, or be given a result, by whoever asks.
+        """
+        future = self._loop.create_future()
+        if self.ended.done():
+            future.cancel()
+            return future
+        self._waiting.append((answer, future))
+        self.send(question)
+        return future
+
+    def close(self) -> None:
+        self._end("closed")
+
+    def _end(self, reason: str) -> None:
+        if self.ended.done():
+            return
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        self.ended.set_result(reason)
+        waiting, self._waiting = self._waiting, deque()
+        for _, future in waiting:
+            future.cancel()
+
+    def _readable(self) -> None:
+        try:
+            for _ in range(_BURST):
+                if self.ended.done():
+                    return
+                frame, fds = self._receiver.receive()
+                try:
+                    self._take(frame, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+        except BlockingIOError:
+            pass
+        except (wire.Closed, ProtocolError, SharedMemoryError, OSError) as error:
+            self._end(str(error))
+
+    def _take(self, frame: memoryview, fds: list[int]) -> None:
+        kind, _ = read_header(frame)
+        if kind is Kind.STATE:
+            self._on_state(read_document(fds[0]) if fds else unpack_json(frame))
+            return
+        expected, future = self._waiting.popleft() if self._waiting else (None, None)
+        if kind is not expected or future is None:
+            raise ProtocolError(f"the runtime sends {kind.name} instead of what it is asked for")
+        if kind is Kind.WELCOME:
+            check_hello(frame)
+            value = unpack_json(frame)
+        else:
+            value = read_document(fds[0]) if fds else unpack_json(frame)
+        with suppress(asyncio.InvalidStateError):  # whoever asked does not wait any more
+            future.set_result(value)
 
 
 class RuntimeLink:
@@ -84,13 +181,13 @@ class RuntimeLink:
         self.overrides = overrides
         self._ping, self._silence, self._pause = ping, silence, pause
         self._loop = asyncio.get_running_loop()
-        self._connection: Connection | None = None
+        self._connection: ControlConnection | None = None
         self._up = False
         self._down = self._loop.create_future()
         self._since = 0.0
         self._changes = 0
         self._changed = self._loop.create_future()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ModelVersion] = {}
         self.instance = ""
         #: runtimes that it has met
         self.lives = 0
@@ -110,7 +207,7 @@ class RuntimeLink:
         return self._since
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, ModelVersion]:
         return self._entries
 
     @property
@@ -134,12 +231,12 @@ class RuntimeLink:
     # --- what is asked and told ---------------------------------------------------------------------------
 
     async def command(self, command: Command) -> dict[str, Any]:
-        """What comes of a COMMAND. Raises RuntimeDown, Refused."""
+        """What comes of a COMMAND. Raises RuntimeDown, StatusError."""
         done = partial(self.overrides.commanded, command)
         return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED, done), "INTERNAL")
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """The scheduler's section as it holds after these changes of it. Raises RuntimeDown, Refused."""
+        """The scheduler's section as it holds after these changes of it. Raises RuntimeDown, StatusError."""
         done = partial(self.overrides.configured, changes) if changes else None
         return _check(await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED, done), "INVALID_ARGUMENT")
 
@@ -150,12 +247,12 @@ class RuntimeLink:
     async def slow_command(self, command: Command) -> dict[str, Any]:
         """As `command`, for those whose answer takes its time: what is asked meanwhile is not kept waiting.
 
-        Raises RuntimeDown, Refused.
+        Raises RuntimeDown, StatusError.
         """
         if not self._up:
             raise RuntimeDown
         try:
-            connection = Connection(self._path, lambda _: None)
+            connection = ControlConnection(self._path, lambda _: None)
         except (OSError, ProtocolError):
             raise RuntimeDown from None
         try:
@@ -176,7 +273,7 @@ class RuntimeLink:
         try:
             question = pack_json(kind, body)
         except ProtocolError as error:
-            raise Refused("INVALID_ARGUMENT", str(error)) from None
+            raise StatusError("INVALID_ARGUMENT", str(error)) from None
         answer = self._connection.ask(question, answer_kind)
         if done is not None:
             answer.add_done_callback(partial(_when_done, done))
@@ -209,7 +306,7 @@ class RuntimeLink:
 
     async def _serve(self) -> str:
         """One connection, to its end; says why that came. Raises OSError, ProtocolError."""
-        connection = self._connection = Connection(self._path, self._on_state)
+        connection = self._connection = ControlConnection(self._path, self._on_state)
         try:
             connection.send(pack_json(Kind.WATCH, {}))
             pinging = asyncio.create_task(self._keep_pinging(connection))
@@ -221,7 +318,7 @@ class RuntimeLink:
             connection.close()
             self._connection = None
 
-    async def _keep_pinging(self, connection: Connection) -> None:
+    async def _keep_pinging(self, connection: ControlConnection) -> None:
         while not connection.ended.done():
             answer = connection.ask(pack_json(Kind.COMMAND, {"command": "ping"}), Kind.COMMANDED)
             await asyncio.wait({answer}, timeout=self._silence)
@@ -263,7 +360,7 @@ class RuntimeLink:
             self._tell_of(entry["name"])
         self._note()
         if self._up:  # else a snapshot will tell
-            self._publish(Change(self.instance, revision, key, entry))
+            self._publish(StateChange(self.instance, revision, key, entry))
 
     def _come_up(self) -> None:
         self._up = True
@@ -282,7 +379,7 @@ class RuntimeLink:
         changed, self._changed = self._changed, self._loop.create_future()
         changed.set_result(None)
 
-    def _publish(self, change: Change | None) -> None:
+    def _publish(self, change: StateChange | None) -> None:
         for subscription in self._subscriptions:
             subscription.tell(change)
 
@@ -330,14 +427,14 @@ class Subscription:
     def __init__(self, link: RuntimeLink, subscriptions: "set[Subscription]") -> None:
         self._link = link
         self._subscriptions = subscriptions
-        self._changes: deque[Change] = deque()
+        self._changes: deque[StateChange] = deque()
         #: nothing but a snapshot will do
         self._stale = True
         self._some = asyncio.Event()
         self._some.set()
         subscriptions.add(self)
 
-    def tell(self, change: Change | None) -> None:
+    def tell(self, change: StateChange | None) -> None:
         """A change; None: more than one entry, or whether the runtime is up."""
         if change is None or len(self._changes) >= _UNTAKEN:
             self._stale = True
@@ -347,14 +444,14 @@ class Subscription:
         if self._stale or self._changes:
             self._some.set()
 
-    async def next(self) -> Update:
+    async def next(self) -> StateUpdate:
         """The next one, waited for."""
         await self._some.wait()
         if self._stale:
             self._stale = False
             self._some.clear()
             link = self._link
-            return Snapshot(link.instance, link.revision, dict(link.entries)) if link.up else None
+            return StateSnapshot(link.instance, link.revision, dict(link.entries)) if link.up else None
         change = self._changes.popleft()
         if not self._changes:
             self._some.clear()
@@ -370,7 +467,7 @@ def _when_done(done: Callable[[], None], answer: Answer) -> None:
 
 
 def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:
-    """Raises Refused, with this code if the answer has none."""
+    """Raises StatusError, with this code if the answer has none."""
     if "error" in answer:
-        raise Refused(str(answer.get("code", code)), str(answer["error"]))
+        raise StatusError(str(answer.get("code", code)), str(answer["error"]))
     return answer

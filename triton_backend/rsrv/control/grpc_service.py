@@ -1,0 +1,130 @@
+"""What the gRPC services of the control process and of the gateway share: status codes, health, and names in enums."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+log = logging.getLogger("rsrv.control")
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Service = TypeVar("Service")
+
+#: Seconds between two looks for changes that no event announces.
+_HEALTH_LOOK_S = 0.25
+
+
+class StatusError(Exception):
+    """A call that fails with a gRPC status; `code` is its name."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class InvalidArgument(StatusError):
+    """A request that is wrong in any state; the message says what is wrong."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("INVALID_ARGUMENT", text)
+
+
+def answers(
+    method: Callable[[Service, Request], Awaitable[Response]],
+) -> Callable[[Service, Request, Any], Awaitable[Response]]:
+    """Wrap a method of a service, so that any exception ends it with a gRPC status."""
+
+    @functools.wraps(method)
+    async def answer(self: Service, request: Request, context: Any) -> Response:
+        try:
+            return await method(self, request)
+        except StatusError as error:
+            status, text = grpc.StatusCode.__members__.get(error.code, grpc.StatusCode.INTERNAL), str(error)
+        except Exception:
+            log.exception("%s failed", method.__name__)
+            status, text = grpc.StatusCode.INTERNAL, "internal error; the server's log says more"
+        await context.abort(status, text)
+        raise AssertionError("abort raises")
+
+    return answer
+
+
+def steers(
+    method: Callable[[Service, Request], Awaitable[Response]],
+) -> Callable[[Service, Request, Any], Awaitable[Response]]:
+    """Wrap a method that changes something: as `answers`, and log the request and its sender."""
+    inner = answers(method)
+
+    @functools.wraps(method)
+    async def answer(self: Service, request: Request, context: Any) -> Response:
+        log.info("%s from %s: %s", method.__name__, context.peer(), " ".join(str(request).split()))
+        return await inner(self, request, context)
+
+    return answer
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1.Health, computed for each call, so that it cannot be out of date.
+
+    The package's own servicer keeps a table, which would have to follow every change, and forgets watchers when another
+    watcher of the same name leaves.
+    """
+
+    def serving(self, service: str) -> bool | None:
+        """Return True if the service serves, None if it is unknown. The empty name means the server as a whole."""
+        raise NotImplementedError
+
+    def changed(self) -> Awaitable[Any]:
+        """Await the next change of the health after this call. A watcher also looks again without one, after a moment."""
+        return asyncio.Event().wait()
+
+    def status(self, service: str) -> Any:
+        """Return the member of ServingStatus."""
+        name = {None: "SERVICE_UNKNOWN", True: "SERVING", False: "NOT_SERVING"}[self.serving(service)]
+        return health_pb2.HealthCheckResponse.ServingStatus.Value(name)
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        if self.serving(request.service) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no model {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=self.status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        last = None
+        while True:
+            changed = asyncio.ensure_future(self.changed())
+            try:
+                status = self.status(request.service)
+                if status != last:
+                    last = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                await asyncio.wait({changed}, timeout=_HEALTH_LOOK_S)
+            finally:
+                changed.cancel()
+
+
+def member(enum: Any, name: str | None) -> Any:
+    """Return the member of a generated enum by its name in the protocol and in rsrv.yaml: of Residency, 'device'.
+
+    None and names that this version does not know are UNSPECIFIED.
+    """
+    return 0 if name is None else _members(enum).get(name, 0)
+
+
+def member_name(enum: Any, value: int) -> str:
+    """Return the name of a member. Raises ValueError for UNSPECIFIED and unknown numbers, with the valid names."""
+    for name, number in _members(enum).items():
+        if number == value:
+            return name
+    raise ValueError(f"must be one of {', '.join(_members(enum))}")
+
+
+@functools.cache
+def _members(enum: Any) -> dict[str, int]:
+    # Names in the protobuf begin with the enum's own: RESIDENCY_DEVICE.
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return {name.removeprefix(prefix).lower(): number for name, number in enum.items() if number}

@@ -26,7 +26,7 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.meta import write_meta_bundle
-from rsrv_bundle.numerics import Array, Running, answers, label
+from rsrv_bundle.numerics import Array, ModuleRunner, answers, label
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden"
 #: in a set: bundle -> its digest
@@ -179,7 +179,7 @@ def ask_modules(
     bundle: Bundle, inputs_of: Callable[[str, tuple[int, int]], Sequence[Array]]
 ) -> dict[str, Array]:
     """Every module's answer to `inputs_of(its label, its key)`."""
-    run = Running(bundle)
+    run = ModuleRunner(bundle)
     found: dict[str, Array] = {}
     for key in run.keys():  # noqa: SIM118 - not a mapping
         place = label(bundle, key)
@@ -208,7 +208,7 @@ def ask_client(bundle: Bundle, request: Arrays) -> Arrays:
 
 def _ask(bundle: Bundle, inputs: Arrays) -> Arrays:
     """One model's answer; all of its tensors have their rows first."""
-    run = Running(bundle)
+    run = ModuleRunner(bundle)
     found = answers(run, run.keys()[-1], [inputs[spec.name] for spec in bundle.manifest.inputs])
     return {spec.name: array for spec, array in zip(bundle.manifest.outputs, found, strict=True)}
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rsrv.command import add_version
-from rsrv_bundle.commands.kinds import KINDS
+from rsrv_bundle.commands.sources import KINDS
 
 if TYPE_CHECKING:
-    from rsrv_bundle.commands.agreement import Wanted
+    from rsrv_bundle.commands.agreement import Comparison
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,9 +255,9 @@ def _check(arguments: argparse.Namespace) -> int:
     return checking.check(arguments.directories, signatures=not arguments.no_signatures, numerics=wanted)
 
 
-def _wanted(arguments: argparse.Namespace) -> Wanted:
+def _wanted(arguments: argparse.Namespace) -> Comparison:
     _need("jax", "rsrv[export]")
-    from rsrv_bundle.commands.agreement import Wanted
+    from rsrv_bundle.commands.agreement import Comparison
     from rsrv_bundle.commands.samples import read_samples
 
     try:
@@ -265,7 +265,7 @@ def _wanted(arguments: argparse.Namespace) -> Wanted:
     except (OSError, ValueError) as e:
         raise UsageError(f"--samples {arguments.samples}: {e}") from e
     source, examples = _source(*_target(arguments))
-    return Wanted(source, samples, examples, dict(arguments.tolerance), arguments.store)
+    return Comparison(source, samples, examples, dict(arguments.tolerance), arguments.store)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from rsrv_bundle import provenance, writer
 from rsrv_bundle.calling import Results
 from rsrv_bundle.errors import BundleError
 from rsrv_bundle.hooks import check_hooks
-from rsrv_bundle.interface import Inputs, Value, plan_inputs, plan_outputs, value_of
+from rsrv_bundle.interface import InputPlan, Value, plan_inputs, plan_outputs, value_of
 from rsrv_bundle.manifest import CURRENT
 from rsrv_bundle.modules import Stripped, artifact_version, strip_locations
 from rsrv_bundle.numerics import TOLERANCE, compare
@@ -82,7 +82,7 @@ def export_bundle(
     batch_sizes: sizes to compile, in rows; empty for a function without a batch axis.
     out_dir: the bundle's directory; its last part is the model's name.
     batch_axis: of every input, or by input name (0 where a name is missing), or None: no input has one.
-    axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. Inputs
+    axes: input or output name -> one letter per axis, `n` or `b` for the batch, e.g. {"image": "nhwc"}. InputPlan
         named here do not look at `batch_axis`; other tensors get letters by themselves.
     input_shapes: variants, as the manifest writes them: for each, letter -> size of the axes that vary.
     hooks: a file to copy (Path) or the text (str) of model.py.
@@ -290,13 +290,13 @@ def _lower(function: _Flat, structs: Sequence[Any], platform: str, max_constant_
     return module
 
 
-def _module_name(inputs: Inputs, variant: int, size: int) -> str:
+def _module_name(inputs: InputPlan, variant: int, size: int) -> str:
     prefix = f"model.v{variant}" if inputs.input_shapes else "model"
     return f"{prefix}.b{size}.mlir" if inputs.batched else f"{prefix}.mlir"
 
 
 def _document(
-    inputs: Inputs,
+    inputs: InputPlan,
     outputs: Sequence[TensorSpec],
     description: str,
     client_inputs: Sequence[Mapping[str, Any]] | None,

@@ -57,7 +57,7 @@ def export_torch(
         axes=axes or {},
         input_shapes=input_shapes,
     )
-    programs = _torch_programs().Programs(
+    programs = _torch_programs().TracedModules(
         module, {name: dtype_of(value.dtype) for name, value in examples.items()}
     )
     keys = list(inputs.keys())

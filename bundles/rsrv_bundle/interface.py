@@ -25,7 +25,7 @@ OutputsAt = Callable[[int, int], Mapping[str, Value]]
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class InputPlan:
     """The executable inputs, and the sizes they are compiled for."""
 
     specs: tuple[TensorSpec, ...]
@@ -63,7 +63,7 @@ def plan_inputs(
     batch_axis: int | Mapping[str, int] | None,
     axes: Mapping[str, str],
     input_shapes: Sequence[Mapping[str, int]],
-) -> Inputs:
+) -> InputPlan:
     """Derive the inputs' specs from example shapes. Raises BundleError, naming the input."""
     for size in batch_sizes:
         if not isinstance(size, int | np.integer) or size < 1:
@@ -84,7 +84,7 @@ def plan_inputs(
             )
         else:
             specs.append(_spec(name, dtype, shape, letters, variable))
-    inputs = Inputs(
+    inputs = InputPlan(
         tuple(specs), tuple(dict(entry) for entry in input_shapes), tuple(sorted(set(map(int, batch_sizes))))
     )
     if inputs.batched and not inputs.batch_sizes:
@@ -100,7 +100,7 @@ def plan_inputs(
     return inputs
 
 
-def plan_outputs(inputs: Inputs, axes: Mapping[str, str], outputs_at: OutputsAt) -> tuple[TensorSpec, ...]:
+def plan_outputs(inputs: InputPlan, axes: Mapping[str, str], outputs_at: OutputsAt) -> tuple[TensorSpec, ...]:
     """Derive the outputs' specs by comparing their shapes across batch sizes and variants.
 
     Raises BundleError when an axis is neither fixed, nor the batch, nor decided by the variant alone.
@@ -128,7 +128,7 @@ def plan_outputs(inputs: Inputs, axes: Mapping[str, str], outputs_at: OutputsAt)
 
 
 def _output_spec(
-    name: str, values: Mapping[tuple[int, int], Value], inputs: Inputs, letters: str | None
+    name: str, values: Mapping[tuple[int, int], Value], inputs: InputPlan, letters: str | None
 ) -> TensorSpec:
     (dtype, shape), *_ = values.values()
     if len({len(at[1]) for at in values.values()}) > 1:

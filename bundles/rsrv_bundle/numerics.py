@@ -48,7 +48,7 @@ TOLERANCE: Mapping[str, float] = {
 }
 
 
-class Running:
+class ModuleRunner:
     """A bundle's modules, each compiled when it is first asked, with the weights as read from the file."""
 
     def __init__(self, bundle: Bundle, look: Look = signature_of) -> None:
@@ -133,7 +133,7 @@ def compare(
     one of which nothing finite was compared.
     """
     judge = Judge(bundle, tolerance)
-    run = Running(bundle)
+    run = ModuleRunner(bundle)
     for key in run.keys():  # noqa: SIM118 - not a mapping
         for inputs in (random_inputs(bundle, *key, examples), example_inputs(bundle, *key, examples)):
             if inputs is not None:
@@ -246,7 +246,7 @@ def _silent(_: str) -> None:
 
 
 def check_buckets(
-    run: Running, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
+    run: ModuleRunner, pools: Mapping[int, Rows], judge: Judge, done: Callable[[str], None] = _silent
 ) -> None:
     """Ask the same rows at every batch size, and in one at other places and beside zeros.
 
@@ -272,7 +272,7 @@ def check_buckets(
 
 
 def check_source(
-    run: Running,
+    run: ModuleRunner,
     source: Callable[[Rows], Rows],
     pools: Mapping[int, Rows],
     judge: Judge,
@@ -291,7 +291,7 @@ def check_source(
             done(label(run.bundle, key))
 
 
-def answers(run: Running, key: Key, rows: Rows) -> list[Array]:
+def answers(run: ModuleRunner, key: Key, rows: Rows) -> list[Array]:
     """What a module answers to these rows, in as many executions as it takes."""
     return in_batches(run.bundle, key[1], rows, lambda inputs: run(key, inputs))
 
@@ -333,7 +333,7 @@ def _cut(rows: Rows, count: int) -> list[Array]:
     return [array[:count] for array in rows]
 
 
-def random_rows(run: Running, examples: Mapping[str, Array] = MappingProxyType({})) -> dict[int, Rows]:
+def random_rows(run: ModuleRunner, examples: Mapping[str, Array] = MappingProxyType({})) -> dict[int, Rows]:
     """For each variant as many rows as its largest module takes; the same ones in every process.
 
     examples: as `random_inputs` takes them.
@@ -344,7 +344,7 @@ def random_rows(run: Running, examples: Mapping[str, Array] = MappingProxyType({
     }
 
 
-def example_rows(run: Running, examples: Mapping[str, Array]) -> dict[int, Rows]:
+def example_rows(run: ModuleRunner, examples: Mapping[str, Array]) -> dict[int, Rows]:
     """For each variant the examples' own rows, at most as many as its largest module takes; empty if they say nothing.
 
     examples: as `example_inputs` takes them.

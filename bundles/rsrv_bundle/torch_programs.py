@@ -60,7 +60,7 @@ Argument = str | Array | int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class TracedModule:
     """The module at one set of input shapes."""
 
     graph: Any
@@ -88,7 +88,7 @@ def _value(argument: Argument, weights: Mapping[str, Any], inputs: Sequence[Any]
             return jnp.asarray(argument)
 
 
-class Programs:
+class TracedModules:
     """`module(**inputs)` as `fn(weights, **inputs)`, traced anew for each set of shapes, and once."""
 
     def __init__(self, module: torch.nn.Module, inputs: Mapping[str, torch.dtype]) -> None:
@@ -102,9 +102,9 @@ class Programs:
         ):
             self._names.setdefault(_identity(name, tensor), name)
         self._tensors: dict[str, torch.Tensor] = {}
-        self._programs: dict[tuple[tuple[int, ...], ...], Program] = {}
+        self._programs: dict[tuple[tuple[int, ...], ...], TracedModule] = {}
 
-    def at(self, shapes: Sequence[tuple[int, ...]]) -> Program:
+    def at(self, shapes: Sequence[tuple[int, ...]]) -> TracedModule:
         """The module at these input shapes. Raises BundleError."""
         key = tuple(shapes)
         if key not in self._programs:
@@ -119,7 +119,7 @@ class Programs:
         arrays = [inputs[name] for name in self._inputs]
         return self.at([array.shape for array in arrays])(weights, arrays)
 
-    def _trace(self, shapes: tuple[tuple[int, ...], ...]) -> Program:
+    def _trace(self, shapes: tuple[tuple[int, ...], ...]) -> TracedModule:
         noted: list[Results] = []
         served = _Served(self._module, tuple(self._inputs), noted.append)
         zeros = tuple(
@@ -135,7 +135,7 @@ class Programs:
             except Exception as e:
                 raise BundleError(_untraceable(e, list(zip(self._inputs, shapes, strict=True)))) from e
         _check(exported, tuple(self._inputs))
-        return Program(exported.graph_module, tuple(self._arguments(exported)), noted[0])
+        return TracedModule(exported.graph_module, tuple(self._arguments(exported)), noted[0])
 
     def _arguments(self, exported: Any) -> Iterator[Argument]:
         position = 0

@@ -50,7 +50,7 @@ ModelPlan = Mapping[PurePosixPath, Content]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceBundle:
     """A good bundle."""
 
     bundle: Bundle
@@ -59,7 +59,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RepositoryPlan:
     """What a repository holds."""
 
     #: Model name -> its directory; models come before the metas that may call them.
@@ -69,12 +69,12 @@ class Plan:
 
 
 def plan_repository(
-    sources: Mapping[str, Source],
+    sources: Mapping[str, SourceBundle],
     kept: Mapping[str, Collection[str]],
     *,
     mode: LinkMode = "hard",
     transport: Transport = "direct",
-) -> Plan:
+) -> RepositoryPlan:
     """The repository of these bundles, each of which may be served: what metas call is among them.
 
     `kept` are the metas that are not made anew, because they stay as they are or are broken, with their callees: these are
@@ -91,7 +91,7 @@ def plan_repository(
         if name not in internal or transport == "bls":
             callees = [sources[callee] for callee in calls[name]]
             models[name] = plan_model(sources[name], callees, internal=name in internal, mode=mode)
-    return Plan(models, internal)
+    return RepositoryPlan(models, internal)
 
 
 def _may_be_internal(bundle: Bundle) -> bool:
@@ -100,7 +100,11 @@ def _may_be_internal(bundle: Bundle) -> bool:
 
 
 def plan_model(
-    source: Source, callees: Sequence[Source] = (), *, internal: bool = False, mode: LinkMode = "hard"
+    source: SourceBundle,
+    callees: Sequence[SourceBundle] = (),
+    *,
+    internal: bool = False,
+    mode: LinkMode = "hard",
 ) -> ModelPlan:
     """One model's directory. Raises ConfigError.
 
@@ -126,7 +130,7 @@ def plan_model(
     return plan
 
 
-def _bundle_files(source: Source, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
+def _bundle_files(source: SourceBundle, folder: PurePosixPath, mode: LinkMode) -> ModelPlan:
     """A bundle, in this folder."""
     path = source.bundle.path
     if mode == "symlink":

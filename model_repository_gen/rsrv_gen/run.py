@@ -17,7 +17,7 @@ from rsrv.explain import YamlError, read_yaml
 from rsrv.settings import LifecycleSection, Settings, SettingsError, dump_settings, load_settings
 from rsrv_bundle import BundleError
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources, verify
-from rsrv_gen.update import Step, steps
+from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository, our_models
 
 
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
                 _complain(
                     f"{name}: a server ended while it loaded this version; the one before is not kept any more"
                 )
-            run = _Run(options.output, options, writer)
+            run = _Generator(options.output, options, writer)
             run.models(sources, settings)
             run.settings(settings)
     except (OSError, SettingsError) as error:
@@ -85,7 +85,7 @@ def _complain(first: str, *more: str) -> None:
     print(f"rsrv-gen: {first}", *(f"  {line}" for line in more), sep="\n", file=sys.stderr)
 
 
-class _Run:
+class _Generator:
     """One run over a repository: decides for each model, does it unless this is a check, and reports a line."""
 
     def __init__(
@@ -131,7 +131,7 @@ class _Run:
             return True
         return False
 
-    def _carry_out(self, step: Step) -> None:
+    def _carry_out(self, step: PlannedAction) -> None:
         name, plan = step.name, step.plan
         match step.verb:
             case "foreign":

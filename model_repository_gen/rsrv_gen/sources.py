@@ -13,7 +13,7 @@ from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.reader import checksums
 from rsrv_gen import config
 from rsrv_gen.metas import unusable_metas
-from rsrv_gen.plan import Source
+from rsrv_gen.plan import SourceBundle
 
 #: The settings beside the models; a model can't have this name.
 SETTINGS_FILE = "rsrv.yaml"
@@ -24,7 +24,7 @@ class Sources:
     """What the command line's paths came to."""
 
     #: Model name -> its bundle, which can be served, and the models that it calls as well.
-    good: dict[str, Source] = field(default_factory=dict)
+    good: dict[str, SourceBundle] = field(default_factory=dict)
     #: Model name -> why it can't be served.
     broken: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Meta model among these -> the models that it would call, as far as its manifest can be read.
@@ -63,7 +63,7 @@ def read_sources(paths: Iterable[Path]) -> Sources:
     return sources
 
 
-def _read(name: str, places: Sequence[Path]) -> Source:
+def _read(name: str, places: Sequence[Path]) -> SourceBundle:
     if name == SETTINGS_FILE:
         raise BundleError(f"{name} is the name of the settings file; rename the bundle")
     if len(places) > 1:
@@ -74,7 +74,7 @@ def _read(name: str, places: Sequence[Path]) -> Source:
         check_hooks(bundle.hooks, "meta")
     # Rendered here only to learn whether Triton would take it: no meta model may count on one that it refuses.
     config.render(bundle)
-    return Source(bundle, bundle_files(bundle.path))
+    return SourceBundle(bundle, bundle_files(bundle.path))
 
 
 def _declared_calls(bundle: Path) -> list[str]:

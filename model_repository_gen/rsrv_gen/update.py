@@ -9,9 +9,9 @@ from typing import Literal
 
 from rsrv.settings import Transport
 from rsrv_bundle import BundleError
-from rsrv_gen.aside import Replaced
-from rsrv_gen.plan import LinkMode, ModelPlan, Source, plan_repository
+from rsrv_gen.plan import LinkMode, ModelPlan, SourceBundle, plan_repository
 from rsrv_gen.sources import Sources, read_sources, read_unverified, verify
+from rsrv_gen.staging import Replaced
 from rsrv_gen.write import (
     carried,
     is_current,
@@ -27,7 +27,7 @@ Verb = Literal["unchanged", "new", "changed", "removed", "kept", "internal", "fo
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedAction:
     """What is to be done with one model of a repository."""
 
     name: str
@@ -48,7 +48,7 @@ def steps(
     transport: Transport,
     stays: Callable[[str], str],
     only: Collection[str] | None = None,
-) -> Iterator[Step]:
+) -> Iterator[PlannedAction]:
     """What would make the repository what its bundles say, in the order in which it has to be done.
 
     `stays` says of a model without a bundle why it is not removed; empty: it is. `only` these models are looked at,
@@ -74,17 +74,17 @@ def steps(
     for name, model in plan.models.items():
         if wanted(name):
             note = _note(sources.good[name], plan.internal.get(name, ()))
-            yield Step(name, _verb(repository / name, model, link), model, note)
+            yield PlannedAction(name, _verb(repository / name, model, link), model, note)
     # Only now: to a Triton that polls, the metas are there before their callees go.
     for name, metas in plan.internal.items():
         if wanted(name) and name not in plan.models:
             yield _without_directory(repository / name, metas)
     for name, reason in kept.items():
         if wanted(name):
-            yield Step(name, "kept", note=f" ({reason})")
+            yield PlannedAction(name, "kept", note=f" ({reason})")
     for name in go:
         if wanted(name):
-            yield Step(name, "removed")
+            yield PlannedAction(name, "removed")
 
 
 def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
@@ -99,16 +99,16 @@ def _verb(folder: Path, plan: ModelPlan, link: LinkMode) -> Verb:
     return "changed" if is_ours(folder) else "new"
 
 
-def _without_directory(folder: Path, metas: tuple[str, ...]) -> Step:
+def _without_directory(folder: Path, metas: tuple[str, ...]) -> PlannedAction:
     """A model that its metas carry, and that Triton does not know."""
     called = f"called by {', '.join(metas)}"
     if not is_ours(folder):
-        return Step(folder.name, "internal", note=f" ({called})", carriers=metas)
+        return PlannedAction(folder.name, "internal", note=f" ({called})", carriers=metas)
     note = f" (internal: {called}; public: true in its manifest would keep it)"
-    return Step(folder.name, "removed", note=note, carriers=metas)
+    return PlannedAction(folder.name, "removed", note=note, carriers=metas)
 
 
-def _note(source: Source, metas: Sequence[str]) -> str:
+def _note(source: SourceBundle, metas: Sequence[str]) -> str:
     """What the line of a model says beside its name: what a meta model carries, and which metas alone call it."""
     if calls := source.bundle.manifest.meta_calls:
         return f" (carries {', '.join(calls)})"

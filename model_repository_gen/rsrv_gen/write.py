@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from rsrv_gen.aside import Aside, Replaced, clear_away, leave_open, locked
 from rsrv_gen.config import INTERNAL, MARK
 from rsrv_gen.plan import (
     CALLS_FOLDER,
@@ -28,6 +27,7 @@ from rsrv_gen.plan import (
     SourceFile,
     SourceFolder,
 )
+from rsrv_gen.staging import Replaced, SwapFolder, clear_away, leave_open, locked
 
 #: Smaller files are always copied: a manifest that is edited in place must not change the served model under it.
 LINK_BYTES = 2**20
@@ -133,7 +133,7 @@ class RepositoryWriter:
     def put(self, name: str, plan: ModelPlan, later_than: int = 0) -> Replaced:
         """Creates a model, or replaces one that rsrv-gen made. Its newest file is later than that, as in `touch`."""
         target = self._own(name)
-        kept = Aside.new(self._repository)
+        kept = SwapFolder.new(self._repository)
         try:
             new = kept.path / name
             for path, content in plan.items():
@@ -189,7 +189,7 @@ def open_repository(repository: Path, mode: LinkMode) -> Iterator[RepositoryWrit
     repository.mkdir(parents=True, exist_ok=True)
     with locked(repository), ExitStack() as stack:
         lost = leave_open(repository, clear_away(repository))
-        aside = Aside.new(repository)
+        aside = SwapFolder.new(repository)
         stack.callback(aside.remove)
         yield RepositoryWriter(repository, mode, aside.path, lost)
 

@@ -19,8 +19,8 @@ from rsrv_bundle.numerics import (
     TOLERANCE,
     Array,
     Judge,
+    ModuleRunner,
     Rows,
-    Running,
     check_buckets,
     check_source,
     example_rows,
@@ -38,7 +38,7 @@ class SourceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Comparison:
     """What is to be compared, and how close it has to be."""
 
     source: Source | None = None
@@ -53,7 +53,7 @@ class Wanted:
     store: bool = False
 
 
-def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
+def agree(bundle: Bundle, wanted: Comparison, look: Look) -> list[str]:
     """Run a bundle's modules on random inputs and on the samples. Returns a line per module.
 
     Raises BundleError with a line for each module and output that is beyond its tolerance; then nothing is stored. Raises
@@ -65,7 +65,7 @@ def agree(bundle: Bundle, wanted: Wanted, look: Look) -> list[str]:
         raise BundleError(
             "manifest.yaml: format 2.0 has no place for numerics; use rsrv-bundle upgrade first"
         )
-    run = Running(bundle, look)
+    run = ModuleRunner(bundle, look)
     judge = Judge(bundle, {**TOLERANCE, **wanted.tolerance}, "its source")
     given = {} if wanted.samples is None else rows_of(bundle, wanted.samples)
     examples = _arrays(wanted.examples)
@@ -108,7 +108,7 @@ _WORDS = {
 }
 
 
-def _lines(run: Running, judge: Judge) -> list[str]:
+def _lines(run: ModuleRunner, judge: Judge) -> list[str]:
     """One for each module that was compared with anything."""
     lines = []
     for name in (label(run.bundle, key) for key in run.keys()):  # noqa: SIM118 - not a mapping

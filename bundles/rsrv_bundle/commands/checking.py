@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from importlib.util import find_spec
 
-from rsrv_bundle.commands.agreement import SourceError, Wanted, agree
+from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.errors import BundleError, os_error
 from rsrv_bundle.hooks import check_hooks
 from rsrv_bundle.inspection import Inspector, InspectorError
@@ -16,7 +16,7 @@ from rsrv_bundle.reader import read_bundle
 from rsrv_bundle.spec import Bundle
 
 
-def check(directories: Sequence[str], *, signatures: bool, numerics: Wanted | None = None) -> int:
+def check(directories: Sequence[str], *, signatures: bool, numerics: Comparison | None = None) -> int:
     """Prints a line per bundle, or per broken rule; returns the exit status, as `cli.main`.
 
     numerics: what to compare by running the modules, if anything.

@@ -20,7 +20,7 @@ Tensor = tuple[str, TensorKey, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightDifferences:
     """How the weights of two bundles, A and B, are related."""
 
     #: (in A, its names in B): the same tensor, which a server that has both keeps once
@@ -36,7 +36,7 @@ class Weights:
     common: int
 
 
-def relate(a: list[Tensor], b: list[Tensor]) -> Weights:
+def relate(a: list[Tensor], b: list[Tensor]) -> WeightDifferences:
     """Tensors are the same if they are for the server: type, shape and content decide, not the name."""
     keys_a, keys_b = ({key: nbytes for _, key, nbytes in side} for side in (a, b))
     named_b = {tensor[0]: tensor for tensor in b if tensor[1] not in keys_a}
@@ -46,7 +46,7 @@ def relate(a: list[Tensor], b: list[Tensor]) -> Weights:
     alone = [tensor for tensor in a if tensor[1] not in keys_b]
     changed = [(tensor, named_b[tensor[0]]) for tensor in alone if tensor[0] in named_b]
     both = {tensor[0] for tensor, _ in changed}
-    return Weights(
+    return WeightDifferences(
         shared=tuple((tensor, tuple(names_b[tensor[1]])) for tensor in a if tensor[1] in keys_b),
         changed=tuple(changed),
         only_a=tuple(tensor for tensor in alone if tensor[0] not in both),

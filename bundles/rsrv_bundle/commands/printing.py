@@ -10,7 +10,7 @@ from rsrv_bundle.commands import showing
 from rsrv_bundle.commands.describing import describe
 from rsrv_bundle.commands.differing import (
     Tensor,
-    Weights,
+    WeightDifferences,
     file_differences,
     manifest_differences,
     relate,
@@ -69,7 +69,7 @@ def diff(a: str, b: str) -> int:
     return _told(work, broken=2)
 
 
-def weight_lines(related: Weights) -> list[str]:
+def weight_lines(related: WeightDifferences) -> list[str]:
     """A line per tensor: `=` both have it, `~` it changed, `-` only A has it, `+` only B has it."""
     lines = []
     for tensor, names in related.shared:

@@ -14,7 +14,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from rsrv_bundle.commands.kinds import KINDS
+#: kind of model that a bundle is exported from -> its description
+KINDS: Mapping[str, str] = {
+    "jax": "a JAX function of parameters and inputs, with its parameters",
+    "nnx": "a Flax NNX module",
+    "equinox": "an Equinox module",
+    "torch": "a PyTorch module",
+}
 
 #: what is missing -> what has it
 _EXTRAS = {
@@ -31,7 +37,7 @@ class LoadError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LoadedModel:
     """A model as its author wrote it."""
 
     #: Gets numpy arrays by input name; returns what the model returns, as numpy arrays, or `calling.Results` of them.
@@ -42,7 +48,7 @@ class Source:
     examples: Mapping[str, Any]
 
 
-def load(kind: str, target: str) -> Source:
+def load(kind: str, target: str) -> LoadedModel:
     """The model that `target`, `package.module:name`, names: a model, or a function without arguments that makes it.
 
     kind: one of KINDS. With `jax` the model is a pair of function and parameters. It may come as a tuple, with the
@@ -73,7 +79,7 @@ def load(kind: str, target: str) -> Source:
         if inspect.isfunction(found) or inspect.isclass(found)
         else import_module(target.partition(":")[0])
     )
-    return Source(eager, partial(export, code=code), dict(rest[0]) if rest else {})
+    return LoadedModel(eager, partial(export, code=code), dict(rest[0]) if rest else {})
 
 
 def named(target: str) -> Any:

@@ -16,7 +16,7 @@ from rsrv_bundle.errors import BundleError, Problems, TargetError
 from rsrv_bundle.inputs import random_inputs
 from rsrv_bundle.manifest import FILE
 from rsrv_bundle.modules import Look, artifact_version, module_file, rewritten, signature_of
-from rsrv_bundle.numerics import Running
+from rsrv_bundle.numerics import ModuleRunner
 from rsrv_bundle.reader import read_bundle, sha256_of
 from rsrv_bundle.spec import Bundle
 from rsrv_bundle.weights import FILE as WEIGHTS_FILE
@@ -46,7 +46,7 @@ def upgrade(
     if Path(directory).resolve() in target.resolve().parents:
         raise TargetError(f"{out_dir}: is inside of {directory}, which would be copied into itself")
     old = read_bundle(directory)
-    before = Running(old, look) if old.modules else None
+    before = ModuleRunner(old, look) if old.modules else None
     target.parent.mkdir(parents=True, exist_ok=True)
     # As an export does it: hidden, and on the same file system.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as scratch:
@@ -55,7 +55,7 @@ def upgrade(
         _rewrite(old, work, stablehlo)
         new = read_bundle(work, digest=False)
         if before is not None:
-            _check_equal(before, Running(new, look))
+            _check_equal(before, ModuleRunner(new, look))
         writer.put_in_place(work, target, Path(scratch, "replaced"))
     return read_bundle(target)
 
@@ -86,7 +86,7 @@ def _rewrite(old: Bundle, work: Path, stablehlo: str) -> None:
     writer.write_manifest(work / FILE, document)
 
 
-def _check_equal(before: Running, after: Running) -> None:
+def _check_equal(before: ModuleRunner, after: ModuleRunner) -> None:
     problems = Problems()
     for key in before.keys():  # noqa: SIM118 - not a mapping
         inputs = random_inputs(before.bundle, *key)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rsrv_bundle import Bundle, BundleError, cli, read_bundle
-from rsrv_bundle.commands.agreement import SourceError, Wanted, agree
+from rsrv_bundle.commands.agreement import Comparison, SourceError, agree
 from rsrv_bundle.commands.samples import read_samples, rows_of
 from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import signature_of
@@ -66,8 +66,8 @@ def forged(parent: Path, functions: Mapping[int, Callable[[Any], Any]]) -> Bundl
     )
 
 
-def lines_of(bundle: Bundle, wanted: Wanted | None = None) -> list[str]:
-    return agree(bundle, wanted or Wanted(), signature_of)
+def lines_of(bundle: Bundle, wanted: Comparison | None = None) -> list[str]:
+    return agree(bundle, wanted or Comparison(), signature_of)
 
 
 def test_a_good_bundle_has_a_line_per_module_and_exit_code_0(
@@ -125,13 +125,13 @@ def test_a_module_for_another_device_is_not_compared(tmp_path: Path) -> None:
     modules = {"model.mlir": bytes(lowered.mlir_module_serialized)}
     bundle = read_bundle(make_bundle(tmp_path, document, modules=modules))
     with pytest.raises(BundleError, match=r"model\.mlir: cannot be compiled for this machine: "):
-        lines_of(bundle, Wanted(lambda x: (x, x)))
+        lines_of(bundle, Comparison(lambda x: (x, x)))
 
 
 def test_a_wider_tolerance_lets_more_through(tmp_path: Path) -> None:
     """Of its element type."""
     bundle = forged(tmp_path, {1: lambda x: x, 4: lambda x: x * 1.001})
-    (line,) = lines_of(bundle, Wanted(tolerance={"f32": 0.01}))
+    (line,) = lines_of(bundle, Comparison(tolerance={"f32": 0.01}))
     assert line == "model.b4: 0.001 from the smallest batch size, 0 among rows and places"
 
 
@@ -145,7 +145,7 @@ def test_a_source_is_asked_by_name(exported: Path) -> None:
         return (x @ KERNEL,)
 
     for one in (dense, source, lambda x: x @ KERNEL):
-        lines = lines_of(bundle, Wanted(one))
+        lines = lines_of(bundle, Comparison(one))
         assert [line.partition(":")[0] for line in lines] == ["model.b1", "model.b2", "model.b4"]
         assert all("from its source" in line for line in lines)
     assert asked == [(4, 3)]
@@ -154,7 +154,7 @@ def test_a_source_is_asked_by_name(exported: Path) -> None:
 def test_a_bundle_that_is_not_its_source_is_told(exported: Path) -> None:
     """Every module of it."""
     with pytest.raises(BundleError) as found:
-        lines_of(read_bundle(exported), Wanted(lambda x: 1.1 * (x @ KERNEL)))
+        lines_of(read_bundle(exported), Comparison(lambda x: 1.1 * (x @ KERNEL)))
     assert [line.partition(":")[0] for line in found.value.problems] == [
         f"model.b{n}.mlir" for n in (1, 2, 4)
     ]
@@ -175,7 +175,7 @@ def test_a_source_that_fails_is_not_held_against_the_bundle(
 ) -> None:
     """The message says what it did."""
     with pytest.raises(SourceError, match=re.escape(problem)):
-        lines_of(read_bundle(exported), Wanted(source))
+        lines_of(read_bundle(exported), Comparison(source))
 
 
 def test_the_source_of_the_command_line_is_a_function_in_the_working_directory(
@@ -226,10 +226,10 @@ def test_random_indices_are_those_of_the_examples(tmp_path: Path) -> None:
     with pytest.raises(
         SourceError, match=r"IndexError: .*; where only some integers are allowed, give an example"
     ):
-        lines_of(bundle, Wanted(source))
+        lines_of(bundle, Comparison(source))
     for examples, samples in (({"i": [3, 7]}, None), ({"i": [99]}, {"i": np.array([1, 5], np.int32)})):
         seen.clear()
-        lines_of(bundle, Wanted(source, samples, examples))
+        lines_of(bundle, Comparison(source, samples, examples))
         assert seen <= ({0, 1, 5} if samples else {3, 7})
 
 
@@ -242,10 +242,10 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
 
     example = np.array([[6, 7, 8]], np.float32)
     for wanted in (
-        Wanted(),
-        Wanted(source),
-        Wanted(source, examples={"x": jax.ShapeDtypeStruct((1, 3), jnp.float32)}),
-        Wanted(source, examples={"x": torch.ones((1, 3), dtype=torch.bfloat16)}),
+        Comparison(),
+        Comparison(source),
+        Comparison(source, examples={"x": jax.ShapeDtypeStruct((1, 3), jnp.float32)}),
+        Comparison(source, examples={"x": torch.ones((1, 3), dtype=torch.bfloat16)}),
     ):
         with (
             np.errstate(invalid="ignore"),
@@ -253,8 +253,8 @@ def test_what_is_nan_on_random_inputs_is_compared_on_examples_or_samples(tmp_pat
         ):
             lines_of(bundle, wanted)
     with np.errstate(invalid="ignore", divide="ignore"):
-        assert len(lines_of(bundle, Wanted(source, examples={"x": torch.tensor(example)}))) == 2
-        assert len(lines_of(bundle, Wanted(source, {"x": example}))) == 2
+        assert len(lines_of(bundle, Comparison(source, examples={"x": torch.tensor(example)}))) == 2
+        assert len(lines_of(bundle, Comparison(source, {"x": example}))) == 2
 
 
 def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> 
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "manifest.yaml").write_text("# By hand.\n" + manifest.read_text() + "  # To the end.\n")
     before = read_bundle(copy)
-    lines_of(before, Wanted(lambda x: 1.001 * (x @ KERNEL), tolerance={"f32": 0.01}, store=True))
+    lines_of(before, Comparison(lambda x: 1.001 * (x @ KERNEL), tolerance={"f32": 0.01}, store=True))
     after = read_bundle(copy)
     assert after.manifest.numerics["source"] == pytest.approx(
         dict.fromkeys(("model.b1", "model.b2", "model.b4"), 1e-3), rel=0.01
@@ -275,7 +275,7 @@ def test_what_was_found_is_stored_on_request(exported: Path, tmp_path: Path) -> 
     assert after.manifest.provenance == before.manifest.provenance
     assert (copy / "manifest.yaml").read_text().startswith("# By hand.\n")
     with pytest.raises(BundleError):
-        lines_of(after, Wanted(lambda x: 2 * (x @ KERNEL), store=True))
+        lines_of(after, Comparison(lambda x: 2 * (x @ KERNEL), store=True))
     assert read_bundle(copy).digest == after.digest
 
 
@@ -286,7 +286,7 @@ def test_numbers_are_added_to_any_manifest(tmp_path: Path, text: str) -> None:
     with (bundle.path / "manifest.yaml").open("a") as file:
         file.write(text)
     before = read_bundle(bundle.path)
-    lines_of(before, Wanted(store=True))
+    lines_of(before, Comparison(store=True))
     after = read_bundle(bundle.path).manifest
     zeros = {"model.b2": 0.0}
     assert after.numerics == {**before.manifest.numerics, "buckets": zeros, "rows": zeros}
@@ -299,7 +299,7 @@ def test_format_2_has_no_place_for_numbers(tmp_path: Path) -> None:
         make_bundle(tmp_path, changed(GOOD, format_version="2.0"), weights=b"\2\0\0\0\0\0\0\0{}")
     )
     with pytest.raises(BundleError, match="rsrv-bundle upgrade"):
-        lines_of(bundle, Wanted(store=True))
+        lines_of(bundle, Comparison(store=True))
 
 
 def test_a_meta_model_has_nothing_to_run(tmp_path: Path) -> None:

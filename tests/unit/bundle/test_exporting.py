@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rsrv_bundle import cli, read_bundle, writer
-from rsrv_bundle.commands.input_texts import parse_inputs
+from rsrv_bundle.commands.exporting import parse_inputs
 from rsrv_bundle.commands.sources import LoadError, load
 from rsrv_bundle.provenance import MAX_PATCH_BYTES, PATCH_FILE, collect, working_tree_patch
 

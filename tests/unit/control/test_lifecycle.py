@@ -19,8 +19,8 @@ from rsrv.control.bundle_debounce import Seen
 from rsrv.control.reconciler import Reconciler, ReloadError
 from rsrv.control.triton import TritonError
 from rsrv_gen import sources
-from rsrv_gen.aside import version_of
 from rsrv_gen.cli import main as rsrv_gen
+from rsrv_gen.staging import version_of
 from rsrv_gen.update import remove
 from rsrv_gen.write import open_repository, our_models
 from tests.unit.control.virtual import run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rsrv_gen import aside, write
+from rsrv_gen import staging, write
 from rsrv_gen.cli import main
 from rsrv_gen.config import MARK
 from tests.unit.gen.bundles_for_tests import write_bundle
@@ -256,12 +256,12 @@ def test_what_a_crash_left_is_cleared_away(bundles: Path, gen: Path) -> None:
 def test_directories_are_exchanged(tmp_path: Path, atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways swap the directories whole."""
     if not atomic:
-        monkeypatch.setattr(aside, "_rename_exchange", lambda one, other: False)
+        monkeypatch.setattr(staging, "_rename_exchange", lambda one, other: False)
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()
         (folder / folder.name).touch()
-    aside.exchange(one, other)
+    staging.exchange(one, other)
     assert (one / "other").exists()
     assert (other / "one").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
@@ -273,5 +273,5 @@ def test_an_old_c_library_is_no_error(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "one" / "file").touch()
-    aside.exchange(tmp_path / "one", tmp_path / "other")
+    staging.exchange(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "other" / "file").exists()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from rsrv.settings import load_settings
-from rsrv_gen import aside, write
-from rsrv_gen.aside import Replaced, unfinished, version_of
+from rsrv_gen import staging, write
 from rsrv_gen.cli import main
 from rsrv_gen.sources import read_sources
+from rsrv_gen.staging import Replaced, unfinished, version_of
 from rsrv_gen.update import Update, remove, update
 from rsrv_gen.write import is_ours, newest, open_repository, our_models, touch
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -236,7 +236,7 @@ def test_the_old_version_outlives_an_undo_that_fails(
         raise OSError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(aside, "exchange", refuse)
+        patch.setattr(staging, "exchange", refuse)
         with pytest.raises(OSError, match="no"):
             put.undo()
     assert put.undo()
@@ -318,7 +318,7 @@ def test_the_way_back_is_given_up_aloud_where_it_would_stop_a_server(
     gen: Path, bundles: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a mount point the old version lies in the repository, where Triton takes it for a model."""
-    monkeypatch.setattr(aside, "_where_aside", lambda repository: (repository, ".gen.rsrv-gen-"))
+    monkeypatch.setattr(staging, "_where_aside", lambda repository: (repository, ".gen.rsrv-gen-"))
     write_bundle(bundles / "one", "v2")
     crash(bring(gen, bundles).put["one"])
     capsys.readouterr()
@@ -347,9 +347,9 @@ def test_a_crash_between_the_renames_of_a_put_leaves_its_way_back(
 
     write_bundle(bundles / "one", "v2")
     with monkeypatch.context() as patch:
-        patch.setattr(aside, "_rename_exchange", lambda *_: False)
+        patch.setattr(staging, "_rename_exchange", lambda *_: False)
         patch.setattr(Path, "rename", some)
-        patch.setattr(aside.Aside, "remove", aside.Aside.leave)
+        patch.setattr(staging.SwapFolder, "remove", staging.SwapFolder.leave)
         with pytest.raises(Crash):
             bring(gen, bundles, "one")
     found = unfinished(gen)

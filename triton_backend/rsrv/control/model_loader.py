@@ -15,8 +15,8 @@ from typing import Any
 from rsrv.control.bundle_states import BundleEvent, BundleStates
 from rsrv.control.triton import Triton, TritonError
 from rsrv.logs import fields
-from rsrv_gen.aside import Replaced, unfinished, version_of
 from rsrv_gen.plan import LinkMode
+from rsrv_gen.staging import Replaced, unfinished, version_of
 from rsrv_gen.update import remove
 from rsrv_gen.write import newest, touch
 

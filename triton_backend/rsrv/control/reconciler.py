@@ -26,8 +26,8 @@ from rsrv.control.triton import HOW_TO_START, State, Triton, TritonError
 from rsrv.control.watching import BundleSources, look, sign, watch
 from rsrv.logs import fields
 from rsrv.settings import Settings
-from rsrv_gen.aside import version_of
 from rsrv_gen.sources import SETTINGS_FILE
+from rsrv_gen.staging import version_of
 from rsrv_gen.update import Update, update
 from rsrv_gen.write import being_written, carried, our_models
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rsrv.serve.errors import NodeError
 from rsrv.settings import Settings, dump_settings
 from rsrv_gen.sources import SETTINGS_FILE, Sources, read_sources
-from rsrv_gen.update import Step, steps
+from rsrv_gen.update import PlannedAction, steps
 from rsrv_gen.write import RepositoryWriter, open_repository
 
 
@@ -72,7 +72,7 @@ def generate(repository: Path, sources: Sources, settings: Settings) -> list[str
     return [f"{repository / name}: {reason}" for name, reason in failed.items()]
 
 
-def _carry_out(step: Step, writer: RepositoryWriter, failed: dict[str, str]) -> None:
+def _carry_out(step: PlannedAction, writer: RepositoryWriter, failed: dict[str, str]) -> None:
     match step.verb:
         case "foreign":
             failed[step.name] = "was not made by rsrv: move it away, or rename the bundle"

@@ -41,7 +41,7 @@ class Replaced:
     It outlasts the process that put it: then `unfinished` finds it.
     """
 
-    def __init__(self, repository: Path, name: str, aside: Aside, version: object) -> None:
+    def __init__(self, repository: Path, name: str, aside: SwapFolder, version: object) -> None:
         self.name = name
         self._target = repository / name
         self._aside = aside
@@ -92,7 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-class Aside:
+class SwapFolder:
     """A directory on the repository's file system that is no model's. It is locked for as long as somebody uses it."""
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +106,7 @@ class Aside:
             raise
 
     @classmethod
-    def new(cls, repository: Path) -> Aside:
+    def new(cls, repository: Path) -> SwapFolder:
         place, prefix = _where_aside(repository)
         return cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
 
@@ -148,7 +148,7 @@ def clear_away(repository: Path) -> list[Replaced]:
     place, prefix = _where_aside(repository)
     for left in place.glob(f"{prefix}*"):
         try:
-            aside = Aside(left)
+            aside = SwapFolder(left)
         except OSError:
             continue  # somebody uses it
         for spare in left.glob(".*"):

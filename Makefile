@@ -67,7 +67,7 @@ test-long: $(FRAMEWORKS) $(TRITON) bundles ## run the tests that take minutes
 	$(PYTEST) -m long --timeout=1800
 	$(PYTEST) -m hypothesis --hypothesis-profile=thorough --timeout=1800 tests/unit -n $(WORKERS)
 
-chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/faults.md; CHAOS=--quick, or CHAOS='--only stub')
+chaos: $(VENV) $(TRITON) ## inject faults under load for ten minutes (docs/troubleshooting.md; CHAOS=--quick, or CHAOS='--only stub')
 	$(BIN)/python -m tests.chaos $(CHAOS)
 
 fuzz: $(VENV) $(TRITON) ## try 10,000 mutated bundles, misbehaving connections and runtimes, 20,000 malformed requests (docs/security.md; FUZZ="--first 10000")
@@ -90,7 +90,6 @@ pages: $(VENV) $(TRITON) $(BROWSER) ## regenerate tables and pictures in docs, d
 	$(BIN)/python tools/scheduler_page.py
 	$(BIN)/python tools/state_diagrams.py
 	$(BIN)/python tools/simulator_page.py
-	$(BIN)/python tools/eviction_page.py
 	$(BIN)/python -m tests.e2e.live_load docs/images/live-page.png
 
 docs: $(VENV) ## build the documentation's site in build/site; warnings are errors

@@ -27,7 +27,7 @@ RUN = {"rsrv", "rsrv-bundle", "rsrv-gen", "rsrv-sim", "curl", "for"}
 NOT_RUN = {
     "make": "calls what the tests and CI call; target and flags are checked",
     "pip": "would fetch packages; the extras are checked, and `make test-wheel` installs the package",
-    "tritonserver": "the server that the other commands ask is started with the quickstart's; flags are checked",
+    "tritonserver": "the server that the other commands ask is started with the first page's; flags are checked",
     "rsrv-gateway": "its own tests run it, and one serves the commands `rsrv gateway`; flags are checked",
     "rsrv-node": "its own tests run it; flags are checked",
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",

@@ -1,4 +1,4 @@
-"""Makes the table of docs/dashboards.md: every alert of deploy/helm/rsrv/files/rules/rsrv.yml.
+"""Makes the table of docs/monitoring.md: every alert of deploy/helm/rsrv/files/rules/rsrv.yml.
 
     python tools/alerts_page.py     # rewrites it in the page
 
@@ -17,7 +17,7 @@ from scheduler_page import DOCS, rewrite, table
 
 #: in the chart, which can reach nothing else; docker/compose.yaml mounts them from there
 RULES = DOCS.parent / "deploy" / "helm" / "rsrv" / "files" / "rules" / "rsrv.yml"
-PAGE = DOCS / "dashboards.md"
+PAGE = DOCS / "monitoring.md"
 
 
 def rules() -> list[dict[str, Any]]:

@@ -26,15 +26,17 @@ PAGE = DOCS / "configuration.md"
 
 #: the page that explains a section's settings
 PAGES = {
-    "scheduler": "scheduler.md#what-an-operator-decides",
-    "runtime": "weights.md#the-budget",
-    "stub": "hooks.md#what-a-hook-may-take",
-    "meta": "meta-models.md",
-    "lifecycle": "lifecycle.md",
-    "control": "control.md#who-may-steer",
+    "scheduler": "scheduler.md",
+    "runtime": "scheduler.md#the-budget",
+    "stub": "hooks.md#limits",
+    "meta": "hooks.md#meta-models",
+    "lifecycle": "operating.md#when-bundles-change",
+    "control": "operating.md#the-control-service",
     "gateway": "gateway.md",
-    "node": "node.md",
-    "metrics": "metrics.md",
+    "node": "gateway.md#a-node-all-devices-of-a-machine",
+    "metrics": "monitoring.md#prometheus",
+    "logs": "monitoring.md#the-log",
+    "traces": "monitoring.md#traces",
 }
 
 

@@ -1,38 +1,40 @@
-"""Makes the tables and plots of docs/scheduler.md: the simulator's scenarios under every discipline.
+"""Make the tables and the picture of docs/scheduler.md with the simulator: the disciplines, and the eviction policies.
 
-    python tools/scheduler_page.py     # rewrites the tables in the page and docs/images/scheduler-*.png
+    python tools/scheduler_page.py     # rewrites the tables in the page, and docs/images/scheduler-hog.png
 
-A table stands in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equal code gives equal tables, which a test
-holds the page to; equal code and equal versions of matplotlib give equal pictures, byte for byte.
+A table stands in the page between `<!-- NAME -->` and `<!-- end NAME -->`. Equal code gives equal tables, and a test
+compares them with the page; equal code and equal versions of matplotlib give equal pictures, byte for byte.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from pydantic import BaseModel
 
-from rsrv.scheduler.batching import plan_batch
 from rsrv.scheduler.events import Outcome
-from rsrv.settings import CHANGEABLE, ModelSection, RuntimeSection, SchedulerSection
+from rsrv.scheduler.settings import Eviction
 from rsrv.sim.metrics import summarize
 from rsrv.sim.record import Execution, Record, Sent
-from rsrv.sim.scenario import Scenario, load_scenario
+from rsrv.sim.scenario import Scenario, load_scenario, parse_scenario
+from rsrv.sim.schema import Request
 from rsrv.sim.simulate import simulate
 from rsrv.sim.tally import percentile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "scheduler.md"
 IMAGES = DOCS / "images"
+IMAGE = IMAGES / "scheduler-hog.png"
 
-#: scheduler -> how it is drawn. The colours are M. Okabe and K. Ito's, which colour-blind people tell apart; fifo's
-#: wider line shows from behind edf's, which is the same where nobody has a deadline.
+#: Lines by scheduler, in M. Okabe and K. Ito's colours, which colour-blind readers tell apart. The wide line of fifo
+#: stays visible behind edf's, which is the same without deadlines.
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "fair": {"color": "#0072B2", "linewidth": 1.8},
     "fifo": {"color": "#E69F00", "linewidth": 3.6},
@@ -40,11 +42,8 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "round_robin": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": (0, (5, 2))},
     "static_priority": {"color": "#333333", "linewidth": 1.8, "linestyle": (0, (1, 1.5))},
 }
-#: of the hog's picture: the hog and the small ones, dark to light.
+#: Greys of the picture: the hog and the small models, dark to light.
 GREYS = ("#333333", "#777777", "#AAAAAA", "#DDDDDD")
-#: compiled size -> ms, and requests of one row: the example of coalescing.
-COALESCING = {1: 2.0, 8: 4.0, 16: 6.0, 32: 14.0}
-SINGLES = 31
 
 
 class Run:
@@ -180,29 +179,6 @@ COLUMNS: Mapping[str, Sequence[Column]] = {
     ),
 }
 
-#: scenario -> rates of its first source, and the columns of its table.
-SWEEPS: Mapping[str, tuple[Sequence[int], Sequence[Column]]] = {
-    "equals": (
-        (200, 300, 500, 800),
-        (
-            Column("rows an execution", 0, _rows, lambda run: run.rows("model")),
-            Column("latency p50", -1, _ms, lambda run: run.latency(0.5)),
-            Column("latency p99", -1, _ms, lambda run: run.latency(0.99)),
-            Column("device busy", 0, _percent, lambda run: run.total["utilisation"]),
-        ),
-    ),
-    "dear": (
-        (60, 80),
-        (
-            Column("`dear` p50", -1, _ms, lambda run: run.latency(0.5, "dear")),
-            Column("`dear` p99", -1, _ms, lambda run: run.latency(0.99, "dear")),
-            Column("`cheap` p99", -1, _ms, lambda run: run.latency(0.99, "cheap")),
-            Column("device busy", 0, _percent, lambda run: run.total["utilisation"]),
-            Column("link busy", 0, _percent, lambda run: run.total["link_utilisation"]),
-        ),
-    ),
-}
-
 
 def scenario(name: str) -> Scenario:
     return load_scenario(DOCS / "scenarios" / f"{name}.yaml")
@@ -216,10 +192,8 @@ def runs(name: str) -> dict[str, Run]:
 def tables(compared: Mapping[str, Mapping[str, Run]]) -> dict[str, str]:
     """All of the page's, by name. `compared` is scenario -> scheduler -> run."""
     return {
-        "coalescing": table(_coalescing()),
-        "settings": table(_settings()),
         **{name: table(_comparison(name, those)) for name, those in compared.items()},
-        **{name: table(_sweep(name)) for name in SWEEPS},
+        "cases": table(_cases()),
     }
 
 
@@ -246,52 +220,6 @@ def _comparison(name: str, those: Mapping[str, Run]) -> Iterator[Sequence[str]]:
         yield (f"`{key}`", *cells)
 
 
-def _sweep(name: str) -> Iterator[Sequence[str]]:
-    """Without edf and static priority, which are fifo where there are neither deadlines nor weights."""
-    base, (rates, columns) = scenario(name), SWEEPS[name]
-    yield ("requests /s", "scheduler", *(column.title for column in columns))
-    for rate in rates:
-        first, *others = base.poisson
-        at = replace(base, poisson=[first.model_copy(update={"rate": rate}), *others])
-        for key in ("fair", "fifo", "round_robin"):
-            run = Run(at, key)
-            cells = (column.format(column.value(run)) for column in columns)
-            yield (str(rate), f"`{key}`", *cells)
-
-
-def _coalescing() -> Iterator[Sequence[str]]:
-    """The plans for SINGLES waiting requests, and for what each leaves."""
-    yield ("waiting", *(f"size {size}, {ms:g} ms" for size, ms in COALESCING.items()), "taken")
-    waiting, total = SINGLES, 0.0
-    while waiting:
-        batch = plan_batch([1] * waiting, [*COALESCING], [*COALESCING.values()])
-        each = (
-            f"{ms:g} / {min(size, waiting)} = {ms / min(size, waiting):.2f}"
-            for size, ms in COALESCING.items()
-        )
-        cells = [
-            f"**{cell}**" if size == batch.size else cell for size, cell in zip(COALESCING, each, strict=True)
-        ]
-        total += batch.seconds
-        yield (str(waiting), *cells, f"{batch.rows} at size {batch.size}; {total:g} ms so far")
-        waiting -= batch.rows
-
-
-def _settings() -> Iterator[Sequence[str]]:
-    yield ("key", "default", "while it runs", "meaning")
-    sections: tuple[tuple[str, type[BaseModel], Sequence[str]], ...] = (
-        ("scheduler", SchedulerSection, tuple(SchedulerSection.model_fields)),
-        ("runtime", RuntimeSection, ("weight_budget_bytes",)),
-        ("models.NAME", ModelSection, tuple(ModelSection.model_fields)),
-    )
-    for section, model, keys in sections:
-        for key in keys:
-            field = model.model_fields[key]
-            default = "null" if field.default is None else str(field.default)
-            yes = "yes" if section == "scheduler" and key in CHANGEABLE else ""
-            yield (f"`{section}.{key}`", default, yes, field.description or "")
-
-
 def rewrite(page: str, made: Mapping[str, str]) -> str:
     """The page with these tables in place of those it has.
 
@@ -310,40 +238,12 @@ def rewrite(page: str, made: Mapping[str, str]) -> str:
 # --- pictures ------------------------------------------------------------------------------------------------
 
 
-def image(name: str) -> Path:
-    """Where the picture of a scenario lies."""
-    return IMAGES / f"scheduler-{name}.png"
-
-
-def picture(name: str, those: Mapping[str, Run]) -> Figure:
-    """Of a scenario under each scheduler."""
-    match name:
-        case "zipf":
-            return _deadlines(those, "People: requests with a deadline", "The crawler: requests without one")
-        case "bursts":
-            return _deadlines(
-                those, "Chat and search: requests with a deadline", "Reports: requests without one"
-            )
-        case _:
-            return _hog(those)
-
-
 def save(figure: Figure, path: Path) -> None:
     """Without matplotlib's version in it."""
     figure.savefig(path, dpi=100, metadata={"Software": None})
 
 
-def _deadlines(those: Mapping[str, Run], dated: str, others: str) -> Figure:
-    figure, (left, right) = _figure()
-    for key, run in those.items():
-        _cdf(left, key, run.sent(dated=True))
-        _cdf(right, key, run.sent(dated=False))
-    _title(left, dated)
-    _title(right, others)
-    return _finish(figure, left)
-
-
-def _hog(those: Mapping[str, Run]) -> Figure:
+def picture(those: Mapping[str, Run]) -> Figure:
     figure, (left, right) = _figure()
     for key, run in those.items():
         _cdf(left, key, [one for one in run.sent() if one.request.model != "hog"])
@@ -393,13 +293,167 @@ def _finish(figure: Figure, labelled: Axes) -> Figure:
     return figure
 
 
+# --- eviction ------------------------------------------------------------------------------------------------
+
+POLICIES: tuple[Eviction, ...] = ("lru", "cost")
+MODELS = 200
+MODEL_BYTES = 250_000_000
+LINK_BYTES_PER_S = 25e9
+REQUESTS_PER_S = 120.0
+SECONDS = 60.0
+
+#: Arrival and model of a request.
+Arrival = tuple[float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Traffic and a budget, for both eviction policies."""
+
+    title: str
+    #: The budget, as a share of the bytes of all models.
+    room: float
+    scenario: Callable[[float], Scenario]
+
+
+def eviction_scenario(
+    arrivals: Sequence[Arrival], room: float, sizes: Sequence[int] = (MODEL_BYTES,) * MODELS
+) -> Scenario:
+    """Return a scenario of these requests, for models of these sizes; the device is empty at first."""
+    models = (
+        f"  {_name(k)}: {{cost: {{1: 0.003, 8: 0.006}}, weight_bytes: {sizes[k]}}}" for k in range(MODELS)
+    )
+    base = parse_scenario(
+        "\n".join(
+            (
+                f"duration: {arrivals[-1][0]}",
+                f"device: {{weight_budget_bytes: {int(room * sum(sizes))}, h2d_bytes_per_s: {LINK_BYTES_PER_S}}}",
+                "arrivals: []",
+                "models:",
+                *models,
+            )
+        )
+    )
+    return replace(base, requests=[Request(t=t, model=_name(k)) for t, k in arrivals])
+
+
+def _name(model: int) -> str:
+    return f"model-{model}"
+
+
+def zipf(exponent: float, start: float, end: float, *, rate: float = REQUESTS_PER_S) -> list[Arrival]:
+    """Draw independent requests, with the popularities in a random order of the models."""
+    random = Random(f"{exponent}/{start}")
+    models = list(range(MODELS))
+    random.shuffle(models)
+    weights = list(accumulate((k + 1) ** -exponent for k in range(MODELS)))
+    arrivals = []
+    t = start
+    while (t := t + random.expovariate(rate)) < end:
+        arrivals.append((t, random.choices(models, cum_weights=weights)[0]))
+    return arrivals
+
+
+def shifting(every: float) -> list[Arrival]:
+    """Draw requests whose popularities get another random order every so many seconds."""
+    return [
+        one for turn in range(int(SECONDS / every)) for one in zipf(1.0, turn * every, (turn + 1) * every)
+    ]
+
+
+def scan() -> list[Arrival]:
+    """Draw six in ten requests for 20 models alike, the others for all other models in turn."""
+    random = Random(1)
+    arrivals, t, turn = [], 0.0, 0
+    while (t := t + random.expovariate(REQUESTS_PER_S)) < SECONDS:
+        if random.random() < 0.6:
+            arrivals.append((t, random.randrange(20)))
+        else:
+            arrivals.append((t, 20 + turn % (MODELS - 20)))
+            turn += 1
+    return arrivals
+
+
+def visits() -> list[Arrival]:
+    """Draw visits of eight requests on average, 50 ms apart, each to a model; all models are as likely."""
+    random = Random(1)
+    arrivals = []
+    for start, model in zipf(0.0, 0.0, SECONDS, rate=REQUESTS_PER_S / 8):
+        t = start
+        while t < SECONDS:
+            arrivals.append((t, model))
+            if random.random() < 1 / 8:
+                break
+            t += random.expovariate(20.0)
+    return sorted(arrivals)
+
+
+def mixed_sizes(room: float) -> Scenario:
+    """Return models of 10 MB to 5 GB, every order of magnitude as likely."""
+    random = Random(2)
+    sizes = [int(10e6 * 500 ** random.random()) for _ in range(MODELS)]
+    return eviction_scenario(zipf(1.0, 0.0, SECONDS, rate=REQUESTS_PER_S / 3), room, sizes)
+
+
+def mixed_loads(room: float) -> Scenario:
+    """Return models of which every fourth takes four times as long to load."""
+    base = eviction_scenario(zipf(1.0, 0.0, SECONDS), room)
+    programs = {
+        name: replace(one, load_seconds=one.load_seconds * (1 if number % 4 else 4))
+        for number, (name, one) in enumerate(base.programs.items())
+    }
+    return replace(base, programs=programs)
+
+
+CASES: Mapping[str, Case] = {
+    "shift-20": Case(
+        "popularity changes every 20 s", 0.2, lambda room: eviction_scenario(shifting(20.0), room)
+    ),
+    "shift-2": Case("popularity changes every 2 s", 0.2, lambda room: eviction_scenario(shifting(2.0), room)),
+    "scan": Case(
+        "a scan of 180 models beside 20 hot ones", 0.15, lambda room: eviction_scenario(scan(), room)
+    ),
+    "visits": Case(
+        "visits: 8 requests each, then gone", 0.05, lambda room: eviction_scenario(visits(), room)
+    ),
+    "visits-more": Case("the same", 0.2, lambda room: eviction_scenario(visits(), room)),
+    "sizes": Case("sizes of 10 MB to 5 GB", 0.2, mixed_sizes),
+    "loads": Case("every fourth load takes 40 ms", 0.2, mixed_loads),
+}
+
+
+def case(name: str) -> Iterator[Sequence[str]]:
+    """Yield the rows of a case."""
+    one = CASES[name]
+    base = one.scenario(one.room)
+    for policy in POLICIES:
+        record = simulate(replace(base, settings=replace(base.settings, eviction=policy)))
+        total: dict[str, Any] = summarize(record)["total"]
+        latencies = [sent.ended - sent.arrived for sent in record.requests]
+        yield (
+            one.title,
+            f"{100 * one.room:g} %",
+            f"`{policy}`",
+            _percent(total["hit_ratio"]),
+            f"{total['loads'] / total['window_s']:.1f}",
+            _percent(total["link_utilisation"]),
+            _ms(sum(latencies) / len(latencies)),
+            _ms(total["latency_p99_s"]),
+        )
+
+
+def _cases() -> Iterator[Sequence[str]]:
+    yield ("case", "room", "policy", "hit rate", "loads /s", "link busy", "mean latency", "p99")
+    for name in CASES:
+        yield from case(name)
+
+
 def main() -> None:
-    """Makes everything anew."""
+    """Rewrite the page and its picture."""
     compared = {name: runs(name) for name in COLUMNS}
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), tables(compared)), encoding="utf-8")
     IMAGES.mkdir(exist_ok=True)
-    for name, those in compared.items():
-        save(picture(name, those), image(name))
+    save(picture(compared["hog"]), IMAGE)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,7 @@
-"""Makes the tables and the picture of docs/simulator.md about several devices.
+"""Make the table and the picture of docs/tuning.md about several devices.
 
-    python tools/simulator_page.py     # rewrites the tables in the page and docs/images/simulator-fleet.png
-
-A table stands in the page between `<!-- NAME -->` and `<!-- end NAME -->`, as in docs/scheduler.md; a test holds the page
-to it.
+python tools/simulator_page.py     # rewrites the table in the page, and docs/images/simulator-fleet.png
 """
-
-from dataclasses import dataclass
-from functools import cached_property
 
 from rsrv.sim.fleet import MODES, rows, summarize_fleet, with_mode
 from rsrv.sim.fleet_plots import picture, save
@@ -16,25 +10,22 @@ from rsrv.sim.scenario import load_scenario
 from rsrv.sim.simulate import simulate_fleet
 from scheduler_page import DOCS, IMAGES, rewrite, table
 
-PAGE = DOCS / "simulator.md"
+PAGE = DOCS / "tuning.md"
 PICTURE = IMAGES / "simulator-fleet.png"
-SCENARIOS = ("fleet", "together")
+SCENARIO = "fleet"
 
 
-@dataclass
 class Comparison:
-    """A scenario of docs/scenarios in all modes."""
+    """A scenario of docs/scenarios in all modes of the gateway."""
 
-    name: str
-
-    @cached_property
-    def records(self) -> dict[str, FleetRecord]:
-        scenario = load_scenario(DOCS / "scenarios" / f"{self.name}.yaml")
-        return {mode: simulate_fleet(with_mode(scenario, mode)) for mode in MODES}
-
-    @cached_property
-    def summaries(self) -> dict[str, dict[str, object]]:
-        return {mode: summarize_fleet(record) for mode, record in self.records.items()}
+    def __init__(self, name: str) -> None:
+        scenario = load_scenario(DOCS / "scenarios" / f"{name}.yaml")
+        self.records: dict[str, FleetRecord] = {
+            mode: simulate_fleet(with_mode(scenario, mode)) for mode in MODES
+        }
+        self.summaries: dict[str, dict[str, object]] = {
+            mode: summarize_fleet(record) for mode, record in self.records.items()
+        }
 
     @property
     def table(self) -> str:
@@ -43,11 +34,11 @@ class Comparison:
 
 
 def main() -> None:
-    """Makes everything anew."""
-    compared = {name: Comparison(name) for name in SCENARIOS}
-    made = {name: one.table for name, one in compared.items()}
+    """Rewrite the page and its picture."""
+    compared = Comparison(SCENARIO)
+    made = {SCENARIO: compared.table}
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
-    save(picture(compared["fleet"].records, compared["fleet"].summaries), PICTURE)
+    save(picture(compared.records, compared.summaries), PICTURE)
 
 
 if __name__ == "__main__":

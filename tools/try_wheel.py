@@ -43,7 +43,7 @@ TESTS = (
     "tests/e2e/test_docs.py",
 )
 #: of the pages with commands only this one, whose reader starts with nothing
-PAGE = "quickstart"
+PAGE = "index.md"
 
 
 def main() -> int:

@@ -131,7 +131,7 @@ def _plain(module: nn.Module) -> nn.Module:
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise BundleError(
-            "module: is TorchScript; export the module that it was made from, as docs/from-pytorch.md says under Coming"
+            "module: is TorchScript; export the module that it was made from, as docs/coming-from.md says under Coming"
             " from TorchScript"
         )
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""`make chaos`: faults, one after another, on a real server under load. See docs/faults.md.
+"""`make chaos`: faults, one after another, on a real server under load. See docs/troubleshooting.md.
 
 Run from the project's root: python -m tests.chaos
 """

@@ -1,6 +1,6 @@
 """A server with more models than its device holds, under load, with its live page.
 
-python -m tests.e2e.live_load docs/images/live-page.png      # makes the picture in docs/live-page.md
+python -m tests.e2e.live_load docs/images/live-page.png      # makes the picture in docs/monitoring.md
 """
 
 from __future__ import annotations

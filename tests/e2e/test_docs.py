@@ -1,4 +1,4 @@
-"""The commands in the documentation, run as they stand against one server that was started as the quickstart says."""
+"""The commands in the documentation, run as they stand against one server that was started as the first page says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pages import PLACEHOLDERS, ROOT, RUN, Command, blocks, commands
 pytestmark = pytest.mark.long
 
 COMMANDS = [command for command in commands() if command.program in RUN]
-QUICKSTART = ROOT / "docs" / "quickstart.md"
+START = ROOT / "docs" / "index.md"
 #: of the examples, what the pages ask for
 EXAMPLES = ("mlp",)
 
@@ -71,7 +71,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """What the quickstart's reader has after "Serving it", and a gateway in front."""
+    """What the first page's reader has after "Serve your own model", and a gateway in front."""
     with tempfile.TemporaryDirectory(prefix="docs-") as made, pytest.MonkeyPatch.context() as patch:
         folder = Path(made)
         # Where the commands look for a server: there is one.
@@ -86,14 +86,14 @@ def world() -> Iterator[World]:
         for name in EXAMPLES:
             shutil.copytree(built / name, folder / "bundles" / name)
         world = World(folder, {})
-        subprocess.run([sys.executable, "-c", _block(QUICKSTART, "python")], check=True, cwd=folder)
-        (folder / "pictures.py").write_text(_block(ROOT / "docs" / "from-pytorch.md", "python"))
+        subprocess.run([sys.executable, "-c", _block(START, "python")], check=True, cwd=folder)
+        (folder / "pictures.py").write_text(_block(ROOT / "docs" / "coming-from.md", "python"))
         (folder / "classifiers.py").write_text(_block(ROOT / "docs" / "exporting.md", "python"))
-        (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundle-tools.md", "python"))
+        (folder / "reference.py").write_text(_block(ROOT / "docs" / "bundles.md", "python"))
         (folder / "rsrv.yaml").write_text(_block(ROOT / "docs" / "configuration.md", "yaml"))
-        (generate,) = (one for one in commands() if one.page == QUICKSTART.name and one.program == "rsrv-gen")
+        (generate,) = (one for one in commands() if one.page == START.name and one.program == "rsrv-gen")
         assert world.run(generate.text)[0] == 0
-        with running_triton(folder / "gen", folder / "server.log", extra_args=_flags(QUICKSTART)) as server:
+        with running_triton(folder / "gen", folder / "server.log", extra_args=_flags(START)) as server:
             world.ports = _ports(server)
             with running_gateway(folder, [entry(server, "one")], mode="lpt_packing"):
                 yield world

@@ -108,7 +108,7 @@ def trace_header(rng: Random, draft: Draft) -> None:
 
 @piece("http")
 def not_utf8_trace_header(rng: Random, draft: Draft) -> None:
-    """Triton makes it a parameter where it is told to forward it (docs/traces.md)."""
+    """Triton makes it a parameter where it is told to forward it (docs/monitoring.md)."""
     draft.headers.append((b"traceparent", text_bytes(rng.choice(NOT_UTF8))))
 
 

@@ -38,7 +38,7 @@ _PAUSE = 0.1
 _MESSAGE = 1 << 20
 #: a collector that nobody is, so that what clients say of traces is read
 _SETTINGS = "traces: {endpoint: 'http://127.0.0.1:9'}\n"
-#: docs/security.md and docs/traces.md
+#: docs/security.md and docs/monitoring.md
 _FLAGS = (
     "--http-restricted-api=logging,trace:fuzz=nobody-knows",
     "--grpc-restricted-protocol=logging,trace:fuzz=nobody-knows",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rsrv.wire.frames import Status
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, Command, commands, commands_of, mentions, strays
 
 COMMANDS = commands()
@@ -81,10 +82,10 @@ def helped(module: str) -> str:
 
 @of("pip")
 def test_the_extras_that_are_installed_exist(command: Command) -> None:
-    """`pip install 'rsrv[...]'` names some of pyproject.toml's."""
+    """`pip install '.[...]'` names extras of pyproject.toml."""
     extras = distribution("rsrv").metadata.get_all("Provides-Extra")
     for word in command.words[2:]:
-        if named := re.fullmatch(r"rsrv\[(.*)\]", word):
+        if named := re.fullmatch(r"(?:rsrv|\.)\[(.*)\]", word):
             assert set(named[1].split(",")) <= set(extras or ())
 
 
@@ -104,6 +105,14 @@ def test_examples_are_not_made_where_their_sources_are(page: Path) -> None:
     """With PYTHONPATH=bundles a maker is called from the repository's root: it writes below build, not beside itself."""
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"""\bmake\([^)]*["']bundles/[^)]*\)""", text) == []
+
+
+def test_every_error_tag_has_its_row() -> None:
+    """A client that gets a tag finds its cause, and what to do."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    section = page.partition("## Error tags")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .+ \|$", section, re.MULTILINE)
+    assert rows == [status.name for status in Status if status is not Status.OK]
 
 
 def unknown(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:

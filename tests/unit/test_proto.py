@@ -28,7 +28,7 @@ def test_the_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "service", "page"),
-    [(control_pb2, "Control", "control.md"), (gateway_pb2, "Gateway", "gateway.md")],
+    [(control_pb2, "Control", "operating.md"), (gateway_pb2, "Gateway", "gateway.md")],
     ids=["control", "gateway"],
 )
 def test_every_call_is_in_the_docs(module: ModuleType, service: str, page: str) -> None:

@@ -96,7 +96,7 @@ class RuntimeSection(Section):
         "auto",
         description="In what precision models multiply f32. auto: as their modules say, else as the hardware likes, "
         "which on GPUs since Ampere may be TF32; f32: in f32, or the model is refused; tf32: as auto, and only on "
-        "hardware with TF32. docs/numerics.md has more.",
+        "hardware with TF32. docs/exporting.md has more.",
     )
     memory_fraction: float = Field(
         0.9,
@@ -114,7 +114,7 @@ class RuntimeSection(Section):
         "jax",
         description="Whose memory weights lie in on a GPU. jax: its allocator's, where a transfer waits for the "
         "executions launched before it; driver: CUDA's own, with a stream for transfers, and without preallocation. "
-        "docs/weights.md compares.",
+        "docs/scheduler.md compares.",
     )
     weight_budget_bytes: int | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""`make bench-gateway`: what a gateway costs, and what it costs when a worker dies. See docs/gateway-benchmark.md.
+"""`make bench-gateway`: what a gateway costs, and what it costs when a worker dies. See docs/gateway.md.
 
 Run from the project's root: python -m tests.bench.gateway
 """

@@ -1,4 +1,4 @@
-"""`make bench-gateway.soak`: workers join, leave, stop and die under load for a long time. See docs/gateway-benchmark.md.
+"""`make bench-gateway.soak`: workers join, leave, stop and die under load for a long time. See docs/gateway.md.
 
 Run from the project's root: python -m tests.bench.gateway.soak
 """

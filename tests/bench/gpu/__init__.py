@@ -1,4 +1,4 @@
-"""Moving weights, measured on this machine's device through the real runtime. See docs/weights.md.
+"""Moving weights, measured on this machine's device through the real runtime. See docs/scheduler.md.
 
 Run from the project's root: python -m tests.bench.gpu
 """

@@ -1,6 +1,6 @@
 """How the device multiplies f32: what each treatment of a module comes to, by the runtime's own probe.
 
-Not run on a GPU yet (docs/numerics.md): what it finds there may say that the check is wrong, and not the device.
+Not run on a GPU yet (docs/exporting.md): what it finds there may say that the check is wrong, and not the device.
 """
 
 from __future__ import annotations

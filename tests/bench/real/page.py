@@ -1,4 +1,4 @@
-"""From measurements to the tables of docs/models.md. Pure."""
+"""From measurements to the tables of docs/benchmark.md. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports the real models, serves them, and writes the tables of docs/models.md.
+"""Exports the real models, serves them, and writes the tables of docs/benchmark.md.
 
 Every model is exported in a process of its own, all are served by one tritonserver, and what they are compared with runs in
 processes of its own, too. These take turns, several times, so that what else the machine does falls on all of them.
@@ -35,7 +35,7 @@ from tests.bench.real.page import Line, Rates, exported
 from tests.bench.real.page import served as served_table
 from tests.e2e.calls import tensors
 
-PAGE = DOCS / "models.md"
+PAGE = DOCS / "benchmark.md"
 RESULT = WORK / "models.json"
 FOLDER = WORK / "models"
 #: Requests under way at a time, by whether they have one row or many.

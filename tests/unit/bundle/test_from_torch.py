@@ -202,7 +202,7 @@ class Waves(nn.Module):
 
 
 def test_complex_weights_are_exported_as_pairs(tmp_path: Path) -> None:
-    """The format has no complex tensors: docs/from-pytorch.md says to keep real ones, and the exporter checks the answers."""
+    """The format has no complex tensors: docs/coming-from.md says to keep real ones, and the exporter checks the answers."""
     with pytest.raises(BundleError, match="weight: has the element type complex64"):
         export(tmp_path / "refused", Waves(pairs=False), {"x": torch.zeros(1, 4)})
     bundle = export(tmp_path / "waves", Waves(pairs=True), {"x": torch.zeros(1, 4)})

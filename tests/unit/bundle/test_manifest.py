@@ -311,14 +311,17 @@ def test_variants_give_concrete_shapes_and_back(tmp_path: Path) -> None:
 
 
 def test_the_documented_manifests_are_good_ones(tmp_path: Path) -> None:
-    """The format's page shows a whole manifest of either kind."""
-    page = Path(__file__).parents[3] / "docs" / "bundle-format.md"
+    """The pages show a whole manifest of either kind."""
     model, meta = (
-        part.partition("```")[0] for part in page.read_text(encoding="utf-8").split("```yaml\n")[1:]
+        (Path(__file__).parents[3] / "docs" / page)
+        .read_text(encoding="utf-8")
+        .partition("```yaml\n")[2]
+        .partition("```")[0]
+        for page in ("bundles.md", "hooks.md")
     )
     modules = [f"model.b{size}.mlir" for size in (1, 4, 16)]
     made = make_bundle(tmp_path, model, modules=modules, weights=one_weight(), hooks=HOOKS)
     bundle = read_bundle(made, verify=False)
     assert [spec.name for spec in bundle.manifest.wire_outputs] == ["class", "score"]
     bundle = read_bundle(make_bundle(tmp_path, meta, name="reader", modules=(), hooks=HOOKS))
-    assert bundle.manifest.meta_calls == ("detector", "digits")
+    assert bundle.manifest.meta_calls == ("backbone", "head")

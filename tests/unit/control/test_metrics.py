@@ -93,7 +93,7 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 def test_the_docs_have_every_metric() -> None:
     """If not, replace the end of the page with what python -m rsrv.control.metric_catalog prints."""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     marker = "<!-- python -m rsrv.control.metric_catalog -->"
 
     assert text.partition(marker)[2].strip() == table().strip()

@@ -118,7 +118,7 @@ def test_each_load_has_a_line_with_its_numbers(
     for one in told:
         assert one["version"].startswith(f"{one['model']}@")
         assert one["bytes_per_second"] > 0 < one["seconds"]
-    (shown,) = re.findall(r"I rsrv.placement: (.*)", (ROOT / "docs" / "control.md").read_text("utf-8"))
+    (shown,) = re.findall(r"I rsrv.placement: (.*)", (ROOT / "docs" / "monitoring.md").read_text("utf-8"))
     assert template(lines[-1].getMessage()) == template(shown)
 
 

@@ -1,4 +1,4 @@
-"""The simulator's manual says what the code does."""
+"""The pages about the simulator say what the code does."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from rsrv.sim.reference import reference
-from rsrv.sim.scenario import load_scenario
+from rsrv.sim.scenario import load_scenario, parse_scenario
+from tests.pages import ROOT, blocks
 from tests.unit.sim.helpers import metrics
 
-DOCS = Path(__file__).parents[3] / "docs"
-MANUAL = (DOCS / "simulator.md").read_text(encoding="utf-8")
-
-
-def test_the_reference_of_scenarios_is_up_to_date() -> None:
-    """If not, replace the end of the manual with what python -m rsrv.sim.reference prints."""
-    marker = "<!-- python -m rsrv.sim.reference -->"
-
-    assert MANUAL.partition(marker)[2].strip() == reference().strip()
+DOCS = ROOT / "docs"
+TUNING = (DOCS / "tuning.md").read_text(encoding="utf-8")
 
 
 def test_every_metric_is_explained() -> None:
-    """And no other."""
-    rows = re.findall(r"^\| (`.*?) \| (both|models|total) \|", MANUAL, flags=re.MULTILINE)
+    """The table of metrics.json has every key and no other."""
+    rows = re.findall(r"^\| (`.*?) \| (both|models|total) \|", TUNING, flags=re.MULTILINE)
     keys = {
         where: {key for cell, at in rows if at == where for key in re.findall(r"`(\w+)`", cell)}
         for _, where in rows
@@ -35,9 +28,15 @@ def test_every_metric_is_explained() -> None:
     assert keys["both"] | keys["models"] == set(result["models"]["a"])
 
 
+def test_the_example_is_a_scenario() -> None:
+    """The scenario in the text can be copied."""
+    (lines,) = (lines for language, _, lines in blocks(TUNING) if language == "yaml")
+    assert parse_scenario("\n".join(lines)).duration == 60
+
+
 @pytest.mark.parametrize("scenario", sorted((DOCS / "scenarios").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_manuals_scenarios_are_scenarios(scenario: Path) -> None:
-    """And the manual speaks of them."""
+def test_every_scenario_loads_and_is_linked(scenario: Path) -> None:
+    """A scenario in the docs belongs to a page."""
     load_scenario(scenario)
 
-    assert f"scenarios/{scenario.name}" in MANUAL
+    assert f"scenarios/{scenario.name}" in TUNING + (DOCS / "scheduler.md").read_text(encoding="utf-8")

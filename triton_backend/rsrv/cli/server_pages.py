@@ -245,7 +245,7 @@ def _print_versions(versions: Sequence[pb.Version]) -> None:
 
 
 def _precision(precision: pb.Precision) -> str:
-    """The counts that are not 0, by the keys of docs/numerics.md."""
+    """The counts that are not 0, by the keys of docs/exporting.md."""
     counts = [(field.name, value) for field, value in precision.ListFields() if field.name != "ungovernable"]
     ungovernable = sorted(precision.ungovernable.items())
     return ", ".join(f"{name} {count}" for name, count in (*counts, *ungovernable)) or "none"

@@ -1,4 +1,4 @@
-"""Every metric that the control process serves: docs/metrics.md is made of this, and nothing else may be served."""
+"""Every metric that the control process serves: docs/monitoring.md is made of this, and nothing else may be served."""
 
 from dataclasses import dataclass
 from typing import Literal

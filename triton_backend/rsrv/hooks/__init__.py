@@ -1,4 +1,4 @@
-"""What hooks need again and again: `image`, `labels`, `boxes` and `text` (docs/hook-library.md).
+"""What hooks need again and again: `image`, `labels`, `boxes` and `text` (docs/hooks.md).
 
 Importing a module of it loads numpy and nothing else. Pillow and tokenizers are loaded by the functions that need them.
 """

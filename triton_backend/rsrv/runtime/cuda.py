@@ -28,7 +28,7 @@ def client_options(
 
     Without staging, XLA hands the driver the memory that it is given: page-locked memory goes to the device by DMA,
     and the driver stages what is not. XLA's own staging copies either on one thread, unless memory was page-locked
-    through a call of XLA's which jax does not offer (docs/weights.md has the sources).
+    through a call of XLA's which jax does not offer (docs/scheduler.md has the sources).
     """
     options: dict[str, float | bool] = {"should_stage_host_to_device_transfers": False}
     if not ({"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environment.keys()):

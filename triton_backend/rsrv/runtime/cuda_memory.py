@@ -1,7 +1,7 @@
 """Device memory of the driver's own for weights, with a stream of their own, and DLPack tensors around it.
 
 XLA's client makes every transfer wait for the executions launched before it, and has one stream for all of them:
-inputs queue up behind weights (docs/weights.md). What is here knows nothing of either.
+inputs queue up behind weights (docs/scheduler.md). What is here knows nothing of either.
 """
 
 import ctypes

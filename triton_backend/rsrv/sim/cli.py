@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="rsrv-sim",
         description="Runs rsrv's scheduler in virtual time over the models and the traffic of a scenario.",
-        epilog="docs/simulator.md describes scenarios and metrics.",
+        epilog="docs/tuning.md describes scenarios and metrics.",
     )
     top.add_argument("scenario", metavar="SCENARIO.yaml", type=Path)
     top.add_argument("--out", metavar="DIR", type=Path, help="write metrics.json and plots there")

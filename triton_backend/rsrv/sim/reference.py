@@ -1,4 +1,4 @@
-"""The reference of scenario keys in docs/simulator.md, from the models that read them.
+"""The reference of scenario keys in docs/tuning.md, from the models that read them.
 
 `python -m rsrv.sim.reference` prints it; a test compares.
 """

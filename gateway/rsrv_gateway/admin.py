@@ -11,8 +11,8 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.control.http import METRICS_TYPE
 from rsrv.live.routes import LivePage
 from rsrv.placement.contract import Worker
-from rsrv_gateway import merging, metrics
-from rsrv_gateway.brain import Gateway
+from rsrv_gateway import metrics
+from rsrv_gateway.brain import GatewayLoop
 from rsrv_gateway.live import Workers
 
 log = logging.getLogger("rsrv.gateway")
@@ -24,7 +24,7 @@ _AT_ONCE = 64
 
 
 class Admin:
-    def __init__(self, gateway: Gateway, token: bytes | None = None) -> None:
+    def __init__(self, gateway: GatewayLoop, token: bytes | None = None) -> None:
         """`token`: who sends it may steer from the live page; None: nobody may."""
         self._gateway = gateway
         app = web.Application()
@@ -38,7 +38,7 @@ class Admin:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
         self._session: ClientSession | None = None
-        self._leavers = metrics.Leavers()
+        self._leavers = metrics.DepartedWorkers()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         #: that it listens on
         self.port = 0
@@ -81,7 +81,7 @@ class Admin:
         )
         found = [(name, text) for name, pages in texts.items() for text in pages if text is not None]
         # Of hundreds of workers that takes longer than requests should wait.
-        merged = await asyncio.to_thread(merging.merge, own, found)
+        merged = await asyncio.to_thread(metrics.merge, own, found)
         return web.Response(body=merged.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _scrape(self) -> Mapping[str, Sequence[str | None]]:

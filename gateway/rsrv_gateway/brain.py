@@ -1,4 +1,4 @@
-"""The gateway's loop: what is seen of the workers becomes a table, which the plane goes by, and steps, which are done."""
+"""BRAIN"""
 
 import asyncio
 import logging
@@ -6,12 +6,56 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from rsrv.placement.contract import Table, Worker
+from rsrv.placement.contract import Brain, Table, TrafficCounts, Worker
 from rsrv.placement.planner import Planner
 from rsrv.placement.status import PlannerStatus
+from rsrv.settings_fleet import GatewaySection
+from rsrv_gateway.connections import ChannelFactory
+from rsrv_gateway.grpc_proxy import GrpcProxy
+from rsrv_gateway.http_proxy import HttpProxy
 from rsrv_gateway.members import Members
-from rsrv_gateway.plane import Plane
-from rsrv_gateway.probes import Errands, Probes
+from rsrv_gateway.probes import ActionQueue, Probes
+from rsrv_gateway.traffic import Traffic
+
+
+class Proxy:
+    """The brain tells it where requests go, and it tells the brain what it meets."""
+
+    def __init__(self, settings: GatewaySection, brain: Brain) -> None:
+        """Raises ListenError, CredentialsError."""
+        self._traffic = Traffic(settings.mode, brain)
+        self.grpc = GrpcProxy(settings, ChannelFactory(settings), self._traffic)
+        self.http = HttpProxy(settings, self._traffic)
+
+    async def start(self) -> None:
+        """Listens from now on. Raises ListenError where it cannot: the message says which setting is wrong."""
+        await self.grpc.start()
+        await self.http.start()
+
+    async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:
+        """What holds from now on, whole: it replaces what held before. May be called before `start`.
+
+        `workers` are those that answer, by name, and all that `table` names are among them. Nothing new goes to one that
+        is not there any more; its requests under way may end. A model with empty `ready` is known, and nobody serves it
+        at the moment: UNAVAILABLE. One that is not in the table is not known: `Brain.refresh`, then NOT_FOUND.
+        """
+        self.grpc.apply(workers)
+        self.http.apply(workers)
+        self._traffic.apply(workers, table)
+
+    def counts(self) -> TrafficCounts:
+        return self._traffic.counts()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new requests with UNAVAILABLE, and returns when those under way have ended, or after `seconds`."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.http.drain(seconds))
+            await self.grpc.drain(seconds)
+
+    async def stop(self) -> None:
+        """Ends what is still under way, and frees all. Without effect the second time."""
+        await asyncio.gather(self.grpc.stop(), self.http.stop())
+
 
 log = logging.getLogger("rsrv.gateway")
 
@@ -21,7 +65,7 @@ T = TypeVar("T")
 _LEAST_PAUSE = 1.0
 
 
-class Gateway:
+class GatewayLoop:
     """All on one event loop, but for the planner's looks. What a plane may ask for is in `contract.Brain`."""
 
     def __init__(
@@ -29,7 +73,7 @@ class Gateway:
         members: Members,
         probes: Callable[[Callable[[], None]], Probes],
         planner: Planner,
-        make_plane: Callable[["Gateway"], Plane],
+        make_plane: Callable[["GatewayLoop"], Proxy],
         *,
         pause: float,
         drain: float,
@@ -42,7 +86,7 @@ class Gateway:
         self.probes = probes(self._stirred.set)
         self.planner = planner
         self.plane = make_plane(self)
-        self._errands = Errands(self.probes.act)
+        self._errands = ActionQueue(self.probes.act)
         self._pause = pause
         self._drain = drain
         self.clock = clock

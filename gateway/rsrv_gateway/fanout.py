@@ -1,16 +1,76 @@
-"""What several workers answered, as one answer. Pure.
+"""FANOUT"""
 
-An answer that was asked of all is a message of `service_pb2` or how it was refused, by worker. A worker that is unavailable
-is left out where the others can speak for it, and in the way where all must have done something.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from time import monotonic
+from typing import Any, TypeVar
 
 from grpc import StatusCode
 from tritonclient.grpc import service_pb2
 
-from rsrv_gateway.outcomes import Refusal, no_worker
+from rsrv.placement.routing import Choice
+from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, no_worker
+from rsrv_gateway.traffic import Traffic
+
+T = TypeVar("T")
+
+#: asks one worker, by name
+Ask = Callable[[str], Awaitable[T | Refusal]]
+
+
+async def fail_over(
+    traffic: Traffic,
+    choice: Choice,
+    refusal: Refusal,
+    ask: Callable[[str, float], Awaitable[T | Refusal]],
+    deadline: float,
+) -> T | Refusal:
+    """After the chosen worker's refusal: the answer of the first that may answer instead, and does.
+
+    `ask` is told the seconds that are left; `deadline` is by `monotonic`.
+    """
+    losses = int(refusal.lost)
+    for worker in choice.others:
+        left = deadline - monotonic()
+        if left <= 0 or losses == MOST_LOSSES:
+            break
+        traffic.moved(choice.worker)
+        traffic.router.move(choice, worker)
+        answer = await ask(worker, left)
+        if not isinstance(answer, Refusal):
+            return answer
+        refusal = answer.preferred_to(refusal)
+        losses += answer.lost
+        if not answer.is_retryable():
+            break
+    return refusal
+
+
+async def first(
+    workers: Iterable[str], ask: Ask[T], wanted: Callable[[T], bool] | None = None
+) -> T | Refusal:
+    """The first answer, or the first that is wanted; else the last."""
+    answer: T | Refusal | None = None
+    for worker in list(workers):
+        last = await ask(worker)
+        if not isinstance(last, Refusal):
+            answer = last
+            if wanted is None or wanted(last):
+                break
+            continue
+        if answer is None or isinstance(answer, Refusal):
+            answer = last.preferred_to(answer)
+        if not last.is_retryable():
+            break
+    return no_worker() if answer is None else answer
+
+
+async def ask_all(workers: Iterable[str], ask: Ask[T]) -> dict[str, T | Refusal]:
+    """At the same time; by worker, in the order of their names."""
+    asked = sorted(workers)
+    answers = await asyncio.gather(*[ask(worker) for worker in asked])
+    return dict(zip(asked, answers, strict=True))
+
 
 Answer = Any | Refusal
 Answers = Mapping[str, Answer]
@@ -44,7 +104,7 @@ def _heard(answers: Answers, merge: Callable[[Mapping[str, Any]], Any]) -> Answe
     heard = {
         worker: answer
         for worker, answer in answers.items()
-        if not (isinstance(answer, Refusal) and answer.broken())
+        if not (isinstance(answer, Refusal) and answer.suspects_worker())
     }
     refusal = _first_refusal(heard if heard else answers)
     if refusal is not None:
@@ -133,7 +193,7 @@ def _merge_index(answers: Mapping[str, Any]) -> Any:
             known = best.get((each.name, each.version))
             if known is None or _rank(each) < _rank(known):
                 best[each.name, each.version] = each
-    # What is not loaded has no version: that says nothing where the model is loaded elsewhere.
+    # What is not loaded has no version: that says nothing where the model is loaded is_retryable.
     versioned = {name for name, version in best if version}
     return service_pb2.RepositoryIndexResponse(
         models=[best[key] for key in sorted(best) if key[1] or key[0] not in versioned]

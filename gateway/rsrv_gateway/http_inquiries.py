@@ -10,19 +10,17 @@ from multidict import CIMultiDict
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway import fanout
-from rsrv_gateway.asking import Ask, everywhere, first
-from rsrv_gateway.fanout import Answer, Merge
-from rsrv_gateway.http_outcomes import Told
-from rsrv_gateway.http_paths import Target
-from rsrv_gateway.http_pools import Pool, Query, Reply
-from rsrv_gateway.outcomes import Refusal, no_worker, of_one_server
+from rsrv_gateway.fanout import Answer, Ask, Merge, ask_all, first
+from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool
+from rsrv_gateway.http_protocol import HttpRefusal, Target
+from rsrv_gateway.outcomes import Refusal, no_worker, unsupported
 from rsrv_gateway.traffic import Traffic
 
 #: asks a worker: what, and for how many seconds at most
-AskOne = Callable[[str, Query, float | None], Awaitable[Reply | Refusal]]
+AskOne = Callable[[str, HttpQuery, float | None], Awaitable[HttpReply | Refusal]]
 
 _JSON = "application/json"
-_YES = Reply(200, CIMultiDict({"Content-Type": "text/plain"}))
+_YES = HttpReply(200, CIMultiDict({"Content-Type": "text/plain"}))
 
 
 class HttpInquiries:
@@ -32,7 +30,7 @@ class HttpInquiries:
         self._pools = pools
         self._ask_one = ask
 
-    async def answer(self, target: Target, query: Query) -> Reply | Refusal:
+    async def answer(self, target: Target, query: HttpQuery) -> HttpReply | Refusal:
         match target.what:
             case "live":
                 return _YES
@@ -41,33 +39,33 @@ class HttpInquiries:
             case "server":
                 return await first(self._pools, self._ask(query))
             case "ready":
-                workers = await self._traffic.who_knows(target.model)
+                workers = await self._traffic.workers_for(target.model)
                 return await first(workers, self._ask_leniently(query), _is_yes)
             case "model" | "config":
-                return await first(await self._traffic.who_knows(target.model), self._ask(query))
+                return await first(await self._traffic.workers_for(target.model), self._ask(query))
             case "load" | "unload":
-                answers = await everywhere(self._pools, lambda worker: self._ask_one(worker, query, None))
+                answers = await ask_all(self._pools, lambda worker: self._ask_one(worker, query, None))
                 # Who was told that the model is there, or not there, may rely on it.
                 await self._traffic.brain.refresh(sure=True)
                 answer = fanout.all_succeeded(answers)
-                assert isinstance(answer, Reply | Refusal)
+                assert isinstance(answer, HttpReply | Refusal)
                 return answer
             case "trace/setting" | "logging" | "status" | "register" | "unregister":
-                return of_one_server()
+                return unsupported()
             case what:
                 return await self._merged(what, query)
 
-    async def _ready(self, query: Query) -> Reply | Refusal:
+    async def _ready(self, query: HttpQuery) -> HttpReply | Refusal:
         if self._traffic.serves:
             return _YES
-        answers = (await everywhere(self._pools, self._ask_leniently(query))).values()
+        answers = (await ask_all(self._pools, self._ask_leniently(query))).values()
         for answer in answers:
             if not isinstance(answer, Refusal) and _is_yes(answer):
                 return answer
         return next(iter(answers), no_worker())
 
-    async def _merged(self, what: str, query: Query) -> Reply | Refusal:
-        answers = await everywhere(self._pools, self._ask(query))
+    async def _merged(self, what: str, query: HttpQuery) -> HttpReply | Refusal:
+        answers = await ask_all(self._pools, self._ask(query))
         bodies = {
             worker: answer if isinstance(answer, Refusal) else answer.body
             for worker, answer in answers.items()
@@ -75,24 +73,24 @@ class HttpInquiries:
         body = _merge(what, bodies)
         if isinstance(body, Refusal):
             return body
-        return Reply(200, CIMultiDict({"Content-Type": _JSON}), body)
+        return HttpReply(200, CIMultiDict({"Content-Type": _JSON}), body)
 
-    def _ask(self, query: Query) -> Ask[Reply]:
+    def _ask(self, query: HttpQuery) -> Ask[HttpReply]:
         return lambda worker: self._ask_one(worker, query, self._timeout_s)
 
-    def _ask_leniently(self, query: Query) -> Ask[Reply]:
+    def _ask_leniently(self, query: HttpQuery) -> Ask[HttpReply]:
         """With status 400, a worker says no."""
 
-        async def ask(worker: str) -> Reply | Refusal:
+        async def ask(worker: str) -> HttpReply | Refusal:
             answer = await self._ask_one(worker, query, self._timeout_s)
-            if isinstance(answer, Told) and answer.status == 400:
-                return Reply(answer.status, answer.headers, answer.body)
+            if isinstance(answer, HttpRefusal) and answer.status == 400:
+                return HttpReply(answer.status, answer.headers, answer.body)
             return answer
 
         return ask
 
 
-def _is_yes(answer: Reply) -> bool:
+def _is_yes(answer: HttpReply) -> bool:
     return answer.status == 200
 
 

@@ -19,7 +19,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.http_outcomes import told
+from rsrv_gateway.http_protocol import http_refusal
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import SMALL, Upload
 
@@ -49,7 +49,7 @@ _RENEWAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class HttpQuery:
     """What is asked of a worker."""
 
     method: str
@@ -64,14 +64,14 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """An answer with a status below 400."""
 
     status: int
     headers: CIMultiDict[str]
     body: bytes = b""
     #: where the body is still to be read from, and its size if that is known
-    rest: "Rest | None" = None
+    rest: "UnreadBody | None" = None
     size: int | None = None
 
 
@@ -108,7 +108,7 @@ class _Connections:
         await self.session.close()
 
 
-class Rest:
+class UnreadBody:
     """An answer's body that is still to be read; `close` it."""
 
     def __init__(self, response: ClientResponse, connections: _Connections) -> None:
@@ -138,7 +138,7 @@ class Pool:
         #: answers that have begun
         self.answers = 0
 
-    async def ask(self, query: Query) -> Reply | Refusal:
+    async def ask(self, query: HttpQuery) -> HttpReply | Refusal:
         """Raises TimeoutError."""
         upload, headers, connections = query.upload, query.headers, self._connections
         if upload is not None and upload.size is not None:
@@ -212,8 +212,8 @@ class Pool:
         return _Connections(session)
 
     async def _read(
-        self, response: ClientResponse, query: Query, connections: _Connections
-    ) -> Reply | Refusal:
+        self, response: ClientResponse, query: HttpQuery, connections: _Connections
+    ) -> HttpReply | Refusal:
         """Small answers are read whole, so that another worker can be asked when they break off. Raises ClientError,
         TimeoutError."""
         status, headers, size = response.status, end_to_end(response.headers), response.content_length
@@ -221,12 +221,12 @@ class Pool:
             body = await response.read()
             # Of what was not asked for, no more is sent.
             response.close()
-            return told(status, headers, body, query.generated)
+            return http_refusal(status, headers, body, query.generated)
         most = self._settings.max_message_bytes
         if size is not None and size > most:
             response.close()
             message = f"its answer has {size} bytes, and gateway.max_message_bytes is {most}"
             return Refusal(StatusCode.INTERNAL, message)
         if query.whole or (size is not None and size <= SMALL):
-            return Reply(status, headers, await response.read())
-        return Reply(status, headers, rest=Rest(response, connections), size=size)
+            return HttpReply(status, headers, await response.read())
+        return HttpReply(status, headers, rest=UnreadBody(response, connections), size=size)

@@ -10,8 +10,7 @@ import grpc
 
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.live.routes import RESIDENCIES, PageError, story_lines
-from rsrv_gateway.calls import is_cancelled
-from rsrv_gateway.contacts import Control
+from rsrv_gateway.connections import ControlClient, is_cancelled
 from rsrv_gateway.probes import Probes
 
 #: seconds between two looks at who is there, and between two tries to reach one
@@ -37,37 +36,37 @@ class Workers:
         self._probes, self._clock, self._every = probes, clock, every
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Event](_UNTAKEN)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event](_UNTAKEN)
         following: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                for change in await self._changes(following, told):
+                for change in await self._changes(following, queue):
                     yield change
                 until = loop.time() + self._every
-                while loop.time() < until and (event := await _next(told, until)) is not None:
+                while loop.time() < until and (event := await _next(queue, until)) is not None:
                     yield event
         finally:
             await _end(following.values())
 
     async def _changes(
-        self, following: dict[str, asyncio.Task[None]], told: asyncio.Queue[Event]
+        self, following: dict[str, asyncio.Task[None]], queue: asyncio.Queue[Event]
     ) -> list[Event]:
         """Follow those that are there, and no others; what there is to say of those that have left."""
         workers = self._probes.workers()
         for name in workers.keys() - following.keys():
-            following[name] = asyncio.create_task(self._follow(name, told), name=f"live page of {name}")
+            following[name] = asyncio.create_task(self._follow(name, queue), name=f"live page of {name}")
         left = sorted(following.keys() - workers.keys())
         await _end([following.pop(name) for name in left])
         # What they said before they left may wait still.
-        waiting = [told.get_nowait() for _ in range(told.qsize())]
+        waiting = [queue.get_nowait() for _ in range(queue.qsize())]
         return [*waiting, *((name, "gone", "null") for name in left)] if left else []
 
-    async def _follow(self, name: str, told: asyncio.Queue[Event]) -> None:
+    async def _follow(self, name: str, queue: asyncio.Queue[Event]) -> None:
         while True:
             try:
                 control = self._control(name)
                 async for event in control.stub.WatchPage(pb.WatchPageRequest(), metadata=control.metadata):
-                    await told.put((name, event.event, event.json))
+                    await queue.put((name, event.event, event.json))
                 why = "its control service ended"
             except (PageError, grpc.RpcError, grpc.aio.UsageError) as error:
                 why = _said(error)
@@ -76,7 +75,7 @@ class Workers:
                     raise
                 why = _CLOSED
             state = {"t": self._clock(), "up": False, "instance": "", "why": why}
-            await told.put((name, "state", json.dumps(state)))
+            await queue.put((name, "state", json.dumps(state)))
             await asyncio.sleep(self._every)
 
     async def story(self, server: str, model: str) -> list[str]:
@@ -96,7 +95,7 @@ class Workers:
                 request = pb.SetResidencyRequest(model=model, residency=residency)
                 await self._ask(control, control.stub.SetResidency, request)
 
-    def _control(self, server: str) -> Control:
+    def _control(self, server: str) -> ControlClient:
         """Raises PageError."""
         if server not in self._probes.workers():
             raise PageError(404, f"there is no worker {server!r}")
@@ -106,7 +105,7 @@ class Workers:
         return control
 
     @staticmethod
-    async def _ask(control: Control, call: Callable[..., Awaitable[Any]], request: Any) -> Any:
+    async def _ask(control: ControlClient, call: Callable[..., Awaitable[Any]], request: Any) -> Any:
         """Raises PageError."""
         try:
             return await call(request, timeout=_SOON, metadata=control.metadata)
@@ -118,11 +117,11 @@ class Workers:
             raise PageError(503, _CLOSED) from None
 
 
-async def _next(told: asyncio.Queue[Event], until: float) -> Event | None:
+async def _next(queue: asyncio.Queue[Event], until: float) -> Event | None:
     """None: there is none by then, on the loop's clock."""
     try:
         async with asyncio.timeout_at(until):
-            return await told.get()
+            return await queue.get()
     except TimeoutError:
         return None
 

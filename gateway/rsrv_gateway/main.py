@@ -18,14 +18,11 @@ from rsrv.settings import ControlSection, Settings, SettingsError, load_settings
 from rsrv.tokens import read_token
 from rsrv.wire.paths import CONTROL_SOCKET, RuntimeDirectoryError
 from rsrv_gateway.admin import Admin
-from rsrv_gateway.brain import Gateway
-from rsrv_gateway.contacts import ContactError, Contacts
+from rsrv_gateway.brain import GatewayLoop, Proxy
+from rsrv_gateway.connections import ChannelFactory, CredentialsError, open_ports
 from rsrv_gateway.directory import Directory
-from rsrv_gateway.listening import open_ports
 from rsrv_gateway.members import Members, MembersError, parse_workers
-from rsrv_gateway.plane import Plane
-from rsrv_gateway.prober import GrpcProber
-from rsrv_gateway.probes import Probes
+from rsrv_gateway.probes import GrpcProber, Probes
 from rsrv_gateway.service import GATEWAY, GatewayHealth, GatewayService
 
 log = logging.getLogger("rsrv.gateway")
@@ -50,7 +47,7 @@ def run(config: Path | None, workers: str | None) -> int:
     sys.setswitchinterval(_SWITCH)
     try:
         asyncio.run(serve(settings))
-    except (ListenError, ContactError, MembersError, RuntimeDirectoryError) as error:
+    except (ListenError, CredentialsError, MembersError, RuntimeDirectoryError) as error:
         print(f"rsrv-gateway: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
@@ -78,7 +75,7 @@ async def serve(settings: Settings) -> None:
             "gateway.tls_client_ca, or listen on 127.0.0.1",
             " and ".join(ports),
         )
-    members, contacts = Members(section), Contacts(section)
+    members, contacts = Members(section), ChannelFactory(section)
     async with AsyncExitStack() as stack:
         directory = Directory()
         stack.callback(directory.close)
@@ -86,11 +83,11 @@ async def serve(settings: Settings) -> None:
         def probe(worker: Worker) -> GrpcProber:
             return GrpcProber(worker, contacts, section.probe_timeout_s)
 
-        gateway = Gateway(
+        gateway = GatewayLoop(
             members,
             partial(Probes, probe, section.probe_s),
             Planner(section),
-            partial(Plane, section),
+            partial(Proxy, section),
             pause=section.probe_s,
             drain=section.drain_s,
         )
@@ -98,7 +95,9 @@ async def serve(settings: Settings) -> None:
         await gateway.run(stop)
 
 
-async def _open_doors(stack: AsyncExitStack, settings: Settings, gateway: Gateway, directory: Path) -> None:
+async def _open_doors(
+    stack: AsyncExitStack, settings: Settings, gateway: GatewayLoop, directory: Path
+) -> None:
     """For operators; they close with `stack`."""
     section = settings.gateway
     service, health = GatewayService(gateway, section), GatewayHealth(gateway)
@@ -125,7 +124,7 @@ def _page_token(file: Path | None) -> bytes | None:
     try:
         return None if file is None else read_token(file, "metrics.token_file")
     except ValueError as error:
-        raise ContactError(str(error)) from None
+        raise CredentialsError(str(error)) from None
 
 
 def _until_signalled() -> asyncio.Event:

@@ -46,15 +46,15 @@ class Refusal:
         """The code that the client gets; message and metadata stay as they are."""
         return _meant(self) or self.code
 
-    def elsewhere(self) -> bool:
+    def is_retryable(self) -> bool:
         """Whether another worker may answer, if nothing was answered yet."""
         return self.code in _ELSEWHERE and _meant(self) not in _FINAL
 
-    def broken(self) -> bool:
+    def suspects_worker(self) -> bool:
         """Whether the worker may be gone, and is worth a look: it is unavailable, and none of its models says why."""
         return self.code is StatusCode.UNAVAILABLE and not tagged(self.message)
 
-    def or_rather(self, earlier: "Refusal | None") -> "Refusal":
+    def preferred_to(self, earlier: "Refusal | None") -> "Refusal":
         """Which of two is for the client, when the request was refused by one worker after the other.
 
         That a model is not there is the lesser word: who may come back later has a reason to do so.
@@ -97,7 +97,7 @@ def not_served(model: str) -> Refusal:
     )
 
 
-def of_one_server() -> Refusal:
+def unsupported() -> Refusal:
     return Refusal(
         StatusCode.UNIMPLEMENTED,
         "the gateway serves several servers and does not change their settings; ask a server itself",

@@ -1,19 +1,33 @@
-"""The gateway's control service: rsrv.gateway.v1.Gateway, and grpc.health.v1.Health.
+"""Control service of the gateway: rsrv.gateway.v1.Gateway, and grpc.health.v1.Health.
 
-The first says what the planner knows and does; gateway.proto says what each call means.
+gateway.proto documents each call.
 """
 
 import os
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 import rsrv
 from rsrv.control.grpc_server import ServiceKind
-from rsrv.control.grpc_service import HealthService, InvalidArgument, StatusError, answers, member, steers
+from rsrv.control.grpc_service import (
+    HealthService,
+    InvalidArgument,
+    StatusError,
+    answers,
+    member,
+    member_name,
+    steers,
+)
+from rsrv.explain import explain, nearest
+from rsrv.placement.contract import Worker
 from rsrv.placement.planner import Planner
-from rsrv.placement.status import PlannerStatus
-from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway import messages
-from rsrv_gateway.brain import Gateway
+from rsrv.placement.status import ModelStatus, PlannerStatus, Repacks, WorkerStatus
+from rsrv.settings_fleet import GatewayModelSection, GatewaySection
+from rsrv.settings_fleet import Replicas as Count
+from rsrv_gateway.brain import GatewayLoop
 from rsrv_gateway.v1 import gateway_pb2 as pb
 from rsrv_gateway.v1 import gateway_pb2_grpc
 
@@ -26,7 +40,7 @@ _LATER = frozenset({"replicas", "hysteresis", "forbid_memory_oversubscription"})
 
 
 class GatewayService(gateway_pb2_grpc.GatewayServicer):
-    def __init__(self, gateway: Gateway, section: GatewaySection) -> None:
+    def __init__(self, gateway: GatewayLoop, section: GatewaySection) -> None:
         """`section`: as rsrv.yaml has it."""
         self._gateway = gateway
         self._planner = gateway.planner
@@ -44,11 +58,11 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         workers = gateway.probes.workers()
         return pb.GetStatusResponse(
             mode=member(pb.Mode, status.mode),
-            policy=messages.policy(self._planner.options),
+            policy=policy_message(self._planner.options),
             generation=status.generation,
-            repacks=messages.repacks(status.repacks, gateway.clock()),
-            models=[messages.model(one) for one in models],
-            workers=[messages.worker(one, workers, outstanding[one.name]) for one in status.workers],
+            repacks=repacks_message(status.repacks, gateway.clock()),
+            models=[model_message(one) for one in models],
+            workers=[worker_message(one, workers, outstanding[one.name]) for one in status.workers],
             warnings=status.warnings,
             pid=os.getpid(),
             version=rsrv.__version__,
@@ -59,7 +73,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         paths = set(request.update_mask.paths)
 
         def change(planner: Planner) -> None:
-            wanted = messages.changed(planner.options, self._section, request.policy, paths)
+            wanted = changed_policy(planner.options, self._section, request.policy, paths)
             if paths != {"work_basis"}:
                 self._require_packing("in other modes only work_basis means something")
             planner.change(wanted)
@@ -68,13 +82,13 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         warnings = list((await self._status()).warnings)
         if later := sorted(paths & _LATER):
             warnings.append(f"{', '.join(later)}: from the next repack on")
-        return pb.SetPolicyResponse(policy=messages.policy(self._planner.options), warnings=warnings)
+        return pb.SetPolicyResponse(policy=policy_message(self._planner.options), warnings=warnings)
 
     @steers
     async def SetPlacement(self, request: pb.SetPlacementRequest) -> pb.SetPlacementResponse:
         if not request.model:
             raise InvalidArgument("model is empty")
-        wanted = messages.placement(request)
+        wanted = placement_values(request)
         self._require_packing("models are placed by it")
         if request.model not in self._gateway.table and not request.allow_unknown:
             raise _unknown(request.model)
@@ -99,7 +113,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServicer):
         number = await gateway.steer(Planner.repack)
         while request.wait and (await self._status()).repacks.done < number:
             await gateway.next_round()
-        return pb.RepackResponse(repacks=messages.repacks((await self._status()).repacks, gateway.clock()))
+        return pb.RepackResponse(repacks=repacks_message((await self._status()).repacks, gateway.clock()))
 
     @answers
     async def Locate(self, request: pb.LocateRequest) -> pb.LocateResponse:
@@ -147,7 +161,7 @@ def _unknown(model: str) -> StatusError:
 class GatewayHealth(HealthService):
     """The health of the gateway and of its models."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayLoop) -> None:
         self._gateway = gateway
 
     def serving(self, service: str) -> bool | None:
@@ -155,3 +169,119 @@ class GatewayHealth(HealthService):
             return self._gateway.ready
         routes = self._gateway.table.get(service)
         return None if routes is None else self._gateway.ready and bool(routes.ready)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+_ENUMS = {"work_basis": pb.WorkBasis, "fill": pb.Fill, "route": pb.Route}
+#: what a policy has
+FIELDS = tuple(field.name for field in pb.Policy.DESCRIPTOR.fields)
+
+
+def policy_message(section: GatewaySection) -> pb.Policy:
+    values = {name: getattr(section, name) for name in FIELDS}
+    return pb.Policy(
+        **{name: member(enum, values.pop(name)) for name, enum in _ENUMS.items()},
+        replicas=replicas_message(values.pop("replicas")),
+        **values,
+    )
+
+
+def changed_policy(
+    section: GatewaySection, original: GatewaySection, wanted: pb.Policy, paths: Iterable[str]
+) -> GatewaySection:
+    """`section` with these fields as `wanted` has them, or `original` where it has none. Raises InvalidArgument."""
+    values: dict[str, Any] = {}
+    for path in paths:
+        if path not in FIELDS:
+            raise InvalidArgument(
+                f"update_mask: {path!r} is not a field of the policy{nearest(path, FIELDS)}"
+            )
+        value = _given(wanted, path)
+        values[path] = getattr(original, path) if value is None else value
+    if not values:
+        raise InvalidArgument("update_mask names nothing")
+    return _checked(GatewaySection, {**section.model_dump(), **values}, values)
+
+
+def placement_values(request: pb.SetPlacementRequest) -> dict[str, Any]:
+    """What differs for the model. Raises InvalidArgument."""
+    values = {name: _given(request, name) for name in ("replicas", "fill", "fill_factor")}
+    return _checked(GatewayModelSection, values, values).model_dump()
+
+
+def replicas_message(count: Count) -> pb.Replicas:
+    return pb.Replicas(all=True) if count == "all" else pb.Replicas(count=count)
+
+
+def repacks_message(status: Repacks, now: float) -> pb.Repacks:
+    return pb.Repacks(
+        counts={str(trigger): count for trigger, count in status.counts.items()},
+        last=status.last or "",
+        last_age_s=0.0 if status.last_at is None else now - status.last_at,
+        packed=status.packed,
+        moved=status.moved,
+        held=status.held,
+        device_s=status.device_s,
+        threshold_device_s=status.threshold_device_s,
+    )
+
+
+def model_message(status: ModelStatus) -> pb.ModelStatus:
+    return pb.ModelStatus(
+        name=status.name,
+        ready=status.ready,
+        placed=status.placed,
+        moving_to=status.moving_to,
+        along=status.along,
+        replicas=replicas_message(status.replicas),
+        effective_replicas=status.effective_replicas,
+        utilisation=status.utilisation,
+        requests_s=status.requests_s,
+        item_s=status.item_s,
+        bytes=status.bytes,
+        quantum=status.quantum,
+        fill=member(pb.Fill, status.fill),
+    )
+
+
+def worker_message(status: WorkerStatus, workers: Mapping[str, Worker], outstanding: int) -> pb.WorkerStatus:
+    known = workers.get(status.name)
+    return pb.WorkerStatus(
+        name=status.name,
+        alive=status.alive,
+        grpc="" if known is None else known.grpc,
+        models=status.models,
+        utilisation=status.utilisation,
+        busy=status.busy,
+        bytes=status.bytes,
+        budget_bytes=status.budget_bytes,
+        oversubscribed=status.oversubscribed,
+        backlog_s=status.backlog_s,
+        outstanding=outstanding,
+    )
+
+
+def _given(message: Any, name: str) -> Any:
+    """A field as the settings have it; None: it is absent. Raises InvalidArgument."""
+    value = getattr(message, name)
+    if name in _ENUMS:
+        try:
+            return member_name(_ENUMS[name], value) if value else None
+        except ValueError as error:
+            raise InvalidArgument(f"{name} {error}") from None
+    if not message.HasField(name):
+        return None
+    if name != "replicas":
+        return value
+    if value.WhichOneof("replicas") is None or (value.WhichOneof("replicas") == "all" and not value.all):
+        raise InvalidArgument("replicas must be a count, or all")
+    return "all" if value.all else value.count
+
+
+def _checked(kind: type[S], values: Mapping[str, Any], shown: Mapping[str, Any]) -> S:
+    """Raises InvalidArgument."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise InvalidArgument("; ".join(explain(one, kind, shown) for one in error.errors())) from None

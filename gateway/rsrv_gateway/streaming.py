@@ -17,8 +17,15 @@ import grpc
 from tritonclient.grpc import service_pb2
 
 from rsrv.placement.routing import Choice
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
-from rsrv_gateway.channels import Channels, Link
+from rsrv_gateway.connections import (
+    WorkerChannels,
+    WorkerConnection,
+    gone,
+    is_cancelled,
+    refusal_of,
+    refuse,
+    time_left,
+)
 from rsrv_gateway.outcomes import MOST_LOSSES, Refusal, another_model, tagged
 from rsrv_gateway.peek import Malformed, Peeked
 from rsrv_gateway.traffic import CANCELLED, Traffic
@@ -37,7 +44,7 @@ class Streaming:
     def __init__(
         self,
         traffic: Traffic,
-        channels: Mapping[str, Channels],
+        channels: Mapping[str, WorkerChannels],
         forwarded: Callable[[Any], Any],
         answers_once: Callable[[str, Any], Awaitable[bool]],
     ) -> None:
@@ -57,7 +64,7 @@ class Streaming:
             return
         finally:
             stream.end()
-        if isinstance(ended, _Refused):
+        if isinstance(ended, _StreamRefused):
             await refuse(context, ended.refusal)
         raise ended
 
@@ -74,7 +81,7 @@ def _error_code(answer: bytes) -> str:
     return Refusal(grpc.StatusCode.UNAVAILABLE, message).for_client().name if tagged(message) else "UNKNOWN"
 
 
-class _Refused(Exception):
+class _StreamRefused(Exception):
     """How the client's stream ends."""
 
     def __init__(self, refusal: Refusal) -> None:
@@ -100,7 +107,7 @@ class _Message:
 class _Upstream:
     """The stream to one worker."""
 
-    def __init__(self, worker: str, link: Link, call: Any) -> None:
+    def __init__(self, worker: str, link: WorkerConnection, call: Any) -> None:
         self.worker = worker
         self.link = link
         self.call = call
@@ -164,7 +171,7 @@ class _Stream:
         self._once: bool | None = None
 
     async def run(self) -> None:
-        """Until the client and the worker have ended. Raises an ExceptionGroup of _Refused."""
+        """Until the client and the worker have ended. Raises an ExceptionGroup of _StreamRefused."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             while (data := await self._context.read()) is not grpc.aio.EOF:
@@ -200,7 +207,7 @@ class _Stream:
             sequence = None if self._model else request.parameter("sequence_id")
         except Malformed as error:
             self._traffic.refused("", "INVALID_ARGUMENT")
-            raise _Refused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
+            raise _StreamRefused(Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error))) from None
         if self._model and model != self._model:
             await self._refuse_message(another_model(self._model, model), model, name)
             return
@@ -215,7 +222,7 @@ class _Stream:
         message = _Message(items, choice)
         try:
             upstream = self._at_home(choice)
-        except _Refused as ended:
+        except _StreamRefused as ended:
             self._over(message, ended.refusal.code.name)
             raise
         upstream.expect(message, data)
@@ -236,13 +243,13 @@ class _Stream:
         """As tritonserver refuses one message of a stream."""
         self._traffic.refused(model, refusal.code.name)
         if (_ERRORS_END_IT, "true") in self._context.invocation_metadata():
-            raise _Refused(refusal)
+            raise _StreamRefused(refusal)
         answer = service_pb2.ModelStreamInferResponse(error_message=refusal.message)
         answer.infer_response.id = name
         await self._write(answer.SerializeToString())
 
     def _at_home(self, choice: Choice) -> _Upstream:
-        """Where the stream's messages go. Raises _Refused."""
+        """Where the stream's messages go. Raises _StreamRefused."""
         if self._home != choice.worker:
             self._traffic.router.move(choice, self._home)
         return self._upstream or self._open(self._home)
@@ -252,7 +259,7 @@ class _Stream:
     def _open(self, worker: str) -> _Upstream:
         channels = self._channels.get(worker)
         if channels is None:
-            raise _Refused(gone(worker))
+            raise _StreamRefused(gone(worker))
         link = channels.link()
         call = link.stream(timeout=time_left(self._context), metadata=self._metadata)
         self._upstream = upstream = _Upstream(worker, link, call)
@@ -278,19 +285,19 @@ class _Stream:
                 raise
             refusal = gone(upstream.worker)
         self._upstream = None
-        if refusal is not None and refusal.broken():
+        if refusal is not None and refusal.suspects_worker():
             self._traffic.brain.failed(upstream.worker)
         if refusal is not None and refusal.lost:
             for message in upstream.waiting:
                 message.losses += 1
-        if refusal is not None and refusal.elsewhere() and upstream.kept and await self._move(upstream):
+        if refusal is not None and refusal.is_retryable() and upstream.kept and await self._move(upstream):
             return
         unanswered = list(upstream.waiting)
         upstream.waiting.clear()
         for message in unanswered:  # the worker has nothing to say to these
             self._over(message, "OK" if refusal is None else refusal.for_client().name)
         if refusal is not None:
-            raise _Refused(refusal)
+            raise _StreamRefused(refusal)
 
     async def _move(self, failed: _Upstream) -> bool:
         """Sends what one worker has not answered to another one that serves the model; whether there is one, and it may

@@ -51,7 +51,7 @@ class Traffic:
         # Without workers, nothing is known of any model.
         return not_found(model) if self.workers else no_worker()
 
-    async def who_knows(self, model: str) -> Iterable[str]:
+    async def workers_for(self, model: str) -> Iterable[str]:
         """The workers that serve it, after a look at all if that may help; if none does, some that can say what is
         wrong."""
         if model not in self.table:

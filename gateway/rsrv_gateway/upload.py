@@ -18,7 +18,7 @@ SMALL = 1 << 18
 MOST_KEPT = 1 << 30
 
 
-class Keeping:
+class UploadBudget:
     """What all uploads keep together."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
@@ -40,7 +40,7 @@ class Upload:
     """One event loop owns it; several workers may get it at the same time, while it is kept."""
 
     def __init__(
-        self, stream: StreamReader, size: int | None, most: int, keeping: Keeping | None = None
+        self, stream: StreamReader, size: int | None, most: int, keeping: UploadBudget | None = None
     ) -> None:
         """Of `size` bytes (None: the client does not say), and not more than `most`; without `keeping` it is kept
         whatever that takes. Raises UploadError."""

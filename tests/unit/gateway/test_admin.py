@@ -23,8 +23,7 @@ from rsrv.placement.contract import (
     WorkerView,
 )
 from rsrv_gateway.admin import Admin
-from rsrv_gateway.merging import merge
-from rsrv_gateway.metrics import Leavers, expose
+from rsrv_gateway.metrics import DepartedWorkers, expose, merge
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
 
@@ -238,7 +237,7 @@ def test_a_gateway_that_knows_no_server_says_so() -> None:
 
 def test_who_left_is_forgotten_after_a_while() -> None:
     """Ten minutes after it was there last; counters of others, and its own if it comes back, go on where they were."""
-    leavers = Leavers()
+    leavers = DepartedWorkers()
     counts = TrafficCounts(
         {("m", "a", "OK"): 3, ("m", "b", "OK"): 5, ("", "", "NOT_FOUND"): 1},
         {"m": 8},
@@ -258,7 +257,7 @@ def test_who_left_is_forgotten_after_a_while() -> None:
     assert leavers.without(counts, ["a"], 601.0) == without
     assert leavers.without(counts, ["a"], 5000.0) == without
     assert leavers.without(counts, ["a", "b"], 5001.0) == counts
-    unseen = Leavers()
+    unseen = DepartedWorkers()
     assert unseen.without(counts, ["a"], 0.0) == counts
     assert unseen.without(counts, ["a"], 601.0) == without
 

@@ -12,9 +12,9 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Act, Table, WeightAction, Worker
 from rsrv.placement.planner import Planner
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.plane import Plane
+from rsrv_gateway.brain import Proxy
 from tests.unit.control.virtual import run
-from tests.unit.gateway.planes import FakeBrain, FakeWorker, House
+from tests.unit.gateway.proxies import FakeBrain, FakeWorker, House
 from tests.unit.gateway.workers import looped
 from tests.unit.gateway.worlds import World
 
@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_ends_the_gateway() -> None:
 
 
 def test_without_any_worker_it_serves_and_is_not_ready() -> None:
-    """They may come; who asks meanwhile is told that nobody is there."""
+    """They may come; who asks meanwhile is http_refusal that nobody is there."""
 
     async def main() -> None:
         world = World(a="m")
@@ -182,7 +182,7 @@ async def test_requests_are_answered_while_the_planner_looks() -> None:
     """However long a look takes, and what it says holds afterwards."""
     worker = FakeWorker("a")
 
-    class Moved(Plane):
+    class Moved(Proxy):
         """Whose workers are all that one."""
 
         async def apply(self, workers: Mapping[str, Worker], table: Table) -> None:

@@ -12,9 +12,8 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.channels import Channels
-from rsrv_gateway.contacts import Contacts
-from tests.unit.gateway.planes import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
+from rsrv_gateway.connections import ChannelFactory, WorkerChannels
+from tests.unit.gateway.proxies import SERVICE, FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode
@@ -209,7 +208,7 @@ async def test_the_client_leaves() -> None:
 
 @looped
 async def test_deadlines() -> None:
-    """The worker has the time that is left of the client's deadline, else of the setting; when it is over, it is told."""
+    """The worker has the time that is left of the client's deadline, else of the setting; when it is over, it is http_refusal."""
     left: list[float] = []
 
     async def note(request: Any, context: Any) -> Any:
@@ -257,15 +256,15 @@ async def test_a_deadline_is_told_to_models() -> None:
         request.parameters["timeout"].int64_param = 5
         await house.call("ModelInfer", request, timeout=20)
 
-        told, untold, own = worker.got["ModelInfer"]
-        assert 10_000_000 < told.parameters["timeout"].int64_param < 21_000_000
+        http_refusal, untold, own = worker.got["ModelInfer"]
+        assert 10_000_000 < http_refusal.parameters["timeout"].int64_param < 21_000_000
         assert "timeout" not in untold.parameters
         assert own.parameters["timeout"].int64_param == 5
 
 
 @looped
 async def test_a_sequence_stays_where_it_is() -> None:
-    """Requests of one sequence go to one worker, whoever asks, and others' to others; it is not taken elsewhere."""
+    """Requests of one sequence go to one worker, whoever asks, and others' to others; it is not taken is_retryable."""
     async with serving(4) as house:
         homes = {}
         for sequence in range(1, 30):
@@ -284,7 +283,7 @@ async def test_a_sequence_stays_where_it_is() -> None:
 
 @looped
 async def test_a_worker_dies() -> None:
-    """What was under way on a worker that dies is answered by another one, and the gateway is told to look."""
+    """What was under way on a worker that dies is answered by another one, and the gateway is http_refusal to look."""
     async with serving(2) as house:
         first, _ = house.workers
         hold(first)
@@ -409,7 +408,7 @@ async def test_a_connection_ends_with_its_last_call() -> None:
     """One that nothing more is sent on is closed when its calls are over."""
     worker = FakeWorker("a")
     await worker.start()
-    channels = Channels(f"127.0.0.1:{worker.port}", Contacts(GatewaySection()), 1)
+    channels = WorkerChannels(f"127.0.0.1:{worker.port}", ChannelFactory(GatewaySection()), 1)
     link = channels.link()
     call = link.infer(Infer(model_name="m").SerializeToString())
     channels.retire()
@@ -447,7 +446,7 @@ async def test_the_end() -> None:
 
 @looped
 async def test_calls_that_come_at_the_end() -> None:
-    """Clients who call again and again are answered or told UNAVAILABLE to the end: no call is cancelled."""
+    """Clients who call again and again are answered or http_refusal UNAVAILABLE to the end: no call is cancelled."""
     async with serving(1) as house, AsyncExitStack() as ends:
         address = f"127.0.0.1:{house.plane.grpc.port}"
         own = [("grpc.use_local_subchannel_pool", 1)]

@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2 as pb
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.listening import Token, server_credentials
-from tests.unit.gateway.planes import FakeWorker, Handler, House, refusal, refusing, serving, types
+from rsrv_gateway.connections import Token, server_credentials
+from tests.unit.gateway.proxies import FakeWorker, Handler, House, refusal, refusing, serving, types
 from tests.unit.gateway.workers import looped
 
 Code = grpc.StatusCode
@@ -28,7 +28,7 @@ def saying(answer: Any) -> Handler:
     return say
 
 
-def everywhere(house: House, method: str, *answers: Handler) -> None:
+def ask_all(house: House, method: str, *answers: Handler) -> None:
     """Each worker's answer; one alone is that of all."""
     for at, worker in enumerate(house.workers):
         worker.does[method] = answers[at % len(answers)]
@@ -56,7 +56,7 @@ async def test_the_gateway_lives() -> None:
     health: Any = "/grpc.health.v1.Health/Check"
     async with serving(2, {}) as house:
         check = house.client.unary_unary(health, None, None)
-        everywhere(house, "ServerReady", saying(pb.ServerReadyResponse(ready=False)))
+        ask_all(house, "ServerReady", saying(pb.ServerReadyResponse(ready=False)))
         assert (await house.call("ServerLive")).live
         assert not (await house.call("ServerReady")).ready
 
@@ -88,7 +88,7 @@ async def test_a_worker_that_has_the_model() -> None:
             ("ModelConfig", pb.ModelConfigRequest(name="m"), pb.ModelConfigResponse()),
             ("ModelReady", pb.ModelReadyRequest(name="m"), pb.ModelReadyResponse(ready=True)),
         ]:
-            everywhere(house, method, saying(answer), refusing(Code.NOT_FOUND, "no"), saying(answer))
+            ask_all(house, method, saying(answer), refusing(Code.NOT_FOUND, "no"), saying(answer))
             assert await house.call(method, request) == answer
             assert asked(house, method) == ["b", "c"]
 
@@ -97,7 +97,7 @@ async def test_a_worker_that_has_the_model() -> None:
 async def test_ready_on_any_worker() -> None:
     """A version of a model is ready if it is on one of the workers."""
     async with serving(2) as house:
-        everywhere(
+        ask_all(
             house,
             "ModelReady",
             saying(pb.ModelReadyResponse(ready=False)),
@@ -105,7 +105,7 @@ async def test_ready_on_any_worker() -> None:
         )
         assert (await house.call("ModelReady", pb.ModelReadyRequest(name="m", version="2"))).ready
 
-        everywhere(
+        ask_all(
             house, "ModelReady", saying(pb.ModelReadyResponse(ready=False)), refusing(Code.UNAVAILABLE, "x")
         )
         assert not (await house.call("ModelReady", pb.ModelReadyRequest(name="m"))).ready
@@ -115,7 +115,7 @@ async def test_ready_on_any_worker() -> None:
 async def test_a_model_that_nobody_has() -> None:
     """After a look at all workers, one of them says what it says of unknown models."""
     async with serving(2) as house:
-        everywhere(
+        ask_all(
             house, "ModelMetadata", refusing(Code.NOT_FOUND, "Request for unknown model: 'x' is not found")
         )
 
@@ -130,7 +130,7 @@ async def test_a_model_that_nobody_has() -> None:
 async def test_merged_answers() -> None:
     """The repository's index is that of all workers together."""
     async with serving(2) as house:
-        everywhere(
+        ask_all(
             house,
             "RepositoryIndex",
             *[
@@ -150,7 +150,7 @@ async def test_merged_answers() -> None:
 async def test_all_load_a_model() -> None:
     """A model is loaded on all workers, and can be used when the call returns; a worker that cannot is named."""
     async with serving(2) as house:
-        everywhere(house, "RepositoryModelLoad", saying(pb.RepositoryModelLoadResponse()))
+        ask_all(house, "RepositoryModelLoad", saying(pb.RepositoryModelLoadResponse()))
         request = pb.RepositoryModelLoadRequest(model_name="m")
         await house.call("RepositoryModelLoad", request)
         assert asked(house, "RepositoryModelLoad") == ["a", "b"]
@@ -176,7 +176,7 @@ async def test_all_load_a_model() -> None:
 async def test_what_is_a_servers_own(method: str) -> None:
     """Settings and memory of a server are not the gateway's to tell or change: it refuses, and asks no worker."""
     async with serving(2) as house:
-        everywhere(house, method, saying(types(method)[1]()))
+        ask_all(house, method, saying(types(method)[1]()))
         assert await refusal(house.call(method)) == (
             "UNIMPLEMENTED",
             "the gateway serves several servers and does not change their settings; ask a server itself",
@@ -188,7 +188,7 @@ async def test_what_is_a_servers_own(method: str) -> None:
 async def test_metadata_is_forwarded() -> None:
     """What protects an API of the workers is passed on to all of them."""
     async with serving(2) as house:
-        everywhere(house, "RepositoryIndex", saying(pb.RepositoryIndexResponse()))
+        ask_all(house, "RepositoryIndex", saying(pb.RepositoryIndexResponse()))
         await house.call("RepositoryIndex", metadata=(("triton-grpc-protocol-key", "secret"),))
 
         for worker in house.workers:
@@ -203,7 +203,7 @@ async def test_a_worker_hangs() -> None:
         async def hang(_: Any, __: Any) -> None:
             await asyncio.Event().wait()
 
-        everywhere(house, "ModelStatistics", saying(pb.ModelStatisticsResponse()), hang)
+        ask_all(house, "ModelStatistics", saying(pb.ModelStatisticsResponse()), hang)
 
         assert (await refusal(house.call("ModelStatistics")))[0] == "DEADLINE_EXCEEDED"
 

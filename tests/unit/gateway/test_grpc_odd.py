@@ -10,7 +10,7 @@ import pytest
 
 from rsrv.placement.contract import Routes, Worker
 from tests.unit.gateway import http2
-from tests.unit.gateway.planes import SERVICE, Infer, refusal, serving
+from tests.unit.gateway.proxies import SERVICE, Infer, refusal, serving
 from tests.unit.gateway.workers import looped
 
 INFER = f"{SERVICE}ModelInfer".encode()

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
-from tests.unit.gateway.planes import FakeWorker, Handler, House, Infer, refusal, refusing, serving
+from tests.unit.gateway.proxies import FakeWorker, Handler, House, Infer, refusal, refusing, serving
 from tests.unit.gateway.workers import Relay, looped
 
 Code = grpc.StatusCode

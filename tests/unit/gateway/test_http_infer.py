@@ -19,9 +19,9 @@ from multidict import CIMultiDict
 
 from rsrv.placement.contract import Routes
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.http_pools import Pool, Query, Reply
+from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool
 from rsrv_gateway.upload import SMALL
-from tests.unit.gateway.http_planes import INFER, FakeWorker, House, serving
+from tests.unit.gateway.http_proxies import INFER, FakeWorker, House, serving
 from tests.unit.gateway.workers import Relay, looped
 
 #: more than is waited for before it is sent on
@@ -189,7 +189,7 @@ async def test_too_much_to_keep() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "message", "code", "told", "retry"),
+    ("status", "message", "code", "http_refusal", "retry"),
     [
         (503, "[rsrv:QUEUE_FULL] retry after 2100 ms", "RESOURCE_EXHAUSTED", 429, "3"),
         (503, "in ensemble 'e', [rsrv:QUEUE_FULL] retry later", "RESOURCE_EXHAUSTED", 429, "1"),
@@ -203,7 +203,9 @@ async def test_too_much_to_keep() -> None:
     ],
 )
 @looped
-async def test_what_is_final(status: int, message: str, code: str, told: int, retry: str | None) -> None:
+async def test_what_is_final(
+    status: int, message: str, code: str, http_refusal: int, retry: str | None
+) -> None:
     """An answer that another worker could not better is the client's at once, with the status that its tag stands for."""
     async with serving(2) as house:
         first, second = house.workers
@@ -211,7 +213,7 @@ async def test_what_is_final(status: int, message: str, code: str, told: int, re
         first.does[""] = first.says(status, {"error": message}, headers)
         answer = await house.infer()
 
-        assert answer.error == (told, message)
+        assert answer.error == (http_refusal, message)
         assert answer.headers["X-More"] == "1"
         assert answer.headers.get("Retry-After") == retry
         assert second.got == []
@@ -512,7 +514,7 @@ async def test_a_stream_of_events() -> None:
 
 @looped
 async def test_a_client_that_does_not_read() -> None:
-    """A client that takes nothing of a long answer has its connection broken, and its worker nothing to do for it."""
+    """A client that takes nothing of a long answer has its connection suspects_worker, and its worker nothing to do for it."""
     async with serving(1, request_timeout_s=0.2) as house:
         (worker,) = house.workers
         ended = asyncio.Event()
@@ -553,8 +555,8 @@ async def test_a_worker_is_away_for_one_probe() -> None:
 
     worker.does[""] = events
     pool = Pool(f"127.0.0.1:{worker.port}", GatewaySection(request_timeout_s=0.1), None)
-    reply = await pool.ask(Query("POST", "/v2/models/m/generate_stream", CIMultiDict(), whole=False))
-    assert isinstance(reply, Reply)
+    reply = await pool.ask(HttpQuery("POST", "/v2/models/m/generate_stream", CIMultiDict(), whole=False))
+    assert isinstance(reply, HttpReply)
     assert reply.rest is not None
     assert await reply.rest.read() == b"data: 1\n\n"
     pool.retire()

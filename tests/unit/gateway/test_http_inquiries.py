@@ -15,9 +15,9 @@ from aiohttp import ClientError, web
 
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Routes
-from rsrv_gateway.contacts import ContactError
-from rsrv_gateway.http_paths import Nowhere, Target, target_of
-from tests.unit.gateway.http_planes import House, serving
+from rsrv_gateway.connections import CredentialsError
+from rsrv_gateway.http_protocol import Target, UnknownPath, target_of
+from tests.unit.gateway.http_proxies import House, serving
 from tests.unit.gateway.workers import looped
 
 READY = "/v2/models/m/ready"
@@ -25,7 +25,7 @@ INDEX = "/v2/repository/index"
 STATISTICS = "/v2/models/stats"
 
 
-def everywhere(house: House, path: str, *answers: Any, status: int = 200) -> None:
+def ask_all(house: House, path: str, *answers: Any, status: int = 200) -> None:
     """Each worker's answer; one alone is that of all."""
     for at, worker in enumerate(house.workers):
         worker.does[path] = worker.says(status, answers[at % len(answers)])
@@ -65,7 +65,7 @@ def test_paths(method: str, path: str, target: Target | int) -> None:
     """Paths mean what they mean to tritonserver."""
     try:
         assert target_of(method, path) == target
-    except Nowhere as error:
+    except UnknownPath as error:
         assert error.status == target  # noqa: PT017
 
 
@@ -85,7 +85,7 @@ async def test_what_there_is_not() -> None:
 async def test_the_gateway_lives() -> None:
     """A gateway lives without workers, and is ready with one that is."""
     async with serving(2, {}) as house:
-        everywhere(house, "/v2/health/ready", b"", status=400)
+        ask_all(house, "/v2/health/ready", b"", status=400)
         assert (await house.ask("GET", "/v2/health/live")).status == 200
         assert (await house.ask("GET", "/v2/health/ready")).status == 400
 
@@ -122,13 +122,13 @@ async def test_about_a_model() -> None:
 async def test_a_model_is_ready() -> None:
     """A model is ready when it is ready on a worker; else what a worker says of it is the answer."""
     async with serving(2) as house:
-        everywhere(house, READY, {"error": "not ready"}, status=400)
+        ask_all(house, READY, {"error": "not ready"}, status=400)
         assert (await house.ask("GET", READY)).error == (400, "not ready")
 
         house.workers[1].does[READY] = house.workers[1].says(200, b"")
         assert (await house.ask("GET", READY)).status == 200
 
-        everywhere(house, "/v2/models/new/ready", {"error": "not ready"}, status=400)
+        ask_all(house, "/v2/models/new/ready", {"error": "not ready"}, status=400)
         assert (await house.ask("GET", "/v2/models/new/ready")).error == (400, "not ready")
         assert house.brain.refreshes == 1
 
@@ -153,9 +153,11 @@ def statistics(number: int, *sizes: int) -> Any:
 async def test_statistics_are_sums() -> None:
     """Statistics are those of all workers together; numbers stay numbers, and what is nothing is there."""
     async with serving(3) as house:
-        everywhere(house, STATISTICS, statistics(2**40, 1), statistics(2, 1, 4), statistics(5))
-        broken = house.workers[2]
-        broken.does[STATISTICS] = broken.says(400, {"error": "requested model 'm' is not available"})
+        ask_all(house, STATISTICS, statistics(2**40, 1), statistics(2, 1, 4), statistics(5))
+        suspects_worker = house.workers[2]
+        suspects_worker.does[STATISTICS] = suspects_worker.says(
+            400, {"error": "requested model 'm' is not available"}
+        )
         (model,) = (await house.ask("GET", STATISTICS)).json["model_stats"]
 
         total = 2**40 + 2
@@ -176,8 +178,8 @@ async def test_the_index() -> None:
     """A model is ready if it is ready anywhere; a worker that is gone has no say."""
     async with serving(3) as house:
         ready = {"name": "m", "version": "1", "state": "READY"}
-        other = {"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "broken"}
-        everywhere(house, INDEX, [{"name": "m"}, other], [ready])
+        other = {"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "suspects_worker"}
+        ask_all(house, INDEX, [{"name": "m"}, other], [ready])
         await house.workers[2].kill()
         answer = await house.ask("POST", INDEX, data=b'{"ready":false}')
 
@@ -213,7 +215,7 @@ async def test_what_is_a_servers_own(method: str, path: str) -> None:
 async def test_what_cannot_be_read() -> None:
     """A worker whose answer makes no sense is named."""
     async with serving(2) as house:
-        everywhere(house, INDEX, [], b"no JSON")
+        ask_all(house, INDEX, [], b"no JSON")
         status, message = (await house.ask("POST", INDEX)).error
 
         assert status == 500
@@ -227,7 +229,7 @@ async def test_models_are_loaded_everywhere(verb: str) -> None:
     async with serving(2) as house:
         path = f"/v2/repository/models/m/{verb}"
         body = json.dumps({"parameters": {"file:1/model.onnx": "A" * 3_000_000}}).encode()
-        everywhere(house, path, b"")
+        ask_all(house, path, b"")
         answer = await house.infer(BytesIO(body), path)
 
         assert (answer.status, answer.body) == (200, b"")
@@ -262,7 +264,7 @@ async def test_loading_takes_its_time() -> None:
 
 @looped
 async def test_a_stream_that_stops() -> None:
-    """A stream whose worker says nothing for longer than a request may take is broken off."""
+    """A stream whose worker says nothing for longer than a request may take is suspects_worker off."""
     async with serving(1, request_timeout_s=0.05) as house:
         (worker,) = house.workers
 
@@ -346,7 +348,7 @@ async def test_tls(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
-    """Whoever starts it is told which setting is wrong."""
+    """Whoever starts it is http_refusal which setting is wrong."""
 
     async def start(**settings: Any) -> None:
         async with serving(0, **settings):
@@ -356,7 +358,7 @@ def test_what_cannot_be_listened_on(tmp_path: Path) -> None:
         asyncio.run(start(http="127.0.0.1:x"))
     with pytest.raises(ListenError, match=r"gateway\.tls_certificate"):
         asyncio.run(start(tls_certificate=tmp_path / "no", tls_key=tmp_path / "no"))
-    with pytest.raises(ContactError, match=r"gateway\.worker_ca"):
+    with pytest.raises(CredentialsError, match=r"gateway\.worker_ca"):
         asyncio.run(start(worker_ca=tmp_path / "no"))
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from rsrv_gateway.http_outcomes import for_client, told
-from rsrv_gateway.http_peek import MOST_JSON, overstated, peek
+from rsrv_gateway.http_protocol import MOST_JSON, for_client, http_refusal, overstated, peek
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.upload import decoded
 
@@ -42,7 +41,7 @@ def test_any_bytes_may_come(data: bytes) -> None:
     """What is no JSON, or not compressed as it says, is one item of no sequence."""
     assert decoded(data, "br", 10) == b""
     decoded(data, "gzip", 10)
-    told(400, CIMultiDict(), data, generated=True)
+    http_refusal(400, CIMultiDict(), data, generated=True)
     items, _ = peek(data + b'"sequence_id"', ("X", 0))
     assert items == 1
 

@@ -13,7 +13,7 @@ import pytest
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.control.v1 import control_pb2_grpc
 from rsrv.live.routes import PageError
-from rsrv_gateway.contacts import Control
+from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.live import Event, Workers
 from tests.unit.gateway.workers import FakeControl, FakeTriton, looped, serving
 from tests.unit.gateway.worlds import World
@@ -63,7 +63,7 @@ async def fleet(*names: str) -> AsyncIterator[tuple[World, Workers, dict[str, Pa
             port = await stack.enter_async_context(serving(FakeTriton(), control))
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
             stub = control_pb2_grpc.ControlStub(channel)
-            world.controls[f"{name}:8001"] = Control(stub, (("authorization", f"Bearer {name}"),))
+            world.controls[f"{name}:8001"] = ControlClient(stub, (("authorization", f"Bearer {name}"),))
         await stack.enter_async_context(world.running())
         yield world, Workers(world.gateway.probes, clock=lambda: 7.0, every=0.02), controls
 
@@ -75,7 +75,7 @@ async def test_a_connection_that_is_closed_is_told_and_opened_anew() -> None:
 
         def connect() -> Any:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-            world.controls["bare:8001"] = Control(control_pb2_grpc.ControlStub(channel), ())
+            world.controls["bare:8001"] = ControlClient(control_pb2_grpc.ControlStub(channel), ())
             return channel
 
         first = connect()

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from local_triton import free_ports
 from rsrv.settings import SettingsError, load_settings
-from rsrv_gateway.listening import open_ports
+from rsrv_gateway.connections import open_ports
 from rsrv_gateway.main import read
 from rsrv_gateway.members import MembersError
 from rsrv_gateway.v1 import gateway_pb2 as pb

@@ -24,20 +24,20 @@ MEANINGS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "message", "client", "elsewhere", "broken"), MEANINGS)
-def test_meaning(code: str, message: str, client: str, elsewhere: bool, broken: bool) -> None:
+@pytest.mark.parametrize(("code", "message", "client", "is_retryable", "suspects_worker"), MEANINGS)
+def test_meaning(code: str, message: str, client: str, is_retryable: bool, suspects_worker: bool) -> None:
     """The tag of an unavailable model says what the client gets, and whether it is worth asking another worker."""
     refusal = Refusal(StatusCode[code], message)
 
     assert refusal.for_client() is StatusCode[client]
-    assert refusal.elsewhere() is elsewhere
-    assert refusal.broken() is broken
+    assert refusal.is_retryable() is is_retryable
+    assert refusal.suspects_worker() is suspects_worker
 
 
 def test_which_refusal_is_the_clients() -> None:
     """The last one, unless it only says that the model is not there."""
     gone, missing = (Refusal(StatusCode[code], "") for code in ("UNAVAILABLE", "NOT_FOUND"))
 
-    assert missing.or_rather(gone) is gone
-    assert gone.or_rather(missing) is gone
-    assert missing.or_rather(None) is missing
+    assert missing.preferred_to(gone) is gone
+    assert gone.preferred_to(missing) is gone
+    assert missing.preferred_to(None) is missing

@@ -10,9 +10,8 @@ import pytest
 from rsrv.control.v1 import control_pb2 as pb
 from rsrv.placement.contract import Act, ModelView, WeightsView, Worker, WorkerView
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.contacts import ContactError, Contacts
-from rsrv_gateway.prober import GrpcProber
-from rsrv_gateway.probes import DEAD, ActError
+from rsrv_gateway.connections import ChannelFactory, CredentialsError
+from rsrv_gateway.probes import DEAD, ActError, GrpcProber
 from tests.unit.gateway.workers import FakeControl, FakeTriton, Relay, looped, serving
 
 LOAD = pb.GetLoadResponse(
@@ -44,7 +43,7 @@ LOAD = pb.GetLoadResponse(
 def prober(port: int, *, control: bool = False, timeout: float = 10.0, **settings: object) -> GrpcProber:
     address = f"127.0.0.1:{port}"
     worker = Worker("w", address, control=address if control else None)
-    return GrpcProber(worker, Contacts(GatewaySection.model_validate(settings)), timeout)
+    return GrpcProber(worker, ChannelFactory(GatewaySection.model_validate(settings)), timeout)
 
 
 @looped
@@ -246,23 +245,23 @@ def test_a_key_needs_its_value(value: Path) -> None:
         GatewaySection(worker_repository_key="k")
     value.chmod(0o644)
     section = GatewaySection(worker_repository_key="k", worker_repository_value_file=value)
-    with pytest.raises(ContactError, match=r"gateway\.worker_repository_value_file: everybody can read"):
-        Contacts(section)
+    with pytest.raises(CredentialsError, match=r"gateway\.worker_repository_value_file: everybody can read"):
+        ChannelFactory(section)
 
 
 @pytest.mark.parametrize("key", ["worker_ca", "worker_token_file"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, key: str) -> None:
     """With the setting."""
-    with pytest.raises(ContactError, match=rf"gateway\.{key}: .*missing"):
-        Contacts(GatewaySection.model_validate({key: tmp_path / "missing"}))
+    with pytest.raises(CredentialsError, match=rf"gateway\.{key}: .*missing"):
+        ChannelFactory(GatewaySection.model_validate({key: tmp_path / "missing"}))
 
 
 @pytest.mark.parametrize("contents", ["", "not a PEM"])
 def test_authorities_that_are_none(tmp_path: Path, contents: str) -> None:
     """Public authorities do not vouch for workers."""
     (tmp_path / "ca").write_text(contents)
-    with pytest.raises(ContactError, match=r"gateway\.worker_ca"):
-        Contacts(GatewaySection(worker_ca=tmp_path / "ca"))
+    with pytest.raises(CredentialsError, match=r"gateway\.worker_ca"):
+        ChannelFactory(GatewaySection(worker_ca=tmp_path / "ca"))
 
 
 def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
@@ -274,8 +273,8 @@ def test_a_certificate_is_not_shown_without_tls(tmp_path: Path) -> None:
 def test_a_token_is_one_line(tmp_path: Path) -> None:
     """gRPC would refuse each call with it."""
     (tmp_path / "token").write_text("two\nlines")
-    with pytest.raises(ContactError, match="no token"):
-        Contacts(GatewaySection(worker_token_file=tmp_path / "token"))
+    with pytest.raises(CredentialsError, match="no token"):
+        ChannelFactory(GatewaySection(worker_token_file=tmp_path / "token"))
 
 
 @looped

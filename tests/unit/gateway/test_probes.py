@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from rsrv.placement.contract import Act, Worker, WorkerView
-from rsrv_gateway.probes import DEAD, ActError, Errands, Probes
+from rsrv_gateway.probes import DEAD, ActError, ActionQueue, Probes
 from tests.unit.control.virtual import run
 
 ALIVE = WorkerView(alive=True, ready=frozenset({"m"}))
@@ -188,7 +188,7 @@ def test_errands_of_one_worker_are_done_in_order_and_none_twice() -> None:
         done.append(f"{worker} {model}")
 
     async def main() -> None:
-        errands = Errands(do)
+        errands = ActionQueue(do)
         for _ in range(3):
             for model in ("x", "bad", "y"):
                 errands.send(Act.PREFETCH, "slow", model)

@@ -11,10 +11,9 @@ from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Act, Table, TrafficCounts, WeightAction, Worker, WorkerView
 from rsrv.placement.planner import Plan, Planner
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.brain import Gateway
-from rsrv_gateway.contacts import Control
+from rsrv_gateway.brain import GatewayLoop, Proxy
+from rsrv_gateway.connections import ControlClient
 from rsrv_gateway.members import Members
-from rsrv_gateway.plane import Plane
 from rsrv_gateway.probes import DEAD, Probes
 
 
@@ -44,7 +43,7 @@ class FakePlanner(Planner):
             return replace(super().look(views, now), steps=steps)
 
 
-class FakePlane(Plane):
+class FakePlane(Proxy):
     """Notes what it is told. `refuses`: it cannot listen, or cannot apply."""
 
     def __init__(self) -> None:
@@ -94,7 +93,7 @@ class FakeProber:
     async def metrics(self) -> str | None:
         return self._world.pages.get(self._name)
 
-    def control(self) -> Control | None:
+    def control(self) -> ControlClient | None:
         return self._world.controls.get(self._name)
 
     async def close(self) -> None:
@@ -112,7 +111,7 @@ class World:
         #: what the control services of workers have for Prometheus
         self.pages: dict[str, str] = {}
         #: how these are reached
-        self.controls: dict[str, Control] = {}
+        self.controls: dict[str, ControlClient] = {}
         self.closed = 0
         self.seconds = 0.001
         section = GatewaySection.model_validate(
@@ -125,7 +124,7 @@ class World:
         async def resolve(_: str) -> list[str]:
             return self.addresses
 
-        self.gateway = Gateway(
+        self.gateway = GatewayLoop(
             Members(section, resolve),
             lambda seen: Probes(lambda worker: FakeProber(self, worker), section.probe_s, seen),
             self.planner,

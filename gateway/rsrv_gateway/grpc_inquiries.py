@@ -9,11 +9,17 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from rsrv_gateway import fanout
-from rsrv_gateway.asking import everywhere, first
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, time_left
-from rsrv_gateway.channels import SERVICE, Channels
-from rsrv_gateway.fanout import Answer, Merge
-from rsrv_gateway.outcomes import Refusal, of_one_server
+from rsrv_gateway.connections import (
+    SERVICE,
+    WorkerChannels,
+    gone,
+    is_cancelled,
+    refusal_of,
+    refuse,
+    time_left,
+)
+from rsrv_gateway.fanout import Answer, Merge, ask_all, first
+from rsrv_gateway.outcomes import Refusal, unsupported
 from rsrv_gateway.traffic import Traffic
 
 Call = Callable[[bytes, Any], Awaitable[bytes]]
@@ -42,12 +48,12 @@ _OF_ONE_SERVER = (
 )
 
 
-class Inquiries:
+class GrpcInquiries:
     def __init__(
         self,
         timeout_s: float,
         traffic: Traffic,
-        channels: Mapping[str, Channels],
+        channels: Mapping[str, WorkerChannels],
         forwarded: Callable[[Any], Any],
     ) -> None:
         """`timeout_s` is for calls whose client set no deadline; `forwarded` is what of its metadata is for workers."""
@@ -94,13 +100,13 @@ class Inquiries:
     async def _model_ready(self, data: bytes, context: Any) -> bytes:
         model = (await _request("ModelReady", data, context)).name
         return await self._first(
-            "ModelReady", data, context, await self._traffic.who_knows(model), wanted=_TRUE
+            "ModelReady", data, context, await self._traffic.workers_for(model), wanted=_TRUE
         )
 
     def _about_a_model(self, method: str) -> Call:
         async def call(data: bytes, context: Any) -> bytes:
             model = (await _request(method, data, context)).name
-            return await self._first(method, data, context, await self._traffic.who_knows(model))
+            return await self._first(method, data, context, await self._traffic.workers_for(model))
 
         return call
 
@@ -122,7 +128,7 @@ class Inquiries:
         request = service_pb2.ModelConfigRequest(name=model).SerializeToString()
         timeout = min(self._timeout(context), _SOON)
         answer = await first(
-            await self._traffic.who_knows(model),
+            await self._traffic.workers_for(model),
             lambda worker: self._ask(worker, "ModelConfig", request, context, timeout),
         )
         if isinstance(answer, Refusal):
@@ -151,9 +157,7 @@ class Inquiries:
     async def _ask_all(
         self, method: str, data: bytes, context: Any, timeout: float | None
     ) -> dict[str, bytes | Refusal]:
-        return await everywhere(
-            self._channels, lambda worker: self._ask(worker, method, data, context, timeout)
-        )
+        return await ask_all(self._channels, lambda worker: self._ask(worker, method, data, context, timeout))
 
     async def _ask(
         self, worker: str, method: str, data: bytes, context: Any, timeout: float | None
@@ -178,7 +182,7 @@ class Inquiries:
 
 
 async def _refused(_: bytes, context: Any) -> bytes:
-    await refuse(context, of_one_server())
+    await refuse(context, unsupported())
 
 
 async def _answered(method: str, merge: Merge, answers: Mapping[str, bytes | Refusal], context: Any) -> bytes:

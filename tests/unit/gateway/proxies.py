@@ -1,4 +1,4 @@
-"""A Plane in front of workers that do what the test says, all on the test's own event loop."""
+"""A Proxy in front of workers that do what the test says, all on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.plane import Plane
+from rsrv_gateway.brain import Proxy
 
 SERVICE = "/inference.GRPCInferenceService/"
 Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -142,7 +142,7 @@ class FakeBrain:
 class House:
     """A plane, its workers `a`, `b` ..., and a client."""
 
-    def __init__(self, plane: Plane, brain: FakeBrain, workers: list[FakeWorker], client: Any) -> None:
+    def __init__(self, plane: Proxy, brain: FakeBrain, workers: list[FakeWorker], client: Any) -> None:
         self.plane = plane
         self.brain = brain
         self.workers = workers
@@ -187,7 +187,7 @@ async def serving(
         for worker in workers:
             await worker.start()
             ends.push_async_callback(worker.kill)
-        plane = Plane(section, brain)
+        plane = Proxy(section, brain)
         await plane.start()
         ends.push_async_callback(plane.stop)
         client = await ends.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{plane.grpc.port}"))

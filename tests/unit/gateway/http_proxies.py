@@ -1,4 +1,4 @@
-"""A Plane's HTTP front before workers that do what the test says, all on the test's own event loop."""
+"""A Proxy's HTTP front before workers that do what the test says, all on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from multidict import CIMultiDict
 
 from rsrv.placement.contract import Routes, Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.plane import Plane
-from tests.unit.gateway.planes import FakeBrain
+from rsrv_gateway.brain import Proxy
+from tests.unit.gateway.proxies import FakeBrain
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -130,7 +130,7 @@ class Answer:
 class House:
     """A plane, its workers `a`, `b` ..., and a client."""
 
-    plane: Plane
+    plane: Proxy
     brain: FakeBrain
     workers: list[FakeWorker]
     client: ClientSession
@@ -179,7 +179,7 @@ async def serving(
         for worker in workers:
             await worker.start(worker_tls)
             ends.push_async_callback(worker.kill)
-        plane = Plane(section, brain)
+        plane = Proxy(section, brain)
         ends.push_async_callback(plane.stop)
         await plane.start()
         client = await ends.enter_async_context(ClientSession(auto_decompress=False))

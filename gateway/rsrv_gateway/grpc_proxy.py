@@ -1,6 +1,6 @@
 """The gRPC front: Triton's whole inference service, as bytes from clients to workers and back.
 
-What is on every request's way is `GrpcFront._infer`. Streams are in `streaming`, all other calls in `inquiries`.
+What is on every request's way is `GrpcProxy._infer`. Streams are in `streaming`, all other calls in `inquiries`.
 """
 
 import asyncio
@@ -14,12 +14,22 @@ import grpc
 from rsrv.control.grpc_server import GrpcServer
 from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.asking import ask_others
-from rsrv_gateway.calls import gone, is_cancelled, refusal_of, refuse, sendable, time_left
-from rsrv_gateway.channels import SERVICE, Channels
-from rsrv_gateway.contacts import Contacts
-from rsrv_gateway.inquiries import Inquiries
-from rsrv_gateway.listening import Token, server_credentials, server_options
+from rsrv_gateway.connections import (
+    SERVICE,
+    ChannelFactory,
+    Token,
+    WorkerChannels,
+    gone,
+    is_cancelled,
+    refusal_of,
+    refuse,
+    sendable,
+    server_credentials,
+    server_options,
+    time_left,
+)
+from rsrv_gateway.fanout import fail_over
+from rsrv_gateway.grpc_inquiries import GrpcInquiries
 from rsrv_gateway.outcomes import Metadata, Refusal
 from rsrv_gateway.peek import Malformed, Peeked, int_parameter
 from rsrv_gateway.streaming import Streaming
@@ -34,20 +44,20 @@ _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 _PAUSE, _PAUSES, _SETTLE = 0.01, 5, 0.5
 
 
-class GrpcFront:
-    """One of the fronts of the `Plane`."""
+class GrpcProxy:
+    """One of the fronts of the `Proxy`."""
 
-    def __init__(self, settings: GatewaySection, contacts: Contacts, traffic: Traffic) -> None:
+    def __init__(self, settings: GatewaySection, contacts: ChannelFactory, traffic: Traffic) -> None:
         """Raises ListenError."""
         self._settings = settings
         self._traffic = traffic
         self._token = Token(settings)
         self._contacts = contacts
-        self._channels: dict[str, Channels] = {}
+        self._channels: dict[str, WorkerChannels] = {}
         #: whether there are workers whose models heed a deadline
         self._steered = False
         self._hop = _HOP | {"authorization"} if self._token.needed else _HOP
-        inquiries = Inquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
+        inquiries = GrpcInquiries(settings.request_timeout_s, traffic, self._channels, self.forwarded)
         streaming = Streaming(traffic, self._channels, self.forwarded, inquiries.answers_once)
         #: handlers by method
         self.methods = {
@@ -59,7 +69,7 @@ class GrpcFront:
             _STREAM_INFER: grpc.stream_stream_rpc_method_handler(streaming.stream),
             _HEALTH: grpc.unary_unary_rpc_method_handler(self._check),
         }
-        self._door = _Door()
+        self._door = _DrainHandler()
         self._server = GrpcServer(self._make, "gateway.grpc")
         #: that it listens on; 0: not started, or no gRPC
         self.port = 0
@@ -81,7 +91,7 @@ class GrpcFront:
                 if known[name].grpc == worker.grpc:
                     continue
                 self._channels[name].retire()
-            self._channels[name] = Channels(worker.grpc, self._contacts, self._settings.channels)
+            self._channels[name] = WorkerChannels(worker.grpc, self._contacts, self._settings.channels)
         for name in [name for name in self._channels if name not in workers]:
             self._channels.pop(name).retire()
         self._steered = any(worker.control is not None for worker in workers.values())
@@ -137,8 +147,8 @@ class GrpcFront:
             if sequence:
                 traffic.settle(choice, model, sequence)
             answer = await self._ask(choice.worker, data, timeout, context)
-            if isinstance(answer, Refusal) and answer.elsewhere() and not sequence:
-                answer = await ask_others(
+            if isinstance(answer, Refusal) and answer.is_retryable() and not sequence:
+                answer = await fail_over(
                     traffic,
                     choice,
                     answer,
@@ -168,7 +178,7 @@ class GrpcFront:
                 link.answers += 1
             elif channels.unanswered(link, answers, monotonic()):
                 self._traffic.brain.failed(worker)
-            if refusal.broken():
+            if refusal.suspects_worker():
                 self._traffic.brain.failed(worker)
             return refusal
         except asyncio.CancelledError:
@@ -208,7 +218,7 @@ class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handlers.get(details.method)
 
 
-class _Door(grpc.GenericRpcHandler):  # type: ignore[misc]
+class _DrainHandler(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Whatever is called comes by here first. Once it is closed, calls wait, and are refused when the clients are told.
 
     A server that stops cancels what it has received and not begun, also what comes before the client has heard of it;

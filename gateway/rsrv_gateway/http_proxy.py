@@ -1,6 +1,6 @@
 """The HTTP front: KServe v2 as tritonserver has it over HTTP, as bytes from clients to workers and back.
 
-What is on every request's way is `HttpFront._infer`. All other calls are in `http_inquiries`.
+What is on every request's way is `HttpProxy._infer`. All other calls are in `http_inquiries`.
 """
 
 import asyncio
@@ -17,18 +17,24 @@ from rsrv.address import parse_address
 from rsrv.control.grpc_server import ListenError
 from rsrv.placement.contract import Worker
 from rsrv.settings_fleet import GatewaySection
-from rsrv_gateway.asking import ask_others
-from rsrv_gateway.contacts import tls_context
+from rsrv_gateway.connections import Token, server_tls, worker_tls
+from rsrv_gateway.fanout import fail_over
 from rsrv_gateway.http_inquiries import HttpInquiries
-from rsrv_gateway.http_outcomes import error_body, for_client
-from rsrv_gateway.http_paths import Nowhere, Target, target_of
-from rsrv_gateway.http_peek import MOST_JSON, MOST_SEARCHED, overstated, peek
-from rsrv_gateway.http_pools import Pool, Query, Reply, Rest, end_to_end
-from rsrv_gateway.listening import Token
-from rsrv_gateway.listening import tls_context as server_context
+from rsrv_gateway.http_pools import HttpQuery, HttpReply, Pool, UnreadBody, end_to_end
+from rsrv_gateway.http_protocol import (
+    MOST_JSON,
+    MOST_SEARCHED,
+    Target,
+    UnknownPath,
+    error_body,
+    for_client,
+    overstated,
+    peek,
+    target_of,
+)
 from rsrv_gateway.outcomes import Refusal
 from rsrv_gateway.traffic import CANCELLED, Traffic
-from rsrv_gateway.upload import Keeping, Upload, UploadError, decoded
+from rsrv_gateway.upload import Upload, UploadBudget, UploadError, decoded
 
 _INFERENCE = ("infer", "generate", "generate_stream")
 _TOKEN = frozenset(["authorization"])
@@ -47,18 +53,18 @@ _BACKLOG = 1024
 T = TypeVar("T")
 
 
-class HttpFront:
-    """One of the fronts of the `Plane`."""
+class HttpProxy:
+    """One of the fronts of the `Proxy`."""
 
     def __init__(self, settings: GatewaySection, traffic: Traffic) -> None:
-        """Raises ListenError, ContactError."""
+        """Raises ListenError, CredentialsError."""
         self._settings = settings
         self._timeout_s = settings.request_timeout_s
         self._traffic = traffic
         self._token = Token(settings)
         listens = settings.http is not None
-        self._server_tls = server_context(settings) if listens else None
-        self._worker_tls = tls_context(settings) if listens else None
+        self._server_tls = server_tls(settings) if listens else None
+        self._worker_tls = worker_tls(settings) if listens else None
         self._pools: dict[str, Pool] = {}
         self._retired: list[Pool] = []
         self._inquiries = HttpInquiries(self._timeout_s, traffic, self._pools, self._ask)
@@ -66,7 +72,7 @@ class HttpFront:
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         #: bodies of inference requests
-        self.keeping = Keeping()
+        self.keeping = UploadBudget()
         self._draining = False
         self._under_way = 0
         self._idle = asyncio.Event()
@@ -155,8 +161,8 @@ class HttpFront:
             return _refused(Refusal(StatusCode.UNAUTHENTICATED, "the token is missing, or wrong"))
         try:
             target = target_of(request.method, request.raw_path)
-        except Nowhere as error:
-            return _response(Reply(error.status, CIMultiDict(_TEXT), error_body(str(error))))
+        except UnknownPath as error:
+            return _response(HttpReply(error.status, CIMultiDict(_TEXT), error_body(str(error))))
         if target.what in _INFERENCE:
             return await self._infer(request, target)
         try:
@@ -208,8 +214,8 @@ class HttpFront:
             if again and isinstance(answer, Refusal) and answer.lost and not choice.others:
                 # A worker closes an idle connection when it likes, which may be now.
                 answer = await self._ask(choice.worker, query, deadline - monotonic())
-            elif again and isinstance(answer, Refusal) and answer.elsewhere():
-                answer = await ask_others(
+            elif again and isinstance(answer, Refusal) and answer.is_retryable():
+                answer = await fail_over(
                     traffic,
                     choice,
                     answer,
@@ -229,7 +235,7 @@ class HttpFront:
             router.release(choice)
             traffic.ended(model, choice.worker, code, items, monotonic() - arrived)
 
-    async def _ask(self, worker: str, query: Query, timeout: float | None) -> Reply | Refusal:
+    async def _ask(self, worker: str, query: HttpQuery, timeout: float | None) -> HttpReply | Refusal:
         pool = self._pools.get(worker)
         if pool is None:
             return Refusal(StatusCode.UNAVAILABLE, f"worker {worker} has gone, or serves no HTTP")
@@ -246,11 +252,11 @@ class HttpFront:
             if waited_for_us and pool.unanswered(answers, monotonic()):
                 self._traffic.brain.failed(worker)
             return Refusal(StatusCode.DEADLINE_EXCEEDED, f"worker {worker} did not answer in time")
-        if isinstance(answer, Refusal) and answer.broken():
+        if isinstance(answer, Refusal) and answer.suspects_worker():
             self._traffic.brain.failed(worker)
         return answer
 
-    async def _upload(self, request: web.BaseRequest, keeping: Keeping | None) -> Upload:
+    async def _upload(self, request: web.BaseRequest, keeping: UploadBudget | None) -> Upload:
         """Raises UploadError."""
         size = request.content_length if request.body_exists else 0
         upload = Upload(request.content, size, self._settings.max_message_bytes, keeping)
@@ -271,9 +277,9 @@ class HttpFront:
             message = f"the request was not there after {self._timeout_s:g} s"
             raise UploadError(StatusCode.DEADLINE_EXCEEDED, message) from None
 
-    def _query(self, request: web.BaseRequest, upload: Upload, target: Target) -> Query:
+    def _query(self, request: web.BaseRequest, upload: Upload, target: Target) -> HttpQuery:
         infers = target.what in _INFERENCE
-        return Query(
+        return HttpQuery(
             request.method,
             request.raw_path,
             # Answers that are to be merged are to be read.
@@ -297,16 +303,16 @@ async def _json(request: web.BaseRequest, upload: Upload) -> bytes:
 
 
 def _refused(refusal: Refusal) -> web.Response:
-    return _response(Reply(*for_client(refusal)))
+    return _response(HttpReply(*for_client(refusal)))
 
 
-def _response(reply: Reply) -> web.Response:
+def _response(reply: HttpReply) -> web.Response:
     reply.headers["Server"] = _NAME
     return web.Response(status=reply.status, headers=reply.headers, body=reply.body)
 
 
 async def _stream(
-    request: web.BaseRequest, reply: Reply, rest: Rest, patience: float
+    request: web.BaseRequest, reply: HttpReply, rest: UnreadBody, patience: float
 ) -> tuple[web.StreamResponse, str]:
     """Passes on what is still to come; with the code by which that ended.
 
@@ -337,7 +343,7 @@ async def _stream(
 
 
 def _broken_off(request: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
-    """Too late for a status: only the broken connection says that this is not all."""
+    """Too late for a status: only the suspects_worker connection says that this is not all."""
     if request.transport is not None:
         request.transport.abort()
     return response

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rsrv.command import add_version
+from rsrv.serve.node_cli import gpus
 
 _EPILOG = """The server is the one of yours that runs here, or what --pid, --address or RSRV_CONTROL_ADDRESS names.
 Exit status: 0; 1 when it fails, or, of health, when it is not serving; 2 for a wrong command line."""
@@ -19,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rsrv.cli import gateway_commands
 
             return gateway_commands.run(options)
+        if options.command == "serve":
+            from rsrv.serve import command
+
+            return command.run(options)
         if options.command == "triton":
             from rsrv.cli import serve_commands
 
@@ -96,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     profile = command("profile", "record what the runtime and its device do")
     profile.add_argument("action", nargs="?", choices=("start", "stop"))
     profile.add_argument("--seconds", type=_seconds, metavar="S", help="start, and stop after this time")
+    _add_serve(commands)
     help = "install a tritonserver for this user"
     triton = commands.add_parser("triton", help=help, description=help)
     verbs = triton.add_subparsers(dest="verb", metavar="COMMAND", required=True)
@@ -109,6 +115,36 @@ def parser() -> argparse.ArgumentParser:
     gateway.set_defaults(command="gateway")
     _add_gateway(gateway, asked)
     return top
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    help = "serve bundles on this machine, and follow their changes, until Ctrl-C"
+    serve = commands.add_parser("serve", help=help, description=help)
+    serve.set_defaults(command="serve", cpu_workers=None)
+    serve.add_argument(
+        "bundles", metavar="BUNDLES", nargs="+", type=Path, help="a directory of bundles, or a bundle"
+    )
+    serve.add_argument("--config", metavar="FILE", type=Path, help="settings (rsrv.yaml); default: none")
+    devices = serve.add_mutually_exclusive_group()
+    devices.add_argument("--gpus", metavar="LIST", type=gpus, help="numbers or UUIDs; default: all")
+    devices.add_argument(
+        "--cpu", dest="cpu_workers", action="store_const", const=1, help="use the CPU; default without a GPU"
+    )
+    serve.add_argument("--http-port", type=int, metavar="PORT", help="default: 8000")
+    serve.add_argument("--grpc-port", type=int, metavar="PORT", help="default: 8001")
+    serve.add_argument("--metrics-port", type=int, metavar="PORT", help="default: 8002")
+    serve.add_argument(
+        "--directory",
+        metavar="DIR",
+        type=Path,
+        default=Path(".rsrv"),
+        help="for the generated repository and the log, on the bundles' file system; default: %(default)s",
+    )
+    serve.add_argument(
+        "--tritonserver", metavar="PROGRAM", help="default: on PATH, NVIDIA's, or `rsrv triton install`'s"
+    )
+    serve.add_argument("--verbose", action="store_true", help="show tritonserver's log, too")
+    serve.add_argument("--dry-run", action="store_true", help="print the commands, and run nothing")
 
 
 def _add_gateway(gateway: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:

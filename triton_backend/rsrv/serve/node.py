@@ -8,18 +8,22 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import rsrv
 from rsrv import logs
 from rsrv.serve import cores, nvml, repositories, starting
 from rsrv.serve.devices import choose
 from rsrv.serve.errors import NodeError
 from rsrv.serve.logs import Prefixer
-from rsrv.serve.plan import WORKERS_FILE, Child, Plan, describe, plan
+from rsrv.serve.plan import WORKERS_FILE, Child, Plan, Worker, describe, plan
 from rsrv.serve.pulse import hangs
 from rsrv.serve.restarts import Restarts
 from rsrv.serve.roll import Roll, write
@@ -29,21 +33,49 @@ from rsrv.settings import Settings, SettingsError, load_settings
 log = logging.getLogger("rsrv.node")
 
 
-def run(options: Namespace) -> int:
-    """Does what the command line says; returns the exit status."""
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a node serves, as known before the servers start."""
+
+    settings: Settings
+    #: addresses of live pages
+    pages: tuple[str, ...]
+    #: names of bundles that cannot be served, each with the reason
+    broken: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the words of a node and its children go."""
+
+    #: takes whole lines of the log
+    put: Callable[[bytes], None]
+    #: follows a worker from its start on, given its pid; cancelled when it has ended
+    follow: Callable[[Worker, int, Serving], Coroutine[Any, Any, None]]
+    #: takes a line for the operator
+    say: Callable[[str], None]
+
+
+def run(options: Namespace, output: Output | None = None) -> int:
+    """Do what the command line says. Return the exit status. Without `output`, the log goes to standard output."""
+    output = output or Output(_put, lambda worker, pid, _: starting.tell(worker, pid), lambda line: None)
     try:
         settings = _settings(options)
-        planned = _plan(settings)
+        planned = _plan(settings, getattr(options, "or_cpu", False))
         if options.dry_run:
             sys.stdout.write(describe(planned))
             return 0
-        _log_to_output(settings.logs.format)
+        _log_to_output(settings.logs.format, output.put)
+        devices = ", ".join(dict.fromkeys(worker.device.name for worker in planned.workers))
+        output.say(f"rsrv {rsrv.__version__}: starting {options.tritonserver or 'tritonserver'} on {devices}")
         with alone(settings.node.directory):
             repositories.check(options.bundles, settings)
+            _check_free(planned)
             for file, text in planned.files.items():
                 write(file, text)
-            _generate(planned, settings, options.bundles)
-            return asyncio.run(_serve(planned, settings, options.bundles))
+            broken = _generate(planned, settings, options.bundles)
+            serving = Serving(settings, planned.pages, broken)
+            return asyncio.run(_serve(planned, serving, options.bundles, output))
     except (NodeError, SettingsError, OSError) as error:
         print(f"rsrv-node: {error}", file=sys.stderr)
         return 1
@@ -61,11 +93,19 @@ def _settings(options: Namespace) -> Settings:
         changes |= {"gpus": None, "cpu_workers": options.cpu_workers}
     node = settings.node.model_copy(update=changes)
     node = node.model_copy(update={"directory": Path(os.path.abspath(node.directory.expanduser()))})
-    return repositories.watched(settings.model_copy(update={"node": node}), options.bundles)
+    ports = {"http": options.http_port, "grpc": options.grpc_port, "admin": options.metrics_port}
+    gateway = settings.gateway.model_copy(
+        update={key: f"0.0.0.0:{port}" for key, port in ports.items() if port is not None}
+    )
+    settings = settings.model_copy(update={"node": node, "gateway": gateway})
+    return repositories.watched(settings, options.bundles)
 
 
-def _plan(settings: Settings) -> Plan:
+def _plan(settings: Settings, or_cpu: bool) -> Plan:
     node = settings.node
+    if or_cpu and not node.gpus and not node.cpu_workers and not nvml.look().gpus:
+        node = node.model_copy(update={"cpu_workers": 1})
+        settings = settings.model_copy(update={"node": node})
     devices = choose(node.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), nvml.look, node.cpu_workers)
     shares = cores.share(cores.look(), [device.near for device in devices], node.threads)
     tritonserver = shutil.which(node.tritonserver)
@@ -83,6 +123,22 @@ def _plan(settings: Settings) -> Plan:
     )
 
 
+def _check_free(planned: Plan) -> None:
+    """Raise NodeError if another process has a port of a worker: Triton would end, and be started again in vain."""
+    for worker in planned.workers:
+        for kind, address in worker.ports.each():
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            with socket.socket(family) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    trial.bind((address.host, address.port))
+                except OSError as error:
+                    raise NodeError(
+                        f"{address} cannot be taken for {kind}: {error.strerror}. End what listens there, or choose "
+                        "another port"
+                    ) from None
+
+
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
     """The node's directory for this process only. Raises NodeError, OSError."""
@@ -97,17 +153,19 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _generate(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> None:
-    """Writes the repositories."""
+def _generate(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> dict[str, str]:
+    """Write the repositories. Return the names of broken bundles, each with the reason."""
     sources, problems = repositories.find(bundles)
     for worker in planned.workers:
         problems += repositories.generate(worker.repository, sources, settings)
     for problem in problems:
         log.error("%s", problem)
     log.info("%d models for each of %d workers", len(sources.good), len(planned.workers))
+    return {name: "; ".join(lines) for name, lines in sources.broken.items()}
 
 
-async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> int:
+async def _serve(planned: Plan, serving: Serving, bundles: Sequence[Path], output: Output) -> int:
+    settings = serving.settings
     loop = asyncio.get_running_loop()
     orders = Orders.none()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,8 +187,16 @@ async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> 
         if child.name in telling:
             telling.pop(child.name).cancel()
         if child.name in workers:
-            telling[child.name] = asyncio.ensure_future(starting.tell(workers[child.name], pid))
+            following = output.follow(workers[child.name], pid, serving)
+            telling[child.name] = asyncio.ensure_future(following)
 
+    async def stop_following() -> None:
+        await orders.end.wait()
+        output.say("Stopping: requests in flight are answered first. Ctrl-C again stops at once.")
+        for task in telling.values():
+            task.cancel()
+
+    stopping = asyncio.ensure_future(stop_following())
     first = None
     if _is_waiting(planned):
         first = asyncio.ensure_future(_first_bundles(planned, settings, bundles))
@@ -138,12 +204,14 @@ async def _serve(planned: Plan, settings: Settings, bundles: Sequence[Path]) -> 
         status = await supervise(
             [worker.child for worker in planned.workers],
             planned.gateway,
-            House(_put, started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves),
+            House(
+                output.put, started, watch=_watch(roll.names, settings.node.hang_s, first), leaves=roll.leaves
+            ),
             orders,
             lambda: Restarts(settings.node.max_restarts, settings.node.stable_s),
         )
     finally:
-        for task in (first, *telling.values()):
+        for task in (first, stopping, *telling.values()):
             if task is not None:
                 task.cancel()
     log.info("all processes have ended")
@@ -208,12 +276,17 @@ def _put(lines: bytes) -> None:
 class _Lines(logging.Handler):
     """The node's own lines among those of its children."""
 
+    def __init__(self, put: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._put = put
+
     def emit(self, record: logging.LogRecord) -> None:
-        _put(Prefixer("node").feed(f"{self.format(record)}\n".encode()))
+        self._put(Prefixer("node").feed(f"{self.format(record)}\n".encode()))
 
 
-def _log_to_output(format: logs.Format) -> None:
-    handler = _Lines()
+def _log_to_output(format: logs.Format, put: Callable[[bytes], None]) -> None:
+    log.handlers = [handler for handler in log.handlers if not isinstance(handler, _Lines)]
+    handler = _Lines(put)
     handler.setFormatter(logs.formatter(format))
-    log.handlers = [handler]
+    log.addHandler(handler)
     log.setLevel(logging.INFO)

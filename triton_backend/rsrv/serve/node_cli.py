@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     devices.add_argument(
         "--gpus",
         metavar="LIST",
-        type=_gpus,
+        type=gpus,
         help="numbers or UUIDs, with commas; without: those of CUDA_VISIBLE_DEVICES, or all (node.gpus)",
     )
     devices.add_argument(
@@ -51,11 +51,12 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--tritonserver", metavar="PROGRAM", help="the server to start (node.tritonserver)")
     top.add_argument("--dry-run", action="store_true", help="say what would be run, and run nothing")
+    top.set_defaults(http_port=None, grpc_port=None, metrics_port=None)
     add_version(top)
     return top
 
 
-def _gpus(text: str) -> list[int | str]:
+def gpus(text: str) -> list[int | str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
         raise argparse.ArgumentTypeError("at least one")

@@ -37,6 +37,10 @@ class Ports:
     def __str__(self) -> str:
         return f"HTTP {self.http}, gRPC {self.grpc}, metrics {self.metrics}"
 
+    def each(self) -> list[tuple[str, Address]]:
+        """Return the addresses, each with the word that Triton's flags have for it."""
+        return [("http", self.http), ("grpc", self.grpc), ("metrics", self.metrics)]
+
 
 @dataclass(frozen=True, slots=True)
 class Child:
@@ -229,13 +233,9 @@ def _flags(repository: Path, ports: Ports, drain_s: float) -> list[str]:
         "--model-load-thread-count=32",
         "--backend-config=python,shm-default-byte-size=1048576",
         f"--exit-timeout-secs={max(1, round(drain_s))}",
-        *(f"--{kind}-address={address.host}" for kind, address in _each(ports)),
-        *(f"--{kind}-port={address.port}" for kind, address in _each(ports)),
+        *(f"--{kind}-address={address.host}" for kind, address in ports.each()),
+        *(f"--{kind}-port={address.port}" for kind, address in ports.each()),
     ]
-
-
-def _each(ports: Ports) -> list[tuple[str, Address]]:
-    return [("http", ports.http), ("grpc", ports.grpc), ("metrics", ports.metrics)]
 
 
 def _environment(
@@ -291,7 +291,7 @@ def _check_platform(settings: Settings, devices: Sequence[Device]) -> None:
 
 def _check_ports(settings: Settings, workers: Sequence[Worker]) -> None:
     """The gateway's ports are no worker's."""
-    taken = {address.port: (worker, kind) for worker in workers for kind, address in _each(worker.ports)}
+    taken = {address.port: (worker, kind) for worker in workers for kind, address in worker.ports.each()}
     gateway = settings.gateway
     for key, text in (("grpc", gateway.grpc), ("http", gateway.http), ("admin", gateway.admin)):
         if text is not None and (port := _address(f"gateway.{key}", text).port) in taken:

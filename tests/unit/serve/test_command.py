@@ -1,0 +1,59 @@
+"""Which tritonserver `rsrv serve` starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rsrv.serve import command
+from rsrv.serve.command import find_tritonserver
+from rsrv.serve.errors import NodeError
+from rsrv.serve.triton_install import Installation, default_folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(command, "CONTAINER", tmp_path / "opt" / "tritonserver")
+
+
+def put_program(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def never(question: str) -> bool:
+    raise AssertionError(question)
+
+
+def test_a_named_server_wins_and_then_the_path_and_then_the_container(tmp_path: Path) -> None:
+    """The order is that of the documentation, and nothing is asked while there is a server."""
+    container = put_program(tmp_path / "opt" / "tritonserver")
+    assert find_tritonserver(None, never) == container
+    on_path = put_program(tmp_path / "bin" / "tritonserver")
+    assert find_tritonserver(None, never) == on_path
+    named = put_program(tmp_path / "mine")
+    assert find_tritonserver(named, never) == named
+    with pytest.raises(NodeError, match="no program /no/such"):
+        find_tritonserver("/no/such", never)
+
+
+def test_without_a_server_the_user_is_asked_and_no_ends_it() -> None:
+    """The message names the three ways that are left."""
+    with pytest.raises(NodeError, match=r"rsrv triton install.*--tritonserver.*container"):
+        find_tritonserver(None, lambda question: False)
+    assert not default_folder().exists()
+
+
+def test_an_installation_of_the_user_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `rsrv triton install` made is used without a question; a yes makes it."""
+    installed: list[Path] = []
+    monkeypatch.setattr(Installation, "install", lambda self, say: installed.append(self.folder))
+    launcher = find_tritonserver(None, lambda question: True)
+    assert installed == [default_folder()]
+    monkeypatch.setattr(Installation, "is_installed", lambda self: True)
+    assert find_tritonserver(None, never) == launcher
+    assert os.path.basename(launcher) == "tritonserver"

@@ -1,0 +1,63 @@
+"""What `rsrv serve` prints when the state of a model changes."""
+
+from pathlib import Path
+
+from rsrv.control.v1 import control_pb2 as pb
+from rsrv.serve.view import Changes, endpoints
+from rsrv.settings import load_settings
+
+
+def status(*, failures: dict[str, str] | None = None, **models: tuple[str, int]) -> pb.GetStatusResponse:
+    """A status with these models, each with the key and the state of its version."""
+    return pb.GetStatusResponse(
+        models=[
+            pb.ModelStatus(name=name, versions=[pb.Version(key=key, state=state, error="no memory")])  # type: ignore[arg-type]
+            for name, (key, state) in models.items()
+        ],
+        failures=[pb.Failure(name=name, text=text) for name, text in (failures or {}).items()],
+    )
+
+
+def test_each_change_is_shown_once() -> None:
+    """A model becomes ready, gets a new bundle, and goes; looks without a change say nothing."""
+    changes = Changes({})
+    loading, one, two = ("a@1", pb.STATE_LOADING), ("a@1", pb.STATE_READY), ("a@2", pb.STATE_READY)
+    assert list(changes.update(status(a=loading))) == []
+    assert list(changes.update(status(a=one))) == ["a is ready"]
+    assert list(changes.update(status(a=one))) == []
+    assert list(changes.update(status(a=two))) == ["a serves its new bundle"]
+    assert changes.counts() == (1, 0)
+    assert list(changes.update(status())) == ["a is removed"]
+    assert changes.counts() == (0, 0)
+
+
+def test_a_failure_is_shown_with_its_reason_and_so_is_its_end() -> None:
+    """A version that cannot be loaded, and a bundle that cannot be read, are named; repaired, the model is ready."""
+    changes = Changes({})
+    assert list(changes.update(status(a=("a@1", pb.STATE_FAILED)))) == ["a failed: no memory"]
+    said = changes.update(status(a=("a@2", pb.STATE_READY), failures={"b": "no\nmanifest"}))
+    assert list(said) == ["a is ready", "b failed: no manifest"]
+    assert changes.counts() == (1, 1)
+
+
+def test_a_bundle_that_was_named_before_the_start_is_counted_and_not_named_again() -> None:
+    """What the generator refused has been printed: the same reason from the server adds no line."""
+    changes = Changes({"b": "no manifest"})
+    assert list(changes.update(status())) == []
+    assert list(changes.update(status(failures={"b": "no manifest"}))) == []
+    assert changes.counts() == (0, 1)
+    assert list(changes.update(status())) == ["b is removed"]
+
+
+def test_endpoints_are_what_a_client_here_connects_to() -> None:
+    """An address that listens everywhere is shown as localhost; a port that is closed is left out."""
+    settings = load_settings(
+        "gateway: {grpc: null, http: '0.0.0.0:9000', admin: '10.0.0.1:9002'}", "rsrv.yaml"
+    )
+    shown = endpoints(settings, ["http://127.0.0.1:8004/"], Path("serve.log")).split("\n")
+    assert [line.split()[-1] for line in shown] == [
+        "http://localhost:9000",
+        "http://10.0.0.1:9002/metrics",
+        "http://127.0.0.1:8004/",
+        "serve.log",
+    ]

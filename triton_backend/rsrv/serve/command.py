@@ -1,0 +1,90 @@
+"""`rsrv serve`: one command from bundles to a server that follows them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from rsrv.serve import node, view
+from rsrv.serve.errors import NodeError
+from rsrv.serve.plan import Worker
+from rsrv.serve.triton_install import Installation, InstallError, default_folder
+
+LOG_FILE = "serve.log"
+#: where NVIDIA's container has its server
+CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
+
+
+def run(options: Namespace) -> int:
+    """Serve until Ctrl-C. Return the exit status: 0, or 1 if the server cannot start or ended by itself."""
+    options.or_cpu = True
+    try:
+        options.tritonserver = find_tritonserver(options.tritonserver, _ask)
+        if options.dry_run:
+            return node.run(options)
+        options.directory.mkdir(parents=True, exist_ok=True)
+        path = options.directory / LOG_FILE
+        with path.open("ab", buffering=0) as file:
+            handler = logging.StreamHandler()
+            handler.setLevel(logging.WARNING)
+            node.log.addHandler(handler)
+            return node.run(options, _output(path, file.write, options.verbose))
+    except (NodeError, InstallError, OSError) as error:
+        print(f"rsrv serve: {error}", file=sys.stderr)
+        return 1
+
+
+def _output(path: Path, write: Callable[[bytes], int | None], verbose: bool) -> node.Output:
+    """Return an output that writes the log to a file, and on the terminal what an operator wants to know."""
+
+    def put(lines: bytes) -> None:
+        write(lines)
+        if verbose:
+            sys.stdout.buffer.write(lines)
+            sys.stdout.flush()
+
+    async def follow(worker: Worker, pid: int, serving: node.Serving) -> None:
+        await view.follow(worker, pid, serving, path, lambda line: print(line, flush=True))
+
+    return node.Output(put, follow, lambda line: print(line, flush=True))
+
+
+def find_tritonserver(named: str | None, ask: Callable[[str], bool]) -> str:
+    """Return the path of the tritonserver to start; the first that there is.
+
+    In order: the one that is named, PATH, NVIDIA's container, and the user's own installation, which is made if `ask`
+    agrees.
+
+    Raises:
+        NodeError: there is none, and what to do.
+        InstallError: the installation failed.
+    """
+    if named is not None:
+        found = shutil.which(named)
+        if found is None:
+            raise NodeError(f"--tritonserver: there is no program {named}")
+        return os.path.abspath(found)
+    for candidate in ("tritonserver", str(CONTAINER)):
+        if found := shutil.which(candidate):
+            return os.path.abspath(found)
+    installation = Installation.at(default_folder())
+    if not installation.is_installed():
+        if not ask("No tritonserver was found. Install release 24.10 for this user (100 MB)?"):
+            raise NodeError(
+                "no tritonserver was found on PATH: install one with `rsrv triton install`, name one with "
+                "--tritonserver, or run this in NVIDIA's container"
+            )
+        installation.install(lambda line: print(line, flush=True))
+    return str(installation.launcher)
+
+
+def _ask(question: str) -> bool:
+    """Return whether the user agrees; without a terminal the answer is no."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    return input(f"{question} [Y/n] ").strip().lower() in ("", "y", "yes")

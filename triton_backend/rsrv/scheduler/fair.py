@@ -7,33 +7,32 @@ of device time that it takes. The virtual clock V is the weighted mean of the st
     V = sum(w_i * v_i) / sum(w_i)         so that sum(w_i * (V - v_i)) = 0
 
 w_i * (V - v_i), the lag, is the device time that model i is owed (below zero: that it owes). A model is
-*eligible* while it owes nothing: v_i <= V; somebody always is. Its virtual deadline is v_i + c_i / w_i,
+*eligible* while it owes nothing: v_i <= V; at least one always is. Its virtual deadline is v_i + c_i / w_i,
 where c_i is the expected cost of a full execution of it. The eligible model with the earliest deadline
-goes. A start rises when an execution starts, the clock while it runs. (With the cost of what waits just
-now for c_i, small batches would pass large ones, and everybody's batches would be small.)
+goes. A start rises when an execution starts, the clock while it runs. (If c_i were the cost of the requests that
+wait just now, small batches would pass large ones, and all batches would be small.)
 
-What follows, with c a model's and C anybody's largest execution, and s = w_i / sum(w) of the models with
+From this follows, with c a model's and C any model's largest execution, and s = w_i / sum(w) of the models with
 work (the tests hold it to this):
 
 - a model that begins to wait and owes nothing executes after at most c / s + C, and again after at most
-  2 c / s + C. So cheap models wait for short, whatever the dear ones cost, and no model is locked out;
-- while two models have work, what they got by weight differs over any time by at most (c + C) / w_i of the
+  2 c / s + C. So cheap models wait for short, whatever the expensive ones cost, and no model is locked out;
+- while two models have work, their device time by weight differs over any interval by at most (c + C) / w_i of the
   one and of the other. (Start-time fair queueing keeps it within c / w_i of each, but there a newcomer
-  waits for an execution of everybody.) Nothing is averaged, so there is nothing to tune;
-- a model's cost decides when it goes, never how much it gets: those over their share are not eligible,
-  cheap or dear.
+  waits for an execution of every model.) Nothing is averaged, so there is nothing to tune;
+- a model's cost decides when it goes, never how much it gets: models above their share are not eligible,
+  cheap or expensive.
 
 A model that runs out of work while it owes device time stays in the mean until V has passed its start:
 otherwise it could drop the debt by pausing. One that is owed something forgoes it: idle models save no
-credit. When nobody has work all debts end, for nobody waits for them. A model with work whose weights are
-elsewhere is not in the mean, but keeps its lag, and takes it up again when they have come: so models that
-take turns on the device share it by weight too. What the clock did during loads for which nobody had to give
-way it cannot claim: there was room for all, and a long load would lock the others out afterwards.
+credit. When no model has work all debts end, because no model waits for them. A model with work whose weights are
+absent is not in the mean, but keeps its lag, and takes it up again when they are loaded: so models that
+take turns on the device share it by weight too. It cannot claim the rise of the clock during loads that evicted
+nothing: there was room for all, and a long load would lock the others out afterwards.
 
-For a model that an operator holds it is as if no time passed: it comes back with what it was owed when that began, a
-share of some executions or what it had waited for its weights, and with what is left of its debts. It claims nothing
-of what the others got meanwhile, for that was nobody's fault but the operator's, and after an hour it would lock them
-out for as long.
+For a model that an operator holds, no time passes: it comes back with the lag that it had when that began, a share of
+some executions or the time that it had waited for its weights, and with the rest of its debts. It claims nothing of what
+the others got meanwhile: after an hour it would lock them out for as long.
 
 Among eligible models a higher priority goes first. It cannot take more than its model's share that way,
 for the model then is not eligible; so low priorities wait at most until all others are ahead of their
@@ -44,10 +43,10 @@ from rsrv.scheduler.discipline import COMMITTED_LEVEL, Candidate, Place
 from rsrv.scheduler.ranking import Rank, Ranking
 
 
-class _Account:
-    """What one model has had."""
+class Account:
+    """Device time of one model, in virtual time."""
 
-    __slots__ = ("asked", "claims", "due", "executing", "linked", "present", "start", "weight")
+    __slots__ = ("claims", "executing", "held_lag", "linked", "present", "start", "waits_from", "weight")
 
     def __init__(self, start: float, weight: float) -> None:
         self.start = start
@@ -57,13 +56,13 @@ class _Account:
         #: executions in flight.
         self.executing = 0
         #: its start when it began to wait; None if it does not.
-        self.asked: float | None = None
+        self.waits_from: float | None = None
         #: whether it waits for its weights, and so may claim what it misses, but for ...
         self.claims = False
-        #: ... what the clock does during loads into free room: `Fair._linked` when it began to wait.
+        #: ... the rise of the clock during loads into free room: `Fair._linked` when it began to wait.
         self.linked = 0.0
-        #: by how much its start was behind the clock when it was held.
-        self.due = 0.0
+        #: how far its start was behind the clock when it was held.
+        self.held_lag = 0.0
 
 
 class Fair:
@@ -71,7 +70,6 @@ class Fair:
 
     __slots__ = (
         "_accounts",
-        "_asking",
         "_clock",
         "_due",
         "_early",
@@ -81,6 +79,7 @@ class Fair:
         "_linked",
         "_now",
         "_owing",
+        "_waiting",
         "_weight",
     )
 
@@ -91,22 +90,22 @@ class Fair:
         #: sum of the weights of all that are present.
         self._weight = 0.0
         self._now = 0.0
-        #: by how much the clock rose during loads into free room, and its reading when the present one began.
+        #: rise of the clock during loads into free room, and its reading when the present one began.
         self._linked = 0.0
         self._link_from: float | None = None
-        #: device time that is charged and not yet in the clock, because it has not passed.
+        #: device time that is charged but has not passed, so is not in the clock yet.
         self._due = 0.0
-        #: dispatch -> whose execution it is, and what it is expected to take; all in flight.
+        #: dispatch -> the model and the expected seconds of an execution in flight.
         self._executing: dict[int, tuple[str, float]] = {}
-        self._accounts: dict[str, _Account] = {}
-        #: candidates that may go, by (level, virtual deadline, place): the level is that of the priority.
+        self._accounts: dict[str, Account] = {}
+        #: eligible candidates, by (level, virtual deadline, place): the level is that of the priority.
         self._eligible: Ranking[str] = Ranking()
         #: candidates that owe device time, by (virtual start, rank once they are eligible).
         self._early: Ranking[str] = Ranking()
         #: models without work that owe device time, by virtual start.
         self._owing: Ranking[str] = Ranking()
-        #: models with work that wait for their weights, the latest virtual start first.
-        self._asking: Ranking[str] = Ranking()
+        #: models with work that cannot execute now, the latest virtual start first.
+        self._waiting: Ranking[str] = Ranking()
 
     def place(self, level: int, deadline: float | None, sequence: int) -> Place:
         return (level, 0.0, sequence)
@@ -122,15 +121,14 @@ class Fair:
             self._settle()
 
     def update(self, candidate: "Candidate") -> None:
-        name = candidate.name
+        name, place = candidate.name, candidate.place
         account = self._account(candidate)
         if account.present:
             self._owing.pop(name, None)
         else:
             self._enter(account, self._entry(account))
-        account.asked, account.due = None, 0.0
-        self._asking.pop(name, None)
-        place = candidate.place
+        account.waits_from, account.held_lag = None, 0.0
+        self._waiting.pop(name, None)
         assert place is not None
         rank = (place[0], account.start + candidate.batch_seconds / candidate.weight, place)
         if account.start <= self._clock or rank[0] == COMMITTED_LEVEL:
@@ -145,16 +143,16 @@ class Fair:
         name = candidate.name
         account = self._account(candidate)
         account.claims = claims
-        if account.asked is None:
+        if account.waits_from is None:
             account.linked = self._link_time()
             self._owing.pop(name, None)
             if account.present:
-                account.asked = account.start
+                account.waits_from = account.start
                 self._leave(account)
             else:
-                account.asked = self._entry(account)
-            account.due = 0.0
-            self._asking.set(name, -account.asked)
+                account.waits_from = self._entry(account)
+            account.held_lag = 0.0
+            self._waiting.set(name, -account.waits_from)
         self._eligible.pop(name, None)
         self._early.pop(name, None)
         self._settle()
@@ -163,20 +161,20 @@ class Fair:
         account = self._accounts.get(name)
         if account is None:
             return
-        due = account.due
-        if account.asked is not None:
-            due = self._clock - self._entry(account)
+        lag = account.held_lag
+        if account.waits_from is not None:
+            lag = self._clock - self._entry(account)
         elif name in self._eligible or name in self._early:
-            due = self._clock - account.start
+            lag = self._clock - account.start
         self.remove(name)
-        account.due = max(0.0, due)
+        account.held_lag = max(0.0, lag)
 
     def remove(self, name: str) -> None:
         account = self._accounts.get(name)
         if account is None:
             return
-        account.asked, account.due = None, 0.0
-        self._asking.pop(name, None)
+        account.waits_from, account.held_lag = None, 0.0
+        self._waiting.pop(name, None)
         self._eligible.pop(name, None)
         self._early.pop(name, None)
         self._part(name, account)
@@ -187,7 +185,7 @@ class Fair:
         if account is not None:
             for dispatch in [own for own, (whose, _) in self._executing.items() if whose == name]:
                 del self._executing[dispatch]
-            for ranking in (self._owing, self._asking, self._eligible, self._early):
+            for ranking in (self._owing, self._waiting, self._eligible, self._early):
                 ranking.pop(name, None)
             if account.present:
                 self._leave(account)
@@ -203,10 +201,10 @@ class Fair:
     def end(self, dispatch: int, seconds: float) -> None:
         started = self._executing.pop(dispatch, None)
         if started is None:
-            return  # it started under another discipline, or was forgotten meanwhile
+            return  # It started under another discipline, or its model was removed.
         name, expected = started
         self._due += seconds - expected
-        ahead = sum(others for _, others in self._executing.values())
+        ahead = sum([others for _, others in self._executing.values()]) if self._executing else 0.0
         if self._due > ahead:
             # It took longer than expected.
             self._turn(self._due - ahead)
@@ -215,9 +213,9 @@ class Fair:
         account.executing -= 1
         correction = (seconds - expected) / account.weight
         account.start += correction
-        if account.asked is not None:
-            account.asked += correction
-            self._asking.set(name, -account.asked)
+        if account.waits_from is not None:
+            account.waits_from += correction
+            self._waiting.set(name, -account.waits_from)
         elif name not in self._eligible and name not in self._early:
             self._part(name, account)
         self._settle()
@@ -231,31 +229,32 @@ class Fair:
     # --- questions -----------------------------------------------------------------------------------------
 
     def rank(self, candidate: "Candidate") -> Rank:
-        """(committed or not, virtual start, place).
+        """Return (committed or not, virtual start, place).
 
-        What is loaded next is not decided by the deadline: while the link is what everybody waits for, the
-        clock hardly moves, and cheap newcomers would pass a dear model for ever. Nor by the priority: it
-        would let models that owe device time keep their weights, and those that it owes wait for ever.
+        Loads do not go by the virtual deadline: while models wait for the link, the clock hardly moves, and cheap
+        newcomers would pass an expensive model for ever. Nor do they go by priority: models that owe device time would
+        keep their weights, and models that are owed some would wait for ever.
         """
         account, place = self._accounts[candidate.name], candidate.place
         assert place is not None
-        start = account.start if account.asked is None else account.asked
+        start = account.start if account.waits_from is None else account.waits_from
         return (min(place[0], COMMITTED_LEVEL + 1), start, place)
 
     def choose(self) -> str | None:
-        # If nobody is eligible, the clock lags behind what executes still, or was rounded. Who owes least goes.
-        name = self._eligible.first()
-        return self._early.first() if name is None else name
+        if self._eligible:
+            return self._eligible.first()
+        # If no model is eligible, the clock lags behind the executions in flight, or was rounded: the least debt goes.
+        return self._early.first() if self._early else None
 
     # --- the virtual clock ---------------------------------------------------------------------------------
 
-    def _account(self, candidate: "Candidate") -> _Account:
+    def _account(self, candidate: "Candidate") -> Account:
         account = self._accounts.get(candidate.name)
         if account is None:
-            account = self._accounts[candidate.name] = _Account(self._clock, candidate.weight)
+            account = self._accounts[candidate.name] = Account(self._clock, candidate.weight)
         elif account.weight != candidate.weight:
             if account.present:
-                # What it is owed, or owes, is device time, and stays; so do the clock and all others.
+                # Its lag in device time stays, and so do the clock and all other models.
                 lag = (self._clock - account.start) * account.weight / candidate.weight
                 account.start = self._clock - lag
                 self._weight += candidate.weight - account.weight
@@ -263,26 +262,28 @@ class Fair:
         return account
 
     def _link_time(self) -> float:
-        """By how much the clock has risen during loads into free room."""
+        """Return the rise of the clock during loads into free room."""
         return self._linked + (0.0 if self._link_from is None else max(0.0, self._clock - self._link_from))
 
-    def _entry(self, account: _Account) -> float:
-        """With which virtual start a model comes that was not in the mean."""
-        if account.asked is None:
-            return max(account.start, self._clock - account.due)
+    def _entry(self, account: Account) -> float:
+        """Return the virtual start of a model that enters the mean."""
+        if account.waits_from is None:
+            return max(account.start, self._clock - account.held_lag)
         if not account.claims:
-            return max(account.asked, self._clock)
-        return max(account.asked, min(self._clock, account.asked + self._link_time() - account.linked))
+            return max(account.waits_from, self._clock)
+        return max(
+            account.waits_from, min(self._clock, account.waits_from + self._link_time() - account.linked)
+        )
 
-    def _enter(self, account: _Account, start: float) -> None:
-        """Count it in the mean."""
+    def _enter(self, account: Account, start: float) -> None:
+        """Count a model in the mean."""
         account.start = start
         account.present = True
         self._weight += account.weight
         self._clock += (start - self._clock) * account.weight / self._weight
 
-    def _leave(self, account: _Account) -> None:
-        """Count it no more; the others share what it was owed, or owed them."""
+    def _leave(self, account: Account) -> None:
+        """Take a model out of the mean; the others share its lag."""
         account.present = False
         self._weight -= account.weight
         if self._weight > 1e-9 * account.weight:
@@ -290,8 +291,8 @@ class Fair:
         else:
             self._weight = 0.0
 
-    def _part(self, name: str, account: _Account) -> None:
-        """It has no work: it stays as long as it executes or owes."""
+    def _part(self, name: str, account: Account) -> None:
+        """Take a model without work out of the mean, once it neither executes nor owes device time."""
         if account.executing:
             return
         if account.start > self._clock:
@@ -303,9 +304,9 @@ class Fair:
             self._leave(account)
 
     def _turn(self, seconds: float) -> None:
-        """That much device time passed: the clock rises, and debts that it passes are paid."""
+        """Let device time pass: the clock rises, and the debts that it passes are paid."""
         while seconds > 0.0 and self._weight > 0.0:
-            name = self._owing.first()
+            name = self._owing.first() if self._owing else None
             if name is not None:
                 account = self._accounts[name]
                 step = (account.start - self._clock) * self._weight
@@ -319,23 +320,24 @@ class Fair:
             return
 
     def _settle(self) -> None:
-        """Make those eligible whose start the clock has reached; without any candidates, end all debts.
+        """Make models eligible whose start the clock has reached; without any candidates, end all debts.
 
-        Debts end by moving the clock: whoever comes next starts with the last of those who are known.
+        Debts end by moving the clock to the latest start, where the next model enters.
         """
-        while (name := self._early.first()) is not None:
+        while self._early and (name := self._early.first()) is not None:
             start, rank = self._early[name]
             if start > self._clock:
                 return
             self._early.pop(name, None)
             self._eligible.set(name, rank)
         if not self._eligible and not self._executing:
-            latest = self._asking.first()
+            latest = self._waiting.first() if self._waiting else None
             if latest is not None:
-                self._clock = max(self._clock, -self._asking[latest])
-            for name in self._owing:
-                account = self._accounts[name]
-                account.present = False
-                self._clock = max(self._clock, account.start)
-            self._owing.clear()
+                self._clock = max(self._clock, -self._waiting[latest])
+            if self._owing:
+                for name in self._owing:
+                    account = self._accounts[name]
+                    account.present = False
+                    self._clock = max(self._clock, account.start)
+                self._owing.clear()
             self._weight = self._due = 0.0

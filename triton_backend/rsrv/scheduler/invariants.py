@@ -47,7 +47,7 @@ from rsrv.scheduler.load_queue import evictable
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.statistics import Stage
-from rsrv.scheduler.variant_queue import Entry
+from rsrv.scheduler.variant_queue import InFlightRequest
 from rsrv.scheduler.weight_states import ON_DEVICE, RUNNABLE, TAKING_BYTES, WeightState
 from rsrv.scheduler.weights import ModelWeights, SharedTensorGroup
 
@@ -153,7 +153,7 @@ def _check_requests(scheduler: Scheduler, states: list[ModelState]) -> None:
 
 def _check_runs(scheduler: Scheduler, states: list[ModelState]) -> None:
     queued = [entry for state in states for queue in state.queues.values() for entry in queue.entries]
-    runs: dict[int, set[Entry]] = {}
+    runs: dict[int, set[InFlightRequest]] = {}
     for entry in queued:
         if entry.request.run:
             runs.setdefault(entry.request.run, set()).add(entry)
@@ -282,7 +282,7 @@ def _check_state(scheduler: Scheduler, state: ModelState) -> None:
     where, reason = weights.state, loads.reason(name)
     absent = where not in TAKING_BYTES
     eviction = state in scheduler._residency.evictions
-    backs_off = state in loads._backing_off
+    backs_off = state in loads.backing_off
     _require((where is WeightState.QUEUED) == (absent and reason is not None), "in line, or not (9)", state)
     _require(
         (where is WeightState.BACKOFF) == (absent and reason is None and backs_off), "back-off (9)", state

@@ -44,7 +44,6 @@ class LoadQueue:
     """
 
     __slots__ = (
-        "_backing_off",
         "_blocked_head",
         "_factor",
         "_models",
@@ -54,6 +53,7 @@ class LoadQueue:
         "_prefetch_may_fit",
         "_retry_at",
         "_warmed_up_last",
+        "backing_off",
         "demanded",
         "discipline",
         "on_demand",
@@ -96,7 +96,7 @@ class LoadQueue:
         self._newly_evictable: dict[ModelState, None] = {}
         #: models whose load is not retried for a while: it found no memory twice, or failed although they are pinned.
         #: Without memory each try would cost all others their weights. Some may have been loaded for requests since.
-        self._backing_off: dict[ModelState, None] = {}
+        self.backing_off: dict[ModelState, None] = {}
 
     # --- lines and back-offs ---------------------------------------------------------------------------------
 
@@ -118,9 +118,9 @@ class LoadQueue:
                 self.weights.move(weights, WeightEvent.WITHDRAW)
         elif weights.state in (WeightState.ABSENT, WeightState.BACKOFF) and self.reason(model.name):
             self.weights.move(weights, WeightEvent.QUEUE)
-        if weights.state is WeightState.ABSENT and model in self._backing_off:
+        if weights.state is WeightState.ABSENT and model in self.backing_off:
             self.weights.move(weights, WeightEvent.BACK_OFF)
-        elif weights.state is WeightState.BACKOFF and model not in self._backing_off:
+        elif weights.state is WeightState.BACKOFF and model not in self.backing_off:
             self.weights.move(weights, WeightEvent.END_BACKOFF)
 
     def require(self, model: ModelState) -> None:
@@ -184,37 +184,33 @@ class LoadQueue:
     def back_off(self, model: ModelState, now: float, *, refuses_requests: bool) -> None:
         """Do not retry a model's load for a while. The length stays with the model until a load goes well."""
         model.weights.begin_backoff(now, refuses_requests=refuses_requests)
-        self._backing_off[model] = None
+        self.backing_off[model] = None
         self.requeue(model)
 
     def forget_backoff(self, model: ModelState) -> None:
         """Drop the back-off of a removed model."""
-        if model in self._backing_off:
-            del self._backing_off[model]
+        if model in self.backing_off:
+            del self.backing_off[model]
             self.requeue(model)
 
     def end_backoffs(self) -> None:
         """End every back-off: an operator freed memory, so a load may find some that was not available before."""
-        for model in self._backing_off:
+        for model in self.backing_off:
             model.weights.end_backoff()
 
     def retry_failed(self, now: float) -> None:
         """Require the pinned models whose back-off is over; others are retried for requests."""
-        if not self._backing_off:
-            return
-        for model in [model for model in self._backing_off if model.weights.backoff_until <= now]:
+        for model in [model for model in self.backing_off if model.weights.backoff_until <= now]:
             self.forget_backoff(model)
             if model.weights.pinned:
                 model.weights.desired = True
                 if model.weights.state in (WeightState.ABSENT, WeightState.QUEUED):
                     self.require(model)
 
-    def next_retry(self) -> float | None:
-        """When a pinned model's back-off is over."""
-        if not self._backing_off:
-            return None
-        ends = (model.weights.backoff_until for model in self._backing_off if model.weights.pinned)
-        return min(ends, default=None)
+    def next_retry(self) -> float:
+        """Return when a pinned model's back-off is over; inf: there is none."""
+        ends = (model.weights.backoff_until for model in self.backing_off if model.weights.pinned)
+        return min(ends, default=inf)
 
     # --- other changes ---------------------------------------------------------------------------------------
 
@@ -251,10 +247,11 @@ class LoadQueue:
         """Choose the load that starts now, and the evictions before it; None: no load."""
         if self.weights.loading is not None:
             return None
-        name = self.first()
+        name = self.first() if self.required or self.demanded else None
         if name is None:
             self._blocked_head = None
-            return self._plan_prefetch(now) or self._plan_restore()
+            planned = self._plan_prefetch(now) if self.prefetched else None
+            return self._plan_restore() if planned is None and self.restored else planned
         planned = self._plan_head(name, now)
         if planned is None and self._warmed_up_last and self.required:
             # The model whose turn it is does not fit now; the link need not stay idle.
@@ -335,16 +332,13 @@ class LoadQueue:
         serves = weights.pinned or weights.desired or weights.out_of_memory or weights.abandoned
         return not (serves or model.needs_warm_up) and self.first() is not None
 
-    def next_try(self) -> float | None:
-        """When time alone may make room for a model in line."""
+    def next_try(self) -> float:
+        """Return when time alone may make room for a model in line; inf: it does not."""
         if self.weights.loading is not None:
-            return None
-        at = inf
+            return inf
         if self._blocked_head is not None:
-            at = self._retry_at
-        elif self.prefetched and self.first() is None:
-            at = self._prefetch_at
-        return None if at == inf else at
+            return self._retry_at
+        return self._prefetch_at if self.prefetched and self.first() is None else inf
 
     def overdue(self, now: float) -> list[ModelState]:
         """Choose evictions that bring the weights below the budget, as far as evictable ones free anything."""
@@ -389,7 +383,7 @@ class LoadQueue:
 
     def _plan_prefetch(self, now: float) -> PlannedLoad | None:
         """Plan the load of a prefetched model; weights with work are not evicted for it."""
-        if not (self.prefetched and (self._prefetch_may_fit or self._prefetch_at <= now)):
+        if not (self._prefetch_may_fit or self._prefetch_at <= now):
             return None
         self._prefetch_may_fit = False
         self._prefetch_at = inf

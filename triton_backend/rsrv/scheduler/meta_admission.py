@@ -174,10 +174,10 @@ class MetaAdmission:
             meta.admitted += 1
             out.append(Admit(id))
 
-    def next_deadline(self) -> float | None:
-        """The soonest of those that wait."""
+    def next_deadline(self) -> float:
+        """Return the soonest deadline of a waiting run; inf: there is none."""
         id = self._deadlines.first()
-        return None if id is None else self._deadlines[id]
+        return inf if id is None else self._deadlines[id]
 
     def snapshot(self) -> dict[str, MetaSnapshot]:
         """By meta; each of which a run was ever asked for."""

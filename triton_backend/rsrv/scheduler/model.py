@@ -165,7 +165,7 @@ class ModelState:
 
     def recount(self) -> None:
         """Derive the values that depend on the queues and the costs. Costs O(variants * sizes)."""
-        if not self.queued or self.held:
+        if not self.queued or self.paused is Pause.HOLD:
             self.front = self.place = None
             self.backlog_seconds = self.turn_seconds = self.batch_seconds = 0.0
             self.dispatchable_at = -inf
@@ -175,8 +175,8 @@ class ModelState:
         backlog = 0.0
         coalesce = self.program.coalesce
         for queue in self.queues.values():
-            place = queue.place()
-            if place is not None:
+            if queue.entries:
+                place = queue.entries[0].place
                 backlog += queue.seconds(coalesce=coalesce)
                 if first is None or place < first:
                     front, first = queue, place

@@ -1,7 +1,7 @@
-"""All requests in flight: how they enter the queues, and every way out of them.
+"""All requests in flight: how they enter the queues, and each way out of them.
 
-Requests leave a queue by being taken for an execution that answers them or fails, by expiring, by being cancelled, or together with
-their model's load or life. Each way is one method here, so each request is counted and ended once.
+A request leaves its queue for an execution, which answers it or fails; or it expires, is shed or cancelled, or ends with
+its model or the load of its weights. Each way is one method, so each request is counted and ended once.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ from rsrv.scheduler.events import (
 )
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.statistics import OutcomeCounts, Stage
-from rsrv.scheduler.variant_queue import Deadlines, Entry, VariantQueue
+from rsrv.scheduler.variant_queue import Deadlines, InFlightRequest, VariantQueue
 from rsrv.scheduler.weight_states import ON_DEVICE, TAKING_BYTES
 from rsrv.scheduler.weights import WeightAccounts, remember
 
-#: seconds by which a deadline may seem to be missed: sums of times are rounded.
+#: seconds by which a deadline may seem to be missed, because sums of times are rounded.
 SLACK = 1e-6
 
 _ANSWERED = Outcome.ANSWERED
@@ -50,40 +50,41 @@ class RequestQueues:
     )
 
     def __init__(self, models: Mapping[str, ModelState], discipline: Discipline) -> None:
-        #: says in which order requests wait.
+        #: gives the order in which requests wait.
         self.discipline = discipline
-        #: the scheduler's loaded models: read here, written there.
+        #: loaded models; the scheduler adds and removes them.
         self._models = models
         #: every request that arrived and has not finished, queued or executing.
-        self.live: dict[int, Entry] = {}
-        #: of those, how many wait.
+        self.live: dict[int, InFlightRequest] = {}
+        #: number of waiting requests.
         self.queued = 0
-        #: requests that ever arrived.
+        #: number of requests that arrived since the start.
         self.arrived = 0
-        #: the latest one's sequence number, or that of the latest request that got a new one.
+        #: the latest sequence number given to a request.
         self._number = 0
         self.deadlines = Deadlines()
-        #: when requests must start at the latest; only if the discipline sheds.
+        #: latest times at which requests must start; only if the discipline sheds.
         self.starts = Deadlines()
-        #: run of a meta model -> its requests that wait, oldest first: that one is committed, the others are not.
-        self.runs: dict[int, list[Entry]] = {}
-        #: models of which something changed since the scheduler settled (a dictionary for its order).
+        #: run of a meta model -> its waiting requests, oldest first: the first one is committed, the others are not.
+        self.runs: dict[int, list[InFlightRequest]] = {}
+        #: models that changed since the scheduler settled its accounts (a dictionary for its order).
         self.dirty: dict[ModelState, None] = {}
-        #: requests that ended without a model, or with one that is gone.
+        #: requests that ended without a model, or whose model was removed.
         self.departed = OutcomeCounts()
 
     def check(self, requests: Sequence[Request], runs: KeysView[int]) -> None:
-        """Refuse arrivals that nobody could account for; `runs` are the ids of runs that wait for admission or are under way.
+        """Refuse arrivals that contradict the requests in flight. `runs` are the ids of admitted and waiting runs.
 
         Raises:
             CallerError: an id is in use already or given twice, or a number of rows is negative.
         """
-        ids = {request.id for request in requests}
-        if len(ids) != len(requests) or not (self.live.keys().isdisjoint(ids) and runs.isdisjoint(ids)):
-            counts = Counter(request.id for request in requests)
-            twice = [one for one, count in counts.items() if count > 1 or one in self.live or one in runs]
-            raise CallerError(f"ids that are in use already, or twice in one event: {twice}")
+        live, ids = self.live, set[int]()
         for request in requests:
+            if request.id in ids or request.id in live or request.id in runs:
+                counts = Counter(one.id for one in requests)
+                twice = [one for one, count in counts.items() if count > 1 or one in live or one in runs]
+                raise CallerError(f"ids that are in use already, or twice in one event: {twice}")
+            ids.add(request.id)
             if request.rows < 0:
                 raise CallerError(f"request {request.id} has {request.rows} rows")
             if request.priority < 0:
@@ -92,18 +93,20 @@ class RequestQueues:
     def arrive(
         self, requests: Sequence[Request], now: float, out: list[Instruction], *, on_demand: bool
     ) -> dict[ModelState, list[int]]:
-        """Queue or end each request, by the first of these that is true:
+        """Queue or end each request.
 
-        (1) unknown model, (2) unknown variant, (3) more rows than one execution takes, (4) deadline passed,
-        (5) model paused, (6) its weights neither there nor to come, and they do not `on_demand`, (7) nor do they because
-        they found no memory, (8) queue full; else it waits.
+        It ends by the first of these that is true: (1) unknown model, (2) unknown variant, (3) more rows than one
+        execution takes, (4) deadline passed, (5) model paused, (6) weights that do not load `on_demand` and were not asked
+        for, (7) weights that found no memory a moment ago, (8) queue full. Otherwise it waits.
 
         Returns:
-            Those of (8), by model: they have to be ended by `refuse_full`, when it is known when to retry.
+            The requests of (8) by model: `refuse_full` ends them when it is known when to retry.
         """
-        # Requests that are due give up their places first.
-        self.expire(now, out)
-        models, live, deadlines, sequence = self._models, self.live, self.deadlines, self._number
+        deadlines = self.deadlines
+        if deadlines.heap and deadlines.heap[0][0] <= now:
+            # Requests that are due free their places first.
+            self.expire(now, out)
+        models, live, sequence = self._models, self.live, self._number
         place, sheds, runs = self.discipline.place, self.discipline.sheds, self.runs
         self.arrived += len(requests)
         self._number += len(requests)
@@ -124,7 +127,7 @@ class RequestQueues:
                 _refuse(model, (request.id,), Reason.TOO_MANY_ROWS, None, now, out)
                 continue
             deadline = request.deadline
-            if deadline is not None and not deadline > now:  # (4), or a deadline that is no number
+            if deadline is not None and not deadline > now:  # (4), or a deadline that is not a number
                 model.totals.counts.expired += 1
                 model.totals.miss(Stage.ARRIVAL)
                 model.history.add(now, "expired on arrival", (request.id,))
@@ -136,7 +139,7 @@ class RequestQueues:
             if not on_demand and not model.weights.desired:  # (6)
                 _refuse(model, (request.id,), Reason.NOT_RESIDENT, None, now, out)
                 continue
-            if retry_after := model.weights.refused_for(now):  # (7)
+            if model.weights.refuses_requests and (retry_after := model.weights.refused_for(now)):  # (7)
                 _refuse(model, (request.id,), Reason.NO_MEMORY, retry_after, now, out)
                 continue
             if model.queued >= model.program.max_queue_depth:  # (8)
@@ -144,7 +147,7 @@ class RequestQueues:
                 continue
             run = request.run
             level = COMMITTED_LEVEL if run and run not in runs else request.priority or DEFAULT_PRIORITY
-            live[request.id] = entry = Entry(request, place(level, deadline, sequence), queue, now)
+            live[request.id] = entry = InFlightRequest(request, place(level, deadline, sequence), queue, now)
             queue.push(entry)
             model.queued += 1
             if deadline is not None and deadline < inf:
@@ -166,8 +169,9 @@ class RequestQueues:
                 model.totals.misses += len(ids)
             model.weights.uses = remember(model.weights.uses, len(ids), now)
             model.history.add(now, "arrived", ids)
-        deadlines.clean(self.queued)
-        self.starts.clean(self.queued)
+        if deadlines.heap:
+            deadlines.clean(self.queued)
+            self.starts.clean(self.queued)
         return full
 
     def refuse_full(
@@ -177,32 +181,32 @@ class RequestQueues:
         now: float,
         out: list[Instruction],
     ) -> None:
-        """End the requests that found no place."""
+        """End requests that found the queue full."""
         for model, ids in full.items():
             _refuse(model, ids, Reason.QUEUE_FULL, retry_after, now, out)
 
     def cancel(self, requests: Sequence[int], now: float, out: list[Instruction]) -> None:
-        """End those that wait. An execution is never interrupted: those that execute will be answered."""
+        """End these requests if they wait. Requests that execute are answered: an execution is never interrupted."""
         for request in requests:
             entry = self.live.get(request)
             if entry is not None and entry.queue is not None:
-                model = self._withdraw(entry, entry.queue)
+                model = self._take_out(entry, entry.queue)
                 model.totals.counts.cancelled += 1
                 model.history.add(now, "cancelled", (request,))
                 out.append(Finish(request, Outcome.CANCELLED))
 
     def expire(self, now: float, out: list[Instruction]) -> None:
-        """End those that wait and whose deadline is `now` or earlier."""
+        """End waiting requests whose deadline is `now` or earlier."""
         for entry, queue in self.deadlines.due(now):
-            model = self._withdraw(entry, queue)
+            model = self._take_out(entry, queue)
             model.totals.counts.expired += 1
             model.totals.miss(model.stage)
             model.history.add(now, "expired", (entry.request.id,))
             out.append(Finish(entry.request.id, Outcome.EXPIRED))
 
-    def shed(self, entry: Entry, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
-        """End one that waits and whose deadline cannot be met any more."""
-        model = self._withdraw(entry, queue)
+    def shed(self, entry: InFlightRequest, queue: VariantQueue, now: float, out: list[Instruction]) -> None:
+        """End a waiting request whose deadline cannot be met any more."""
+        model = self._take_out(entry, queue)
         if not model.held:
             queue.costs.relax()
         model.totals.counts.shed += 1
@@ -211,7 +215,7 @@ class RequestQueues:
         out.append(Finish(entry.request.id, Outcome.SHED))
 
     def reconfigure(self, discipline: Discipline) -> None:
-        """Order all that wait by another discipline."""
+        """Order all waiting requests by another discipline."""
         self.discipline = discipline
         self.starts.clear()
         for model in self._models.values():
@@ -227,17 +231,17 @@ class RequestQueues:
                 queue.reorder()
 
     def refuse_all(self, model: ModelState, reason: Reason, now: float, out: list[Instruction]) -> None:
-        """End all of a model that wait."""
-        _refuse(model, self._withdraw_all(model), reason, None, now, out)
+        """Refuse all waiting requests of a model."""
+        _refuse(model, self._take_out_all(model), reason, None, now, out)
 
     def fail(self, model: ModelState, error: str, out: list[Instruction]) -> None:
-        """End all of a model that wait, because its weights did not come."""
-        ids = self._withdraw_all(model)
+        """Fail all waiting requests of a model whose weights could not be loaded."""
+        ids = self._take_out_all(model)
         model.totals.counts.failed += len(ids)
         out.extend([Finish(request, Outcome.FAILED, error=error) for request in ids])
 
     def take(self, model: ModelState, queue: VariantQueue, count: int, now: float) -> tuple[int, ...]:
-        """Take the first `count` of a queue for an execution: in flight still, but not queued."""
+        """Take the first `count` requests of a queue for an execution: still in flight, but not queued."""
         self.queued -= count
         self.dirty[model] = None
         observe = model.totals.queue_wait.observe
@@ -258,7 +262,7 @@ class RequestQueues:
         now: float,
         out: list[Instruction],
     ) -> None:
-        """End those of an execution: answered, or failed with its error."""
+        """End the requests of an execution: answered, or failed with its error."""
         live = self.live
         for request in requests:
             deadline = live.pop(request).request.deadline
@@ -273,7 +277,7 @@ class RequestQueues:
             model.history.add(now, "failed", event)
             out.extend([Finish(request, Outcome.FAILED, error=event.error) for request in requests])
 
-    def _withdraw(self, entry: Entry, queue: VariantQueue) -> ModelState:
+    def _take_out(self, entry: InFlightRequest, queue: VariantQueue) -> ModelState:
         queue.remove(entry)
         del self.live[entry.request.id]
         self.queued -= 1
@@ -284,10 +288,10 @@ class RequestQueues:
             self._promote((entry,))
         return model
 
-    def _promote(self, left: Sequence[Entry]) -> None:
-        """These, of runs, have left the queue: of each of their runs the oldest that still waits is committed.
+    def _promote(self, left: Sequence[InFlightRequest]) -> None:
+        """Commit the oldest waiting request of each run whose requests have left their queue.
 
-        It is as if it arrived only now: committed requests of other runs go before it.
+        It counts as arriving now: committed requests of other runs go before it.
         """
         for entry in left:
             self.runs[entry.request.run].remove(entry)
@@ -305,12 +309,12 @@ class RequestQueues:
                 )
                 self.dirty[self._models[request.model]] = None
 
-    def _withdraw_all(self, model: ModelState) -> list[int]:
-        """Their ids, in the order of their numbers."""
+    def _take_out_all(self, model: ModelState) -> list[int]:
+        """Take out all requests of a model; return their ids by sequence number."""
         waiting = [(entry, queue) for queue in model.queues.values() for entry in queue.entries]
         waiting.sort(key=lambda item: item[0].place[2])
         for entry, queue in waiting:
-            self._withdraw(entry, queue)
+            self._take_out(entry, queue)
         return [entry.request.id for entry, _ in waiting]
 
 
@@ -329,28 +333,27 @@ def _refuse(
 
 
 @dataclass(frozen=True, slots=True)
-class Hopeless:
-    """A request that would be late even if it were the next to execute."""
+class LateRequest:
+    """A request that would be late even if it executed next."""
 
-    entry: Entry
+    entry: InFlightRequest
     queue: VariantQueue
     model: ModelState
-    #: whether it is only because its weights are elsewhere, and may not come.
+    #: whether it is late only because its weights are not on the device, and may not load.
     absent: bool
 
 
-def hopeless(
+def late_requests(
     starts: Deadlines, models: Mapping[str, ModelState], weights: WeightAccounts, free: float, now: float
-) -> Iterator[Hopeless]:
-    """The requests that would be late even if they were the next to execute, alone, at the cheapest size:
+) -> Iterator[LateRequest]:
+    """Yield the requests that would be late even if they executed next, alone, at the cheapest size.
 
         max(free, end of the load) + cheapest execution  >  deadline
 
-    `starts` has for each the time at which this must be looked at again: -inf for new ones, and the latest
-    start of the execution, or of the load while the weights are absent, for those that were looked at.
-    `free` is when the device will have done what it has to do now.
+    `starts` has for each request the time at which to look at it again: -inf for a new one, then the latest start of its
+    execution, or of the load while its weights are absent. `free` is when the device has done its present work.
     """
-    later: list[tuple[Entry, float]] = []
+    later: list[tuple[InFlightRequest, float]] = []
     for entry, queue in starts.due(free - SLACK):
         model = models[entry.request.model]
         deadline = entry.request.deadline
@@ -359,7 +362,7 @@ def hopeless(
         latest = deadline - queue.costs.request(entry.rows, coalesce=model.program.coalesce)
         loaded = now + weights.expected_wait(model.weights, now)
         if max(free, loaded) > latest + SLACK:
-            yield Hopeless(entry, queue, model, free <= latest + SLACK and not model.held)
+            yield LateRequest(entry, queue, model, free <= latest + SLACK and not model.held)
         else:
             absent = model.weights.state not in TAKING_BYTES
             later.append((entry, latest - model.weights.remaining_seconds if absent else latest))

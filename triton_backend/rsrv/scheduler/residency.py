@@ -19,7 +19,7 @@ from rsrv.scheduler.events import (
     WeightsLoaded,
 )
 from rsrv.scheduler.inflight import StartedExecution
-from rsrv.scheduler.load_queue import LoadQueue, evictable
+from rsrv.scheduler.load_queue import LoadQueue, PlannedLoad, evictable
 from rsrv.scheduler.model import ModelState
 from rsrv.scheduler.request_queue import RequestQueues
 from rsrv.scheduler.settings import SchedulerSettings
@@ -38,14 +38,24 @@ class Compaction:
     - an execution, a load or a warm-up found no memory: it is retried once, with the device to itself.
     """
 
-    __slots__ = ("_counted_from", "asked", "reload", "retried_warm_up", "retries", "retrying", "warm_ups")
+    __slots__ = (
+        "_asked",
+        "_counted_from",
+        "_restores",
+        "due",
+        "pauses",
+        "retried_warm_up",
+        "retries",
+        "retrying",
+        "warm_ups",
+    )
 
     def __init__(self) -> None:
         #: `WeightAccounts.loads` from which the interval counts.
         self._counted_from = 0
-        self.asked = False
+        self._asked = False
         #: whether evicted weights are restored.
-        self.reload = False
+        self._restores = False
         #: executions that found no memory, in their order. Their requests are in flight still.
         self.retries: deque[StartedExecution] = deque()
         #: models whose warm-up found no memory. Their weights stay reserved.
@@ -53,34 +63,65 @@ class Compaction:
         #: whether one of the executions is being retried; and the model whose warm-up is.
         self.retrying = False
         self.retried_warm_up: ModelState | None = None
+        #: whether one is to be carried out; and whether nothing else may start on the device, for it or for a retry.
+        self.due = False
+        self.pauses = False
 
-    @property
-    def due(self) -> bool:
-        """Whether one is to be carried out."""
-        return self.asked or bool(self.retries) or bool(self.warm_ups)
+    def _derive(self) -> None:
+        self.due = self._asked or bool(self.retries) or bool(self.warm_ups)
+        self.pauses = self.due or self.retrying or self.retried_warm_up is not None
 
-    @property
-    def pauses(self) -> bool:
-        """Whether nothing else may start on the device."""
-        return self.retrying or self.retried_warm_up is not None or self.due
-
-    def ask(self, *, reload: bool) -> None:
+    def ask(self, *, restores: bool) -> None:
         """Compact as soon as the device is idle."""
-        self.asked = True
-        self.reload = self.reload or reload
+        self._asked = True
+        self._restores = self._restores or restores
+        self._derive()
+
+    def retry(self, execution: StartedExecution) -> None:
+        """Compact, then retry an execution."""
+        self.retries.append(execution)
+        self._derive()
+
+    def retry_warm_up(self, model: ModelState) -> None:
+        """Compact, then retry a model's warm-up; its weights stay."""
+        self.warm_ups.append(model)
+        self._derive()
+
+    def next_execution(self) -> StartedExecution | None:
+        """Take out the execution that is retried now."""
+        if not self.retries:
+            return None
+        self.retrying = True
+        execution = self.retries.popleft()
+        self._derive()
+        return execution
+
+    def next_warm_up(self) -> ModelState | None:
+        """Take out the model whose warm-up is retried now; executions are retried before warm-ups."""
+        if self.retries or not self.warm_ups:
+            return None
+        self.retried_warm_up = self.warm_ups.popleft()
+        self._derive()
+        return self.retried_warm_up
+
+    def end_retry(self) -> None:
+        """End the second try of an execution or a warm-up."""
+        self.retrying, self.retried_warm_up = False, None
+        self._derive()
 
     def count(self, loads: int, interval: int) -> None:
         """Ask for a compaction at regular numbers of loads. `loads` is the number up to now."""
         if interval and loads - self._counted_from >= interval:
-            self.ask(reload=True)
+            self.ask(restores=True)
 
     def finish(self, loads: int, evicted: int) -> bool:
         """End a compaction that evicted so many models; return whether to restore them."""
         # The loads that restore them do not count: otherwise each compaction would lead to the next.
         self._counted_from = loads + evicted
-        reload = self.reload
-        self.asked = self.reload = False
-        return reload
+        restores = self._restores
+        self._asked = self._restores = False
+        self._derive()
+        return restores
 
 
 class DeviceResidency:
@@ -292,10 +333,6 @@ class DeviceResidency:
         if not running or model in self.compaction.warm_ups:
             raise CallerError(f"model {name!r} is not being warmed up")
 
-    def retry_warm_up(self, model: ModelState) -> None:
-        """Retry a warm-up that found no memory after a compaction; its weights stay."""
-        self.compaction.warm_ups.append(model)
-
     def warmed_up(self, model: ModelState) -> None:
         """End a model's warm-up, whether it went well or not."""
         self.weights.move(model.weights, WeightEvent.WARMED_UP)
@@ -358,7 +395,7 @@ class DeviceResidency:
                 # Requests of a held model cause the next load when the model goes on.
                 return
             weights.out_of_memory = True
-            self.compaction.ask(reload=False)
+            self.compaction.ask(restores=False)
             self.loads.require(model)
             return
         if event.out_of_memory or weights.pinned:
@@ -375,6 +412,8 @@ class DeviceResidency:
 
     def load(self, now: float, out: list[Instruction]) -> None:
         """Start the next load, if the link is free and there is room; abandon a useless one."""
+        if self.compaction.pauses:
+            return
         loading = self.weights.loading
         if loading is not None:
             model = self._models.get(loading.model) or self._draining[loading.model]
@@ -382,13 +421,8 @@ class DeviceResidency:
                 self._abandon(model, now, out)
             return
         planned = self.loads.plan(now)
-        # Weights that leave soon make room: give up a load only if there are none.
-        while planned is None and not (self.evictions or self.warming_up or self._draining):
-            lost = self.loads.without_room()
-            if lost is None:
-                break
-            self._give_up_for_room(lost, now, out)
-            planned = self.loads.plan(now)
+        if planned is None and not self.loads.on_demand:
+            planned = self._plan_without(now, out)
         if planned is None:
             return
         model, victims = planned
@@ -403,6 +437,18 @@ class DeviceResidency:
         model.history.add(now, "load weights", load)
         out.append(load)
         self._queues.dirty[model] = None
+
+    def _plan_without(self, now: float, out: list[Instruction]) -> PlannedLoad | None:
+        """Give up loads for which there is no room, until another one fits. Weights that leave soon make room first."""
+        while not (self.evictions or self.warming_up or self._draining):
+            lost = self.loads.without_room()
+            if lost is None:
+                return None
+            self._give_up_for_room(lost, now, out)
+            planned = self.loads.plan(now)
+            if planned is not None:
+                return planned
+        return None
 
     def _give_up_for_room(self, model: ModelState, now: float, out: list[Instruction]) -> None:
         """Give up weights that were asked for, do not fit, and may evict no others."""
@@ -427,9 +473,10 @@ class DeviceResidency:
         """Carry out requested evictions, end back-offs, and evict what exceeds the budget."""
         if self.evictions:
             self._evict_requested(now, out)
-        self.loads.retry_failed(now)
+        if self.loads.backing_off:
+            self.loads.retry_failed(now)
         # The budget may have fallen, or models may have been pinned.
-        if self.weights.missing() > 0:
+        if self.weights.budget is not None and self.weights.bytes > self.weights.budget:
             overdue = self.loads.overdue(now)
             for model in overdue:
                 self.evict(model, Cause.BUDGET, now, out)
@@ -438,19 +485,13 @@ class DeviceResidency:
 
     def _evict_requested(self, now: float, out: list[Instruction]) -> None:
         """Carry out the requested evictions of models on which nothing executes, or has to execute first."""
-        for model in [
-            model for model in self.evictions if evictable(model) and not self._must_execute(model)
-        ]:
+        for model in [model for model in self.evictions if evictable(model) and not self.must_execute(model)]:
             if self.evictions[model]:
                 self.loads.end_backoffs()
             self.evict(model, Cause.ASKED, now, out)
             self.loads.retry()
 
-    def may_execute(self, model: ModelState) -> bool:
-        """Whether runnable weights take further executions; if they always did, they would never be evicted."""
-        return model.weights.state is WeightState.RESIDENT or self._must_execute(model)
-
-    def _must_execute(self, model: ModelState) -> bool:
+    def must_execute(self, model: ModelState) -> bool:
         """Whether a model with work executes before its eviction: for a running meta model, or to make use of its load.
 
         Otherwise it would never execute if it were evicted again and again.
@@ -475,10 +516,10 @@ class DeviceResidency:
         compaction = self.compaction
         if compaction.finish(self.weights.loads, len(evicted)):
             self.loads.restore(evicted)
-        if compaction.warm_ups and not compaction.retries:
-            compaction.retried_warm_up = model = compaction.warm_ups.popleft()
-            self.weights.move(model.weights, WeightEvent.WARM_UP)
-            out.append(WarmUp(model.name, again=True))
+        retried = compaction.next_warm_up()
+        if retried is not None:
+            self.weights.move(retried.weights, WeightEvent.WARM_UP)
+            out.append(WarmUp(retried.name, again=True))
         return self.weights.reload_seconds(model.weights for model in working)
 
     def evict(

@@ -46,7 +46,7 @@ from rsrv.scheduler.inflight import InFlight
 from rsrv.scheduler.meta_admission import MetaAdmission
 from rsrv.scheduler.model import ModelState, check_program, with_policy
 from rsrv.scheduler.ranking import Ranking
-from rsrv.scheduler.request_queue import SLACK, RequestQueues, hopeless
+from rsrv.scheduler.request_queue import SLACK, RequestQueues, late_requests
 from rsrv.scheduler.residency import DeviceResidency
 from rsrv.scheduler.settings import SchedulerSettings
 from rsrv.scheduler.statistics import (
@@ -92,7 +92,8 @@ class Scheduler:
         self._backlog = 0.0
         self._round = 0.0
         #: what `_plan` does, in this order.
-        self._steps = (self._compact, self._make_room, self._load, self._dispatch, self._load_again)
+        residency = self._residency
+        self._steps = (self._compact, residency.make_room, residency.load, self._dispatch, self._load_again)
 
     # --- the one entry -----------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class Scheduler:
             case PolicyChanged():
                 self._change_policy(event, now)
             case Compact():
-                self._residency.compaction.ask(reload=True)
+                self._residency.compaction.ask(restores=True)
             case ModelRemoved():
                 self._remove(event.model, now, out)
             case SettingsChanged():
@@ -216,7 +217,9 @@ class Scheduler:
 
     def _expire(self, now: float, out: list[Instruction]) -> None:
         """End what is due, and let waiting runs and held-back models go on."""
-        self._queues.expire(now, out)
+        deadlines = self._queues.deadlines.heap
+        if deadlines and deadlines[0][0] <= now:
+            self._queues.expire(now, out)
         if self._admission.waiting:
             self._admission.proceed(now, out)
         delayed = self._delayed
@@ -252,7 +255,7 @@ class Scheduler:
             return
         if running and running.seconds(now) > self.settings.launch_ahead_ms / 1e3 + SLACK:
             return
-        name = self._discipline.choose()
+        name = self._discipline.choose() if self._queues.queued else None
         if name is None:
             return
         model = self._models[name]
@@ -262,7 +265,7 @@ class Scheduler:
         queue = model.front
         if queue is None:
             raise InvariantError("the discipline chose a model without work", name, tuple(self.story(name)))
-        batch = model.plan(queue, self._patience(queue, now))
+        batch = model.plan(queue, self._patience(queue, now) if self._discipline.sheds else inf)
         execute = Execute(
             running.started + 1,
             name,
@@ -288,10 +291,10 @@ class Scheduler:
         model.totals.execute.observe(event.seconds)
         model.weights.last_used = now
         if execute.again:
-            self._residency.compaction.retrying = False
+            self._residency.compaction.end_retry()
         elif event.out_of_memory:
             model.history.add(now, "no memory", event)
-            self._residency.compaction.retries.append(running)
+            self._residency.compaction.retry(running)
             return
         model.ended(execute)
         self._discipline.end(running.charged, event.seconds)
@@ -321,10 +324,10 @@ class Scheduler:
         retried = compaction.retried_warm_up is model
         if event.out_of_memory and not retried:
             model.history.add(now, "no memory to warm up", "")
-            self._residency.retry_warm_up(model)
+            compaction.retry_warm_up(model)
             return
         if retried:
-            compaction.retried_warm_up = None
+            compaction.end_retry()
         self._residency.warmed_up(model)
         model.history.add(now, "warm-up failed" if event.costs is None else "warmed up", "")
         if model.draining:
@@ -401,9 +404,8 @@ class Scheduler:
         if not compaction.due or self._running or not self._residency.idle:
             return
         reload_seconds = self._residency.compact(now, out)
-        if compaction.retries:
-            first = compaction.retries.popleft()
-            compaction.retrying = True
+        first = compaction.next_execution()
+        if first is not None:
             # If it never finds memory, the evicted models must execute before they are evicted for it again.
             turn = first.execute.seconds + (1.0 + self.settings.residency_factor) * reload_seconds
             first.model.blocked_until = max(first.model.blocked_until, now + turn)
@@ -413,19 +415,12 @@ class Scheduler:
             first.model.history.add(now, "execute again", again)
             out.append(again)
 
-    def _make_room(self, now: float, out: list[Instruction]) -> None:
-        self._residency.make_room(now, out)
-
-    def _load(self, now: float, out: list[Instruction]) -> None:
-        if not self._residency.compaction.pauses:
-            self._residency.load(now, out)
-
     def _load_again(self, now: float, out: list[Instruction]) -> None:
         """Repeat the steps about weights: the first model in line may have been shed, or a run's next request committed."""
         if self._discipline.sheds or self._queues.runs:
             self._residency.make_room(now, out)
             if not self._queues.dirty:
-                self._load(now, out)
+                self._residency.load(now, out)
 
     # --- what follows from changes ------------------------------------------------------------------------
 
@@ -453,7 +448,8 @@ class Scheduler:
                 self._loads.end_demand(model)
             self._loads.changed(model)
         elif state in RUNNABLE:
-            if not self._residency.may_execute(model):
+            if state is WeightState.EVICTING and not self._residency.must_execute(model):
+                # If it always went on, it would never be evicted.
                 discipline.wait(model, claims=True)
             elif model.dispatchable_at <= now:
                 discipline.update(model)
@@ -475,15 +471,13 @@ class Scheduler:
         """End requests that would be late even if they executed next."""
         queues = self._queues
         free = now + self._running.seconds(now)
-        for lost in hopeless(queues.starts, self._models, self._residency.weights, free, now):
-            queues.shed(lost.entry, lost.queue, now, out)
-            if lost.absent:
-                self._loads.missed(lost.model)
+        for late in late_requests(queues.starts, self._models, self._residency.weights, free, now):
+            queues.shed(late.entry, late.queue, now, out)
+            if late.absent:
+                self._loads.missed(late.model)
 
     def _patience(self, queue: VariantQueue, now: float) -> float:
         """Seconds that an execution of the front request may take, after the executions before it."""
-        if not self._discipline.sheds:
-            return inf
         deadline = queue.entries[0].request.deadline
         return inf if deadline is None else deadline - now - self._running.seconds(now) + SLACK
 
@@ -496,26 +490,31 @@ class Scheduler:
         holding a model back for more requests, or of protecting weights that others wait to replace; the retry of a
         pinned model's failed load; the time to give the device its next execution.
         """
-        times = [self._queues.deadlines.next(), self._admission.next_deadline(), self._loads.next_retry()]
-        if self._discipline.sheds:
-            start = self._queues.starts.next()
-            times.append(None if start is None else start + 2 * SLACK)
-        delayed = self._delayed.first()
+        soonest = inf
+        if self._queues.deadlines.heap:
+            soonest = min(soonest, self._queues.deadlines.next())
+        if self._queues.starts.heap:
+            soonest = min(soonest, self._queues.starts.next() + 2 * SLACK)
+        if self._admission.waiting:
+            soonest = min(soonest, self._admission.next_deadline())
+        if self._loads.backing_off:
+            soonest = min(soonest, self._loads.next_retry())
+        delayed = self._delayed.first() if self._delayed else None
         if delayed is not None:
-            times.append(self._delayed[delayed])
+            soonest = min(soonest, self._delayed[delayed])
         if not self._residency.compaction.pauses:
-            times += [self._loads.next_try(), self._next_launch()]
-        return min((time for time in times if time is not None), default=None)
+            if self._queues.queued or self._loads.prefetched or self._loads.required:
+                soonest = min(soonest, self._loads.next_try())
+            if 0 < len(self._running) < self.settings.depth:
+                soonest = min(soonest, self._next_launch())
+        return None if soonest == inf else soonest
 
-    def _next_launch(self) -> float | None:
-        """Return when to give the device its next execution, beside those that it has."""
-        if 0 < len(self._running) < self.settings.depth:
-            end, name = self._running.end_after(self._now), self._discipline.choose()
-            if end is not None and name is not None:
-                if self._loads.wants_room_of(self._models[name], self._now):
-                    return None
-                return max(self._now, end - self.settings.launch_ahead_ms / 1e3)
-        return None
+    def _next_launch(self) -> float:
+        """Return when to give the device its next execution, beside those that it has; inf: unknown."""
+        end, name = self._running.end_after(self._now), self._discipline.choose()
+        if end is None or name is None or self._loads.wants_room_of(self._models[name], self._now):
+            return inf
+        return max(self._now, end - self.settings.launch_ahead_ms / 1e3)
 
     def backlog_seconds(self, now: float) -> float:
         """Expected device time until all waiting and running requests are done; costs O(depth).
@@ -525,7 +524,8 @@ class Scheduler:
 
         Loads of weights do not count: they run beside executions, and the first one was never measured.
         """
-        return self._running.seconds(now) + max(0.0, self._backlog)
+        running = self._running.seconds(now) if self._running else 0.0
+        return running + max(0.0, self._backlog)
 
     def cost(self, model: str, variant: int, rows: int) -> float:
         """Expected device time of one request of `rows` rows that shares its execution with no other.

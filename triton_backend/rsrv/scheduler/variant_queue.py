@@ -1,9 +1,10 @@
-"""The requests of one variant that wait, and when something about queued requests is due."""
+"""The waiting requests of one variant, and the times at which queued requests are due."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from math import inf
 from operator import attrgetter
 
 from rsrv.scheduler.batching import VariantCosts
@@ -14,7 +15,7 @@ _place = attrgetter("place")
 _rows = attrgetter("rows")
 
 
-class Entry:
+class InFlightRequest:
     """A request in flight: queued while it has a queue, executing from then on."""
 
     __slots__ = ("arrived", "place", "queue", "request", "rows")
@@ -30,8 +31,8 @@ class Entry:
 class VariantQueue:
     """The waiting requests of one variant, in the order of service.
 
-    Requests of one queue may share an execution; those of different queues never do. Each queue keeps its
-    own order, so a batch passes over older requests of other variants without disturbing anybody's turn.
+    Requests of one queue may share an execution; requests of different queues never do. Each queue keeps its
+    own order, so a batch passes over older requests of other variants without changing their turns.
     """
 
     __slots__ = ("costs", "entries", "rows", "variant")
@@ -40,15 +41,16 @@ class VariantQueue:
         self.variant = variant
         self.costs = costs
         # A sorted list: most requests are appended, any may leave, and the front ones leave together.
-        # Moving what is behind them costs less than a microsecond for a thousand requests.
-        self.entries: list[Entry] = []
-        #: sum of the rows that wait.
+        # Moving the rest costs less than a microsecond for a thousand requests.
+        self.entries: list[InFlightRequest] = []
+        #: sum of the waiting rows.
         self.rows = 0
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: InFlightRequest) -> None:
+        """Insert a request at its place."""
         entries = self.entries
         if not entries or entries[-1].place < entry.place:
             entries.append(entry)
@@ -56,20 +58,20 @@ class VariantQueue:
             insort(entries, entry, key=_place)
         self.rows += entry.rows
 
-    def remove(self, entry: Entry) -> None:
-        # Places are unique: they end with the arrival's number.
+    def remove(self, entry: InFlightRequest) -> None:
+        """Take out one request. Places are unique: they end with the arrival's number."""
         del self.entries[bisect_left(self.entries, entry.place, key=_place)]
         self.rows -= entry.rows
         entry.queue = None
 
-    def move(self, entry: Entry, place: Place) -> None:
-        """Put one that waits here in another place."""
+    def move(self, entry: InFlightRequest, place: Place) -> None:
+        """Give a queued request another place."""
         self.remove(entry)
         entry.queue, entry.place = self, place
         self.push(entry)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """Take the first `count` requests out of the queue; their ids, in order."""
+        """Take the first `count` requests out; return their ids, in order."""
         ids = []
         for entry in islice(self.entries, count):
             entry.queue = None
@@ -79,19 +81,15 @@ class VariantQueue:
         return tuple(ids)
 
     def reorder(self) -> None:
-        """The places of its requests have changed."""
+        """Sort again after the places of requests have changed."""
         self.entries.sort(key=_place)
 
-    def place(self) -> Place | None:
-        """Where the front request stands; None if nothing waits."""
-        return self.entries[0].place if self.entries else None
-
     def waiting_rows(self) -> Iterable[int]:
-        """The rows of all that wait, in the order of service."""
+        """Return the rows of each waiting request, in the order of service."""
         return map(_rows, self.entries)
 
     def seconds(self, *, coalesce: bool) -> float:
-        """Expected device time of all that waits here.
+        """Expected device time of all waiting requests.
 
         Coalesced: `VariantCosts.drain` of the rows together, at least one execution. Alone: one execution
         per request, each at the size for the average request.
@@ -104,55 +102,53 @@ class VariantQueue:
         return self.costs.drain(self.rows) if self.rows else self.costs.seconds[0]
 
 
-#: below this many the heap is never cleaned.
-_SMALL = 64
+#: below this many entries the heap keeps those of requests that left.
+_MIN_CLEANED = 64
 
 
 class Deadlines:
-    """A heap of times of queued requests, one each.
+    """A heap of times, one for each queued request.
 
-    Requests that left the queue otherwise stay in the heap until they surface or until they outnumber
-    the queued ones: removal costs nothing, and memory stays in proportion to the queues.
+    Requests that left the queue stay in the heap until they surface or outnumber the queued ones: removal costs nothing,
+    and memory stays in proportion to the queues.
     """
 
-    __slots__ = ("_heap",)
+    __slots__ = ("heap",)
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Entry]] = []
+        self.heap: list[tuple[float, int, InFlightRequest]] = []
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self.heap)
 
-    def push(self, entry: Entry, at: float) -> None:
-        heappush(self._heap, (at, entry.place[2], entry))
+    def push(self, entry: InFlightRequest, at: float) -> None:
+        """Add the time of a queued request."""
+        heappush(self.heap, (at, entry.place[2], entry))
 
     def clean(self, queued: int) -> None:
-        """Forget those that left, if they are too many. `queued` is the number of requests that wait."""
-        if len(self._heap) > _SMALL + 2 * queued:
-            self._heap = [item for item in self._heap if item[2].queue is not None]
-            heapify(self._heap)
+        """Drop the requests that left, if there are too many. `queued` is the number of waiting requests."""
+        if len(self.heap) > _MIN_CLEANED + 2 * queued:
+            self.heap = [item for item in self.heap if item[2].queue is not None]
+            heapify(self.heap)
 
     def clear(self) -> None:
-        self._heap.clear()
+        self.heap.clear()
 
-    def due(self, now: float) -> Iterator[tuple[Entry, VariantQueue]]:
-        """The queued requests whose time is `now` or earlier, soonest first, and where they wait.
-
-        They leave the heap.
-        """
-        heap = self._heap
+    def due(self, now: float) -> Iterator[tuple[InFlightRequest, VariantQueue]]:
+        """Take out the queued requests whose time is `now` or earlier, soonest first; yield each with its queue."""
+        heap = self.heap
         while heap and heap[0][0] <= now:
             entry = heappop(heap)[2]
             if entry.queue is not None:
                 yield entry, entry.queue
 
-    def next(self) -> float | None:
-        """The soonest time of a queued request."""
-        heap = self._heap
+    def next(self) -> float:
+        """Return the soonest time of a queued request; inf: there is none."""
+        heap = self.heap
         while heap and heap[0][2].queue is None:
             heappop(heap)
-        return heap[0][0] if heap else None
+        return heap[0][0] if heap else inf
 
-    def entries(self) -> Iterator[Entry]:
-        """The queued requests that have a time here, in no order."""
-        return (entry for _, _, entry in self._heap if entry.queue is not None)
+    def entries(self) -> Iterator[InFlightRequest]:
+        """Return the queued requests that have a time here, in no order."""
+        return (entry for _, _, entry in self.heap if entry.queue is not None)

@@ -29,9 +29,9 @@ def looks() -> BundleDebounce:
     """Two looks agreed that there are `a` and `b`."""
     looks = BundleDebounce(pause=1.0)
     assert changed(looks, 0.0, seen(a="1", b="1")) == set()
-    restless = [looks.restless]
+    unsettled = [looks.unsettled]
     assert changed(looks, 1.0, seen(a="1", b="1")) == {"a", "b"}
-    assert [*restless, looks.restless] == [True, False]
+    assert [*unsettled, looks.unsettled] == [True, False]
     return looks
 
 
@@ -66,7 +66,7 @@ def test_a_change_that_is_taken_back_was_none(looks: BundleDebounce) -> None:
     """Nobody hears of it."""
     assert changed(looks, 2.0, seen(a="2")) == set()
     assert changed(looks, 9.0, seen(a="1", b="1")) == set()
-    assert not looks.restless
+    assert not looks.unsettled
 
 
 def test_one_bundle_that_never_rests_holds_up_no_other(looks: BundleDebounce) -> None:
@@ -90,18 +90,18 @@ def test_what_is_copied_without_its_manifest_is_not_gone(looks: BundleDebounce) 
     """As long as it grows; when it rests without one, there is no bundle."""
     assert [changed(looks, 2.0 + i, seen(a=f"-{i}", b="1")) for i in range(4)] == 4 * [set()]
     assert not looks.gone("a")
-    assert looks.restless
+    assert looks.unsettled
     assert changed(looks, 6.0, seen(a="-3", b="1")) == {"a"}
     assert looks.gone("a")
     assert [changed(looks, 7.0 + i, seen(a="-4", b="1")) for i in range(2)] == 2 * [set()]
-    assert not looks.restless
+    assert not looks.unsettled
 
 
 def test_a_directory_without_a_manifest_never_was_a_bundle(looks: BundleDebounce) -> None:
     """Nobody hears of it; and a root that holds nothing else may be a disk that is not mounted."""
     for now in (2.0, 3.0):
         assert changed(looks, now, seen(a="1", b="1", other="-1")) == set()
-    assert not looks.knew("other")
+    assert not looks.was_known("other")
     (line,) = told(looks, 4.0, seen(NEW, other="-1"))
     assert "is a disk not mounted?" in line
 

@@ -161,7 +161,7 @@ async def test_only_who_has_the_token_steers(
     [
         ("s3cret\n", 0o600, ""),
         ("s3cret", 0o640, ""),
-        ("s3cret", 0o604, "everybody can read"),
+        ("s3cret", 0o604, "every user can read"),
         ("", 0o600, "holds no token"),
         ("two words", 0o600, "holds no token"),
         (None, 0, "No such file"),

@@ -356,7 +356,7 @@ def test_tls_and_a_token_are_both_asked_for(
         ({"token_file": "missing"}, "control.token_file: "),
         ({"token_file": "empty"}, "holds no token"),
         ({"token_file": "lines"}, "holds no token: one line of ASCII without spaces"),
-        ({"token_file": "public"}, "everybody can read"),
+        ({"token_file": "public"}, "every user can read"),
         ({"token_file": "token", "listen": "localhost:99999"}, "'localhost:99999' is not HOST:PORT"),
     ],
 )

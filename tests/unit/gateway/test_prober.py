@@ -245,7 +245,7 @@ def test_a_key_needs_its_value(value: Path) -> None:
         GatewaySection(worker_repository_key="k")
     value.chmod(0o644)
     section = GatewaySection(worker_repository_key="k", worker_repository_value_file=value)
-    with pytest.raises(CredentialsError, match=r"gateway\.worker_repository_value_file: everybody can read"):
+    with pytest.raises(CredentialsError, match=r"gateway\.worker_repository_value_file: every user can read"):
         ChannelFactory(section)
 
 

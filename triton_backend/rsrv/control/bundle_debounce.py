@@ -1,7 +1,7 @@
-"""What is on disk, look after look, and which changes count. Pure: time is an argument, and nothing is read.
+"""Decides which changes of the bundles on disk count, look by look. Pure: time is an argument, and nothing is read.
 
-A change counts when two looks that are far enough apart agree, so that what is being copied is not taken. Of a root
-that is not there nothing is known, so nothing below it has changed: it may be a disk that is not mounted.
+A change counts when two looks that are far enough apart agree, so that a bundle is not taken while it is being copied. A
+missing root changes nothing: it may be a disk that is not mounted.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: What tells a bundle from itself at another time; None: it could not be read as a whole.
+#: Differs if the files of a bundle do; None: the bundle could not be read as a whole.
 Signature = str | None
-#: How the signature of a directory starts that has files, and no manifest: no bundle, but one may be on its way there.
+#: Prefix of the signature of a directory with files and without a manifest: a bundle may be being copied to it.
 NO_BUNDLE = "-"
-#: The bundles of one name, each below another root. Empty: there is none.
+#: The bundles of one name, each below another root.
 _State = tuple[tuple[Path, Signature], ...]
 
 
 def signature(files: Iterable[tuple[str, int, int, int, int]]) -> str:
-    """Of every file of a bundle: relative name, size, mtime and ctime in nanoseconds, inode."""
+    """Return the signature of a bundle. Each file: relative name, size, mtime and ctime in nanoseconds, inode."""
     total = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         total.update(f"{file!r}\n".encode("utf-8", "surrogateescape"))
@@ -37,50 +37,50 @@ def _bundles(state: _State) -> _State:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A root, as one look found it."""
+    """A root as one look found it."""
 
-    #: Device and inode of the directory; None when it could not be listed, and `trouble` says why.
+    #: Device and inode of the directory; None if it could not be listed: see `trouble`.
     identity: tuple[int, int] | None
-    #: Name -> signature of the bundles below it, and of the directories that may become some.
+    #: Name -> signature of the bundles below it, and of the directories that may become bundles.
     bundles: Mapping[str, Signature] = field(default_factory=dict)
     trouble: str = ""
 
 
 @dataclass(slots=True)
 class _Root:
-    #: The directory that had bundles when some were seen last.
+    #: The directory in which bundles were last seen.
     identity: tuple[int, int] | None = None
     bundles: Mapping[str, Signature] = field(default_factory=dict)
     missing: bool = False
 
 
 class BundleDebounce:
-    """What successive looks at all roots came to."""
+    """The conclusions of successive looks at all roots."""
 
     def __init__(self, pause: float) -> None:
-        """`pause`: seconds between two looks that are to agree."""
+        """`pause`: seconds between the two looks that must agree."""
         self._pause = pause
         self._roots: dict[Path, _Root] = {}
         #: Name -> the state that counts.
         self._settled: dict[str, _State] = {}
-        #: Names that ever had a bundle.
+        #: Names that had a bundle at any time.
         self._known: set[str] = set()
-        #: Name -> a state that differs from that one, and when it was first seen.
+        #: Name -> a state that differs from the settled one, and the time at which it was first seen.
         self._pending: dict[str, tuple[_State, float]] = {}
         self._first: float | None = None
-        #: Whether two looks could agree by now on every root in sight. Before that nothing is known.
+        #: True when two looks could have agreed on every root in sight. Before that, nothing is known.
         self.agreed = False
-        #: How often a root has come into sight: what went meanwhile, or before the first look, shows in no change.
+        #: Number of times that a root came into sight. Bundles that vanished before that cause no change.
         self.sightings = 0
 
     @property
-    def restless(self) -> bool:
-        """Whether a further look is needed for what has been seen to count."""
+    def unsettled(self) -> bool:
+        """True if the changes seen so far need another look to count."""
         return bool(self._pending) or not self.agreed
 
     def look(self, roots: Mapping[Path, Seen], now: float) -> tuple[frozenset[str], list[str]]:
-        """One look at all roots: names of the bundles whose change counts from now on, and what to tell people."""
-        # One that is not to be looked at any more takes its bundles with it.
+        """Take one look at all roots; return the names of the bundles whose change counts now, and lines for the log."""
+        # The bundles of a root that is no longer watched are gone.
         self._roots = {path: self._roots.get(path, _Root()) for path in roots}
         seen_before = self.sightings
         told = [line for path, seen in roots.items() if (line := self._root(path, seen))]
@@ -107,7 +107,7 @@ class BundleDebounce:
         return frozenset(changed), told
 
     def _root(self, path: Path, seen: Seen) -> str:
-        """Takes one root's look; returns what there is to tell."""
+        """Take one look at a root; return a line for the log, or an empty text."""
         root = self._roots[path]
         trouble = seen.trouble
         if not trouble and not any(map(_is_bundle, seen.bundles.values())) and seen.identity != root.identity:
@@ -129,22 +129,22 @@ class BundleDebounce:
         return states
 
     def settled(self, name: str) -> tuple[tuple[Path, Signature], ...] | None:
-        """The signatures of this name's bundles, by root, if the looks agree on them; None while they do not."""
+        """Return the signatures of the name's bundles by root if the looks agree on them, else None."""
         return None if name in self._pending else _bundles(self._settled.get(name, ()))
 
     def gone(self, name: str) -> bool:
-        """Whether this name's bundle is not there any more, or never was, rather than out of sight."""
+        """Return True if the name has no bundle any more, or never had one; False if it may be out of sight."""
         if not self.agreed or self.settled(name) != ():
             return False
-        return self.knew(name) or (
+        return self.was_known(name) or (
             bool(self._roots) and all(root.identity is not None for root in self._roots.values())
         )
 
-    def knew(self, name: str) -> bool:
-        """Whether there was a bundle of this name at any time."""
+    def was_known(self, name: str) -> bool:
+        """Return True if the name had a bundle at any time."""
         return name in self._known
 
     @property
     def roots(self) -> Collection[Path]:
-        """Those of the last look."""
+        """Roots of the last look."""
         return self._roots.keys()

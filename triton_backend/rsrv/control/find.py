@@ -1,4 +1,4 @@
-"""Where the control services of this user's servers listen on this machine."""
+"""Finds the control services of this user's servers on this machine."""
 
 import os
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from rsrv.wire.paths import CONTROL_SOCKET, base_directory, start_time
 
 
 class NotFound(Exception):
-    """There is no server, or there is a choice; the message says what to do."""
+    """No server was found, or several; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlEndpoint:
-    """One runtime's control service."""
+    """The control service of one runtime."""
 
     server_pid: int
     gpu: str
@@ -25,7 +25,7 @@ class ControlEndpoint:
 
 
 def running() -> list[ControlEndpoint]:
-    """Of all servers that run, by pid and GPU."""
+    """Return the control services of all running servers, by pid and GPU."""
     found = []
     for socket in base_directory().glob(f"*-*-gpu*/{CONTROL_SOCKET}"):
         pid, started, gpu = socket.parent.name.split("-", 2)
@@ -35,15 +35,15 @@ def running() -> list[ControlEndpoint]:
 
 
 def address(pid: int | None) -> str:
-    """RSRV_CONTROL_ADDRESS, or where the one server listens: of this pid, if one is given. Raises NotFound."""
+    """Return RSRV_CONTROL_ADDRESS, or the address of the only server, or of the one with this pid. Raises NotFound."""
     chosen = os.environ.get("RSRV_CONTROL_ADDRESS")
     if chosen and pid is None:
         return chosen
     found = [one for one in running() if pid in (None, one.server_pid)]
     if not found:
-        who = "no server of yours" if pid is None else f"no tritonserver {pid} of yours"
+        missing = "no server of yours" if pid is None else f"no tritonserver {pid} of yours"
         raise NotFound(
-            f"{who} with rsrv runs here (looked in {base_directory()}; --address and RSRV_RUNTIME_DIR say where else)"
+            f"{missing} with rsrv runs here (looked in {base_directory()}; name another place by --address or RSRV_RUNTIME_DIR)"
         )
     if len(found) > 1:
         several = ", ".join(

@@ -1,4 +1,4 @@
-"""A gRPC server that outlives its own death: the control services' and the gateway's."""
+"""The gRPC server of the control services and of the gateway: listeners, TLS, tokens, and recovery from its own death."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from rsrv.tokens import bears, read_token
 
 log = logging.getLogger("rsrv.control")
 
-#: As Triton's, so that a client's keepalive that suits a tritonserver suits all that stand beside or before it.
+#: Triton's values, so that a client's keepalive that suits a tritonserver suits rsrv's servers, too.
 KEEPALIVE: Final[Sequence[tuple[str, int]]] = (
     ("grpc.keepalive_time_ms", 7_200_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -28,32 +28,35 @@ KEEPALIVE: Final[Sequence[tuple[str, int]]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 300_000),
     ("grpc.http2.max_ping_strikes", 2),
 )
-#: seconds between two looks whether it has died, and between two tries to listen again
-_LOOK = 0.1
+#: Seconds between two checks that the server lives, and between two attempts to listen again.
+_CHECK_S = 0.1
 
 
 class ListenError(Exception):
-    """A port cannot be listened on; the message names the setting and says what to do."""
+    """Listening on a port failed; the message names the setting and says what to do."""
 
 
 class GrpcServer:
-    """Of grpc.aio. That one ends for good when a client calls a method whose name is not UTF-8: then another takes over,
-    and calls that are under way end where they are."""
+    """A server of grpc.aio that is replaced when it dies.
+
+    grpc.aio's server ends for good when a client calls a method whose name is not UTF-8. Then another one takes over,
+    and the calls in flight end where they are.
+    """
 
     def __init__(self, make: Callable[[], Any], setting: str) -> None:
-        """`make`: a new server of grpc.aio with all that it serves; `setting`: that has the address."""
+        """`make`: makes a server of grpc.aio with its services; `setting`: name of the setting with the address."""
         self._make = make
         self._setting = setting
         self._server: Any = None
-        #: what looks after it
+        #: Replaces the server when it dies.
         self._keeper: asyncio.Task[None] | None = None
-        #: those that have died, while calls of theirs are under way, and what waits for their end
+        #: Dead servers with calls in flight, and the tasks that wait for the end of these.
         self._dead: dict[Any, asyncio.Task[None]] = {}
 
     async def start(self, address: str, credentials: Any = None) -> int:
-        """`address`: HOST:PORT, or unix:PATH, which then only this user can reach; `credentials`: None: without TLS.
+        """Listen, and return the port. Raises ListenError.
 
-        The port that it listens on. Raises ListenError.
+        `address`: HOST:PORT, or unix:PATH, which then only this user can reach; `credentials`: None: without TLS.
         """
         port = await self._listen(address, credentials)
         if not address.startswith("unix:"):
@@ -62,14 +65,14 @@ class GrpcServer:
         return port
 
     async def stop(self, seconds: float | None) -> None:
-        """No new calls; those under way may take `seconds`. May be called again, to shorten that."""
+        """Refuse new calls; calls in flight may take `seconds`. Call it again to shorten that."""
         if self._keeper is not None:
             self._keeper.cancel()
-        # 0 would have it wait for a moment, and it takes the process along when another stop ends within that.
+        # With 0 it waits for a moment, and crashes the process if another stop ends within that.
         seconds = seconds or None
         dead = [asyncio.ensure_future(server.stop(seconds)) for server in self._dead]
         if self._server is not None:
-            # Not beside the others, but now: calls that come with the next turn of the loop are new ones already.
+            # At once, not beside the others: calls of the next turn of the loop are new ones already.
             await self._server.stop(seconds)
         await asyncio.gather(*dead, *self._dead.values())
 
@@ -84,7 +87,7 @@ class GrpcServer:
         socket = _path(address)
         if socket is None:
             try:
-                parse_address(address, any_host=True, any_port=True)  # gRPC would take another port
+                parse_address(address, any_host=True, any_port=True)  # gRPC would choose another port
             except ValueError as error:
                 raise ListenError(f"{self._setting}: {error}") from None
         try:
@@ -94,10 +97,10 @@ class GrpcServer:
                 else server.add_secure_port(address, credentials)
             )
         except RuntimeError:
-            # gRPC says why only in a log of its own.
+            # gRPC gives the reason only in its own log.
             or_else = "" if credentials is None else ", or the certificate and key cannot be used"
             raise ListenError(
-                f"{self._setting}: cannot listen on {address}: it is taken, or not of this machine{or_else}"
+                f"{self._setting}: cannot listen on {address}: it is in use, or not an address of this machine{or_else}"
             ) from None
         if socket is not None:
             socket.chmod(0o600)
@@ -107,52 +110,52 @@ class GrpcServer:
         socket = _path(address)
         while True:
             try:
-                while await self._server.wait_for_termination(_LOOK):
+                while await self._server.wait_for_termination(_CHECK_S):
                     pass
-            except Exception as error:  # noqa: BLE001  whatever it died of
-                log.error("%s: gRPC's server has died, and another takes over: %s", self._setting, error)
+            except Exception as error:  # noqa: BLE001  any cause of death
+                log.error("%s: gRPC's server has died and is replaced: %s", self._setting, error)
             dead, self._server = self._server, None
             self._dead[dead] = asyncio.create_task(self._bury(dead))
-            # The dead one removes its socket's file, whoever's that is by then.
+            # The dead server removes its socket's file, also if that is its successor's.
             while socket is not None and socket.exists():
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_CHECK_S)
             while True:
                 try:
                     await self._listen(address, credentials)
                     break
-                except ListenError:  # the dead one may still have the port
-                    await asyncio.sleep(_LOOK)
+                except ListenError:  # the dead server may still have the port
+                    await asyncio.sleep(_CHECK_S)
 
     async def _bury(self, server: Any) -> None:
-        """When its last call has ended. Not to be cancelled: what it waits for is what `stop` waits for."""
+        """Drop a dead server when its last call has ended. Do not cancel it: `stop` waits for it."""
         try:
             await server.wait_for_termination()
-        except Exception:  # noqa: BLE001  what it died of was said
+        except Exception:  # noqa: BLE001  its cause of death was logged
             await server.stop(None)
         del self._dead[server]
 
 
 def _path(address: str) -> Path | None:
-    """Of a Unix socket; None: it is none."""
+    """Return the path of a Unix socket; None for other addresses."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
 _OPTIONS: Sequence[tuple[str, int]] = (
-    # Requests are small, whoever sends them.
+    # Requests are small.
     ("grpc.max_receive_message_length", 1 << 20),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 64),
-    # Two processes on one port would each answer some.
+    # Two processes on one port would each answer some of the calls.
     ("grpc.so_reuseport", 0),
     *KEEPALIVE,
 )
-#: calls at a time on one listener, watchers among them
-_CALLS = 256
+#: Calls at a time on one listener, watchers included.
+_MAX_CALLS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceKind:
-    """Of a service: how it is added to a server, and where it is described; and what its settings are called."""
+    """A service: the function that adds it to a server, its description, and the names of its settings."""
 
     add: Callable[[Any, Any], None]
     file: Any
@@ -166,7 +169,7 @@ CONTROL = ServiceKind(
 
 
 async def listen_locally(path: Path, service: Any, health: Any, kind: ServiceKind = CONTROL) -> GrpcServer:
-    """A started server on a Unix socket in a private directory, which only this user can reach. Raises ListenError."""
+    """Start a server on a Unix socket in a private directory, which only this user can reach. Raises ListenError."""
     path.unlink(missing_ok=True)
     server = GrpcServer(partial(_server, service, health, kind), kind.section)
     await server.start(f"unix:{path}")
@@ -176,14 +179,14 @@ async def listen_locally(path: Path, service: Any, health: Any, kind: ServiceKin
 async def listen(
     settings: ControlSection, service: Any, health: Any, kind: ServiceKind = CONTROL
 ) -> tuple[GrpcServer, int]:
-    """A started server on `settings.listen`, and its port. Raises ListenError."""
+    """Start a server on `settings.listen`; return it and its port. Raises ListenError."""
     address = settings.listen
     assert address is not None
     credentials, token = _credentials(settings, kind), _token(settings, kind)
     if settings.tls_client_ca is None and token is None:
         raise ListenError(
-            f"{kind.listen} needs tls_client_ca (with tls_certificate and tls_key) or token_file: whoever reaches the "
-            "port could steer the server"
+            f"{kind.listen} needs tls_client_ca (with tls_certificate and tls_key) or token_file: any process that "
+            "reaches the port could control the server"
         )
     server = GrpcServer(partial(_server, service, health, kind, token), kind.listen)
     bound = await server.start(address, credentials)
@@ -193,9 +196,9 @@ async def listen(
 
 
 def _server(service: Any, health: Any, kind: ServiceKind, token: bytes | None = None) -> Any:
-    """One of grpc.aio that listens nowhere yet. `token`: that callers must send, if any."""
+    """Make a server of grpc.aio that does not listen yet. `token`: required of callers, if given."""
     interceptors = [] if token is None else [_TokenCheck(token)]
-    server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_CALLS)
+    server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
     kind.add(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     described = (kind.file, health_pb2.DESCRIPTOR)
@@ -205,7 +208,7 @@ def _server(service: Any, health: Any, kind: ServiceKind, token: bytes | None = 
 
 
 def _credentials(settings: ControlSection, kind: ServiceKind) -> Any:
-    """None without TLS. Raises ListenError."""
+    """Return the credentials of TLS; None without TLS. Raises ListenError."""
     certificate, key, authorities = settings.tls_certificate, settings.tls_key, settings.tls_client_ca
     if certificate is None and key is None and authorities is None:
         return None
@@ -217,7 +220,7 @@ def _credentials(settings: ControlSection, kind: ServiceKind) -> Any:
 
 
 def _token(settings: ControlSection, kind: ServiceKind) -> bytes | None:
-    """None without one. Raises ListenError."""
+    """Return the token, if one is required. Raises ListenError."""
     path = settings.token_file
     if path is None:
         return None
@@ -235,7 +238,7 @@ def _read(kind: ServiceKind, key: str, path: Path) -> bytes:
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets in who sends `authorization: Bearer TOKEN`."""
+    """Refuses calls without the metadata `authorization: Bearer TOKEN`."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -243,7 +246,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def refuse(_: Any, context: Any) -> None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing, or wrong")
 
-        # Of streams, whatever was called: any other would wait for a request first.
+        # A handler of streams for all methods: any other handler would wait for a request first.
         self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:

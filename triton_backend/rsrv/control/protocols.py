@@ -1,4 +1,4 @@
-"""What the parts of the control process see of the runtime."""
+"""Interfaces between the parts of the control process: the view of the runtime, and reloads."""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypedDict
@@ -16,36 +16,36 @@ class ModelVersion(TypedDict):
     error: str | None
     residency: Literal["unpinned", "system", "device"] | None
     weights: Literal["absent", "loading", "resident"] | None
-    #: pids of the connected stubs that registered it, or are about to
+    #: Pids of the connected stubs that registered it, or are about to.
     stubs: list[int]
-    #: keys of what a meta model calls
+    #: Keys of the models that a meta model calls.
     models: list[str]
     paused: Literal["drain", "hold", "reject"] | None
 
 
 class RuntimeView(Protocol):
-    """The runtime as it is known to be now. One event loop owns it: nothing changes between two awaits."""
+    """The latest known state of the runtime. One event loop owns it: it does not change between two awaits."""
 
     @property
     def up(self) -> bool:
-        """Whether the runtime answers. False while it is dead, stopped, or not there yet."""
+        """True if the runtime answers; False while it is dead, stopped, or not started."""
 
     @property
     def since(self) -> float:
-        """The event loop's time when this runtime was found. One that was silent for a while is the same."""
+        """The event loop's time at which this runtime was found. A runtime that was silent for a while is the same one."""
 
     @property
     def entries(self) -> Mapping[str, ModelVersion]:
-        """By key. While the runtime is not up, what was known last; a new runtime starts with none."""
+        """Versions by key. While the runtime is down, the last known ones; a new runtime starts without any."""
 
     @property
     def changes(self) -> int:
-        """Rises by at least 1 with every change of anything else here."""
+        """A counter that rises with each change of any other property."""
 
     def stubs(self) -> Mapping[str, frozenset[int]]:
-        """Pids of the connected stubs by name of the model or meta model; of a runtime that is not up, none.
+        """Return the pids of the connected stubs by name of the model or meta model; none while the runtime is down.
 
-        A name with entries but without stubs is there with an empty set.
+        A name with versions and without stubs has an empty set.
         """
 
     async def wait_change(self, seen: int | None = None) -> None:
@@ -53,11 +53,11 @@ class RuntimeView(Protocol):
 
 
 class Reloading(Protocol):
-    """The lifecycle, as the service sees it."""
+    """The reconciler, as the service uses it."""
 
     @property
     def failures(self) -> Mapping[str, BundleFailure]:
         """Models that are not as their bundles say, by name."""
 
     async def reload(self, name: str) -> None:
-        """Serve what the bundle holds now. Raises ReloadError; then what was served before is served still."""
+        """Serve the bundle as it is now. Raises ReloadError; then the version before still serves."""

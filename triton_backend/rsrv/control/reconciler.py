@@ -180,7 +180,7 @@ class Reconciler:
         self._states.changed(changed, self._now())
         if changed or self._debounce.agreed != before:
             self._wake.set()
-        return self._debounce.restless
+        return self._debounce.unsettled
 
     def _take_look(self, seen: Mapping[Path, Seen]) -> Collection[str]:
         changed, told = self._debounce.look(seen, self._now())
@@ -193,7 +193,7 @@ class Reconciler:
         linked = self._lifecycle.link == "hard"
         for _ in range(3):
             self._take_look(await asyncio.to_thread(look, self._sources.read, linked=linked))
-            if not self._debounce.restless:
+            if not self._debounce.unsettled:
                 return
             await asyncio.sleep(self._lifecycle.look_s)
 
@@ -257,7 +257,7 @@ class Reconciler:
         if not self._debounce.gone(name):
             return False
         # A bundle that was never seen may come from a place that an rsrv-gen is about to name.
-        return self._debounce.knew(name) or await asyncio.to_thread(self._all_places_seen)
+        return self._debounce.was_known(name) or await asyncio.to_thread(self._all_places_seen)
 
     def _all_places_seen(self) -> bool:
         return not being_written(self._repository) and set(self._sources.read()) == set(self._debounce.roots)

@@ -1,4 +1,4 @@
-"""The runtime, as the control process knows it: connected for as long as there is one, and watched for silence."""
+"""The control process's link to the runtime: it reconnects, follows the runtime's state, and notices when it is silent."""
 
 import asyncio
 import logging
@@ -20,19 +20,19 @@ from rsrv.wire.memory import SharedMemoryError, read_document
 
 log = logging.getLogger("rsrv.control")
 
-#: seconds between two pings, and without an answer to one until the runtime counts as not there. What shows readiness
-#: must be right within a second.
-_PING = 0.25
-_SILENCE = 0.6
-#: seconds between two tries to reach a runtime
-_PAUSE = 0.1
-#: seconds that starting or ending a profile may take
-_SLOW = 60.0
-#: changes that wait for somebody who does not take them; beyond, they get a snapshot instead
-_UNTAKEN = 4096
-#: frames that are read before the loop does something else
-_BURST = 64
-#: how a runtime that has just started refuses what is said of a model: it does not know it, or has not built it
+#: Seconds between two pings.
+_PING_INTERVAL_S = 0.25
+#: Seconds without an answer to a ping after which the runtime counts as down. Readiness must be right within a second.
+_PING_TIMEOUT_S = 0.6
+#: Seconds between two attempts to reach a runtime.
+_RECONNECT_PAUSE_S = 0.1
+#: Seconds that starting or ending a profile may take.
+_SLOW_COMMAND_S = 60.0
+#: Changes that a subscription holds; beyond, its reader gets a snapshot instead.
+_MAX_PENDING_CHANGES = 4096
+#: Frames that are read before the event loop does something else.
+_MAX_FRAMES = 64
+#: Codes of a runtime that has just started and does not know the model yet, or has not built it.
 _NOT_YET = frozenset(["NOT_FOUND", "FAILED_PRECONDITION"])
 
 
@@ -42,14 +42,14 @@ class RuntimeDown(StatusError):
     def __init__(self) -> None:
         super().__init__(
             "UNAVAILABLE",
-            "the runtime does not answer: it has ended, or it hangs. The models cannot serve before one does; the server's "
-            "log may say more",
+            "the runtime does not answer: it has ended, or it hangs. No model can serve until it is back; see the server's "
+            "log",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """`entry` None: it is gone."""
+    """A change of one version. `entry` None: the version is gone."""
 
     instance: str
     revision: int
@@ -59,14 +59,14 @@ class StateChange:
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """The next change has the next revision."""
+    """The whole state. The next change has the next revision."""
 
     instance: str
     revision: int
     entries: Mapping[str, ModelVersion]
 
 
-#: None: the runtime does not answer
+#: None: the runtime does not answer.
 StateUpdate = StateSnapshot | StateChange | None
 
 
@@ -74,13 +74,14 @@ Answer = asyncio.Future[dict[str, Any]]
 
 
 class ControlConnection:
-    """`on_state` gets the JSON of each STATE frame, or of its document; it raises ProtocolError if that cannot be.
+    """A greeted connection to the runtime, on an event loop. Questions are answered in the order in which they were asked.
 
-    `ended` is done when the connection is over, with the reason.
+    `on_state` gets the JSON of each STATE frame, or of its document; it raises ProtocolError if that is not valid.
+    `ended` is done when the connection has ended, with the reason.
     """
 
     def __init__(self, path: Path, on_state: Callable[[dict[str, Any]], None]) -> None:
-        """Raises OSError when nobody listens, ProtocolError when the listener is another user's."""
+        """Connect. Raises OSError if no process listens, ProtocolError if the listener belongs to another user."""
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._on_state = on_state
@@ -89,24 +90,24 @@ class ControlConnection:
         self._sock.setblocking(False)
         self._receiver = wire.Receiver(self._sock)
         self._loop.add_reader(self._sock, self._readable)
-        #: the runtime's first frame
+        #: The runtime's first frame.
         self.greeting = self.ask(hello(), Kind.WELCOME)
 
     def send(self, frame: bytes) -> None:
-        """Something that has no answer of its own; ends the connection if the runtime does not take it."""
+        """Send a frame without an answer; end the connection if the runtime does not take it."""
         if self.ended.done():
             return
         try:
             wire.send(self._sock, frame)
         except BlockingIOError:
-            self._end("the runtime does not read what it is asked")
+            self._end("the runtime does not read its socket")
         except (wire.Closed, OSError) as error:
             self._end(str(error))
 
     def ask(self, question: bytes, answer: Kind) -> Answer:
-        """The JSON object that is the answer: in a document if there is one, else in the frame.
+        """Send a question; return the future of its answer, the JSON object of the frame or of its document.
 
-        Cancelled when the connection ends before. May be cancelled, or be given a result, by whoever asks.
+        The future is cancelled if the connection ends first. The caller may cancel it.
         """
         future = self._loop.create_future()
         if self.ended.done():
@@ -131,7 +132,7 @@ class ControlConnection:
 
     def _readable(self) -> None:
         try:
-            for _ in range(_BURST):
+            for _ in range(_MAX_FRAMES):
                 if self.ended.done():
                     return
                 frame, fds = self._receiver.receive()
@@ -152,20 +153,20 @@ class ControlConnection:
             return
         expected, future = self._waiting.popleft() if self._waiting else (None, None)
         if kind is not expected or future is None:
-            raise ProtocolError(f"the runtime sends {kind.name} instead of what it is asked for")
+            raise ProtocolError(f"the runtime sent {kind.name} instead of the answer that was due")
         if kind is Kind.WELCOME:
             check_hello(frame)
             value = unpack_json(frame)
         else:
             value = read_document(fds[0]) if fds else unpack_json(frame)
-        with suppress(asyncio.InvalidStateError):  # whoever asked does not wait any more
+        with suppress(asyncio.InvalidStateError):  # the caller does not wait any more
             future.set_result(value)
 
 
 class RuntimeLink:
-    """A `RuntimeView`, and the way to tell the runtime something. Belongs to one event loop; `run` keeps it up.
+    """The link: a `RuntimeView`, and commands. Belongs to one event loop; `run` keeps it up.
 
-    A runtime that the link meets for the first time is told what `overrides` has: of single models, once they are there.
+    A new runtime gets the settings of `overrides` again: those of a model as soon as it knows the model.
     """
 
     def __init__(
@@ -173,9 +174,9 @@ class RuntimeLink:
         path: Path,
         overrides: Overrides,
         *,
-        ping: float = _PING,
-        silence: float = _SILENCE,
-        pause: float = _PAUSE,
+        ping: float = _PING_INTERVAL_S,
+        silence: float = _PING_TIMEOUT_S,
+        pause: float = _RECONNECT_PAUSE_S,
     ) -> None:
         self._path = path
         self.overrides = overrides
@@ -189,14 +190,14 @@ class RuntimeLink:
         self._changed = self._loop.create_future()
         self._entries: dict[str, ModelVersion] = {}
         self.instance = ""
-        #: runtimes that it has met
+        #: Number of runtimes so far.
         self.lives = 0
         self.revision = 0
-        #: names of models that the runtime still has to be told of
-        self._untold: set[str] = set()
+        #: Names of models whose overrides the runtime does not have yet.
+        self._pending_models: set[str] = set()
         self._subscriptions: set[Subscription] = set()
 
-    # --- what is seen -------------------------------------------------------------------------------------
+    # --- the view -------------------------------------------------------------------------------------
 
     @property
     def up(self) -> bool:
@@ -225,27 +226,27 @@ class RuntimeLink:
             await asyncio.shield(self._changed)
 
     def subscribe(self) -> "Subscription":
-        """All changes from now on, a snapshot first. To be closed."""
+        """Subscribe to all changes from now on, after a snapshot. Close the subscription."""
         return Subscription(self, self._subscriptions)
 
-    # --- what is asked and told ---------------------------------------------------------------------------
+    # --- commands ---------------------------------------------------------------------------
 
     async def command(self, command: Command) -> dict[str, Any]:
-        """What comes of a COMMAND. Raises RuntimeDown, StatusError."""
+        """Send a COMMAND; return its result. Raises RuntimeDown, StatusError."""
         done = partial(self.overrides.commanded, command)
         return _check(await self._ask(Kind.COMMAND, command, Kind.COMMANDED, done), "INTERNAL")
 
     async def configure(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """The scheduler's section as it holds after these changes of it. Raises RuntimeDown, StatusError."""
+        """Change keys of the scheduler's section; return the whole section. Raises RuntimeDown, StatusError."""
         done = partial(self.overrides.configured, changes) if changes else None
         return _check(await self._ask(Kind.CONFIGURE, changes, Kind.CONFIGURED, done), "INVALID_ARGUMENT")
 
     async def status(self) -> dict[str, Any]:
-        """As docs/protocol.md has it. Raises RuntimeDown."""
+        """Return the status of docs/protocol.md. Raises RuntimeDown."""
         return await self._ask(Kind.STATUS, {}, Kind.STATUS_REPLY)
 
     async def slow_command(self, command: Command) -> dict[str, Any]:
-        """As `command`, for those whose answer takes its time: what is asked meanwhile is not kept waiting.
+        """Send a command that takes long, on a connection of its own: answers keep their order, so others would wait.
 
         Raises RuntimeDown, StatusError.
         """
@@ -257,7 +258,7 @@ class RuntimeLink:
             raise RuntimeDown from None
         try:
             answer = connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-            await asyncio.wait({answer}, timeout=_SLOW)
+            await asyncio.wait({answer}, timeout=_SLOW_COMMAND_S)
             if not answer.done() or answer.cancelled():
                 raise RuntimeDown
             return _check(answer.result(), "INTERNAL")
@@ -267,7 +268,7 @@ class RuntimeLink:
     async def _ask(
         self, kind: Kind, body: dict[str, Any], answer_kind: Kind, done: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """`done` is called if the runtime does it, also when whoever asked has gone by then."""
+        """Ask; call `done` if the runtime succeeds, also if the caller has been cancelled by then."""
         if not self._up or self._connection is None:
             raise RuntimeDown
         try:
@@ -276,8 +277,8 @@ class RuntimeLink:
             raise StatusError("INVALID_ARGUMENT", str(error)) from None
         answer = self._connection.ask(question, answer_kind)
         if done is not None:
-            answer.add_done_callback(partial(_when_done, done))
-        # Not cancelled with whoever asks: the answers keep their order.
+            answer.add_done_callback(partial(_if_done, done))
+        # The answer is not cancelled with the caller: answers keep their order.
         await asyncio.wait({answer, self._down}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() or answer.cancelled():
             raise RuntimeDown
@@ -286,26 +287,26 @@ class RuntimeLink:
     # --- the connection -----------------------------------------------------------------------------------
 
     async def run(self) -> NoReturn:
-        """For ever: connect, watch, and connect again."""
-        complaint = ""
+        """Connect, follow the state, and connect again, until cancelled."""
+        logged = ""
         while True:
             try:
                 reason = await self._serve()
             except OSError:
-                reason = ""  # nobody listens yet, or not any more
+                reason = ""  # no runtime listens yet, or not any more
             except ProtocolError as error:
                 reason = str(error)
             if self._up:
                 self._go_down()
                 log.warning("the runtime's connection ended: %s", reason)
-                continue  # the next runtime may be there already
-            if reason and reason != complaint:
-                log.error("the runtime cannot be watched: %s", reason)
-            complaint = reason
+                continue  # the next runtime may listen already
+            if reason and reason != logged:
+                log.error("cannot follow the runtime's state: %s", reason)
+            logged = reason
             await asyncio.sleep(self._pause)
 
     async def _serve(self) -> str:
-        """One connection, to its end; says why that came. Raises OSError, ProtocolError."""
+        """Use one connection to its end; return the reason of the end. Raises OSError, ProtocolError."""
         connection = self._connection = ControlConnection(self._path, self._on_state)
         try:
             connection.send(pack_json(Kind.WATCH, {}))
@@ -323,17 +324,17 @@ class RuntimeLink:
             answer = connection.ask(pack_json(Kind.COMMAND, {"command": "ping"}), Kind.COMMANDED)
             await asyncio.wait({answer}, timeout=self._silence)
             if not answer.done():
-                silenced = self._up
-                if silenced:
+                was_up = self._up
+                if was_up:
                     log.warning("the runtime has not answered for %g s", self._silence)
                     self._go_down()
                 await asyncio.wait({answer})
-                if silenced and not answer.cancelled():
+                if was_up and not answer.cancelled():
                     self._come_up()
             await asyncio.sleep(self._ping)
 
     def _on_state(self, state: dict[str, Any]) -> None:
-        """A snapshot, or a change that follows on what is known."""
+        """Take a snapshot, or the next change."""
         try:
             revision = int(state["revision"])
             if "entries" in state:
@@ -345,21 +346,21 @@ class RuntimeLink:
                 log.info("connected to the runtime, instance %s", self.instance)
                 self._come_up()
                 if new:
-                    self._tell_all()
+                    self._send_overrides()
                 return
             if revision != self.revision + 1:
-                raise ProtocolError(f"the runtime's state goes from revision {self.revision} to {revision}")
+                raise ProtocolError(f"the runtime's state jumps from revision {self.revision} to {revision}")
             key, entry = str(state["key"]), state["entry"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a STATE frame without its {error}") from None
+            raise ProtocolError(f"a STATE frame lacks its {error}") from None
         self.revision = revision
         if entry is None:
             self._entries.pop(key, None)
         else:
             self._entries[key] = entry
-            self._tell_of(entry["name"])
+            self._send_model(entry["name"])
         self._note()
-        if self._up:  # else a snapshot will tell
+        if self._up:  # else a snapshot follows
             self._publish(StateChange(self.instance, revision, key, entry))
 
     def _come_up(self) -> None:
@@ -383,60 +384,60 @@ class RuntimeLink:
         for subscription in self._subscriptions:
             subscription.tell(change)
 
-    # --- what operators set, for a new runtime --------------------------------------------------------------
+    # --- overrides for a new runtime --------------------------------------------------------------
 
-    def _tell_all(self) -> None:
+    def _send_overrides(self) -> None:
         assert self._connection is not None
-        self._untold = self.overrides.models
+        self._pending_models = self.overrides.models
         if self.overrides.scheduler:
             answer = self._connection.ask(
                 pack_json(Kind.CONFIGURE, self.overrides.scheduler), Kind.CONFIGURED
             )
-            answer.add_done_callback(partial(self._told, "", self.overrides.scheduler))
+            answer.add_done_callback(partial(self._on_answer, "", self.overrides.scheduler))
         for command in self.overrides.for_all():
-            self._tell("", command)
+            self._send("", command)
         for name in {entry["name"] for entry in self._entries.values()}:
-            self._tell_of(name)
+            self._send_model(name)
 
-    def _tell_of(self, name: str) -> None:
-        if name in self._untold:
-            self._untold.discard(name)
+    def _send_model(self, name: str) -> None:
+        if name in self._pending_models:
+            self._pending_models.discard(name)
             for command in self.overrides.for_model(name):
-                self._tell(name, command)
+                self._send(name, command)
 
-    def _tell(self, name: str, command: Command) -> None:
+    def _send(self, name: str, command: Command) -> None:
         assert self._connection is not None
         answer = self._connection.ask(pack_json(Kind.COMMAND, command), Kind.COMMANDED)
-        answer.add_done_callback(partial(self._told, name, command))
+        answer.add_done_callback(partial(self._on_answer, name, command))
 
-    def _told(self, name: str, command: Command, answer: Answer) -> None:
+    def _on_answer(self, name: str, command: Command, answer: Answer) -> None:
         if answer.cancelled():
             return
-        said = answer.result()
-        if "error" not in said:
-            log.info("told the runtime again: %s", command)
-        elif said.get("code") in _NOT_YET:
-            self._untold.add(name)  # with its next change
+        result = answer.result()
+        if "error" not in result:
+            log.info("set again in the new runtime: %s", command)
+        elif result.get("code") in _NOT_YET:
+            self._pending_models.add(name)  # retry at its next change
         else:
-            log.error("the runtime does not take again what was set, %s: %s", command, said["error"])
+            log.error("the new runtime refuses an earlier setting, %s: %s", command, result["error"])
 
 
 class Subscription:
-    """What changes, from the first snapshot on. Who is slow gets another snapshot in place of many changes."""
+    """Changes of the runtime's state, after a first snapshot. A slow reader gets another snapshot in place of many changes."""
 
     def __init__(self, link: RuntimeLink, subscriptions: "set[Subscription]") -> None:
         self._link = link
         self._subscriptions = subscriptions
         self._changes: deque[StateChange] = deque()
-        #: nothing but a snapshot will do
+        #: True if the next item must be a snapshot.
         self._stale = True
         self._some = asyncio.Event()
         self._some.set()
         subscriptions.add(self)
 
     def tell(self, change: StateChange | None) -> None:
-        """A change; None: more than one entry, or whether the runtime is up."""
-        if change is None or len(self._changes) >= _UNTAKEN:
+        """Add a change; None: more than one version changed, or the runtime came up or went down."""
+        if change is None or len(self._changes) >= _MAX_PENDING_CHANGES:
             self._stale = True
             self._changes.clear()
         if change is not None and not self._stale:
@@ -445,7 +446,7 @@ class Subscription:
             self._some.set()
 
     async def next(self) -> StateUpdate:
-        """The next one, waited for."""
+        """Wait for the next change or snapshot, and return it."""
         await self._some.wait()
         if self._stale:
             self._stale = False
@@ -461,13 +462,13 @@ class Subscription:
         self._subscriptions.discard(self)
 
 
-def _when_done(done: Callable[[], None], answer: Answer) -> None:
+def _if_done(done: Callable[[], None], answer: Answer) -> None:
     if not answer.cancelled() and "error" not in answer.result():
         done()
 
 
 def _check(answer: dict[str, Any], code: str) -> dict[str, Any]:
-    """Raises StatusError, with this code if the answer has none."""
+    """Return the answer. Raises StatusError if it is an error, with this code if it has none."""
     if "error" in answer:
         raise StatusError(str(answer.get("code", code)), str(answer["error"]))
     return answer

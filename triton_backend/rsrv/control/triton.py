@@ -1,4 +1,4 @@
-"""Triton's repository API: what tritonserver serves, and loading and unloading it."""
+"""Triton's repository API: the states of models, loads and unloads."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 #: tritonserver's --model-control-mode
 Mode = Literal["none", "poll", "explicit"]
 
-#: How a model is. `dismissed`: somebody has unloaded it. `other`: it comes, goes, or could not be loaded.
+#: State of a model in Triton. `dismissed`: unloaded on request. `other`: loading, unloading, or failed.
 State = Literal["ready", "dismissed", "other"]
 
 HOW_TO_START = "start tritonserver with --model-control-mode=explicit --load-model=* --exit-on-error=false"
 
-#: Seconds for what Triton answers at once.
-_SOON = 10.0
+#: Seconds that calls other than loads may take.
+_TIMEOUT_S = 10.0
 
 
 class TritonError(Exception):
-    """tritonserver did not do it; the text is its reason."""
+    """A call of tritonserver failed; the text is its reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TritonEndpoint:
-    """Where and how tritonserver is to be spoken to, as its command line says."""
+    """The address of tritonserver's repository API, and the options that matter to its callers."""
 
-    #: host:port
+    #: HOST:PORT.
     address: str = "127.0.0.1:8001"
     mode: Mode = "none"
-    #: Whether it ends, instead of serving the others, when a model can't be loaded at its start.
+    #: True if it ends when a model can't be loaded at its start, instead of serving the others.
     exits_on_error: bool = True
-    #: What a restricted repository API wants to see with each call. A secret: not to be shown.
+    #: Headers that a restricted repository API requires. A secret: do not show them.
     metadata: tuple[tuple[str, str], ...] = ()
-    #: Why it can't be spoken to; empty: it can.
+    #: Reason why it can't be called; empty if it can.
     trouble: str = ""
 
 
@@ -69,7 +69,7 @@ def read_endpoint(arguments: Sequence[str]) -> TritonEndpoint:
 
 
 def read_command_line(pid: int) -> list[str]:
-    """Of a process; empty when it is gone."""
+    """Return the command line of a process; empty if the process is gone."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -78,7 +78,7 @@ def read_command_line(pid: int) -> list[str]:
 
 
 def _flags(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Flag -> its values in order; both `--flag=value` and `--flag value`."""
+    """Return the values of each flag in order, of both `--flag=value` and `--flag value`."""
     found: dict[str, list[str]] = {}
     words = iter([*arguments, "--"])
     word = next(words)
@@ -100,7 +100,7 @@ def _true(value: str) -> bool:
 
 
 def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
-    """Headers for the repository API, from `api,api:key=value`."""
+    """Return the headers for the repository API, from `api,api:key=value`."""
     headers = []
     for value in values:
         apis, _, secret = value.partition(":")
@@ -111,26 +111,26 @@ def _restrictions(values: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def restriction(key: str, value: str) -> tuple[str, str]:
-    """What a call of an API that was restricted with KEY=VALUE has to bring along."""
+    """Return the header that an API restricted with KEY=VALUE requires."""
     return f"triton-grpc-protocol-{key.lower()}", value
 
 
 def _state(state: str, reason: str) -> State:
     if state == "READY":
         return "ready"
-    # Until its stub has ended, it is not unloaded yet.
+    # Triton unloads it until its stub has ended.
     dismissed = state == "UNLOADING" or (state, reason) == ("UNAVAILABLE", "unloaded")
     return "dismissed" if dismissed else "other"
 
 
 def _reason(name: str, text: str) -> str:
-    """What a stub said, out of what Triton puts around it."""
+    """Return a stub's error without the text that Triton puts around it."""
     said = text.rpartition("TritonModelException: ")[2].partition("\n\nAt:\n")[0]
     return said.removeprefix(f"{name}: ").strip()
 
 
 class Triton:
-    """The repository API of one tritonserver. Used on one event loop."""
+    """The repository API of one tritonserver. For one event loop."""
 
     def __init__(self, endpoint: TritonEndpoint) -> None:
         self.mode: Mode = endpoint.mode
@@ -140,7 +140,7 @@ class Triton:
         self._metadata = endpoint.metadata
         self._channel = grpc.aio.insecure_channel(
             endpoint.address,
-            # A proxy is for the world outside; and a server that starts is to be found soon.
+            # No proxy between processes of one machine; short pauses, to find a starting server soon.
             options=[("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)],
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -151,31 +151,30 @@ class Triton:
         return cls(read_endpoint(read_command_line(pid)))
 
     async def states(self) -> Mapping[str, State]:
-        """Of the models that it has been told to serve at any time. Raises TritonError."""
+        """Return the states of all models that Triton was told to serve at any time. Raises TritonError."""
         reply = await self._call(
-            self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(), timeout=_SOON
+            self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest(), timeout=_TIMEOUT_S
         )
         return {model.name: _state(model.state, model.reason) for model in reply.models if model.state}
 
     async def load(self, name: str) -> None:
-        """Returns when the model as it now is in the repository is served. Raises TritonError.
+        """Load the model as it is in the repository; return when that version serves. Raises TritonError.
 
-        If it was served before, the version before it serves until then, and on if this fails. If nothing in its
-        directory has changed, nothing happens. A Triton that polls loads by itself: then this returns at once.
+        An older version serves until then, and also if this fails. If nothing in its directory has changed, Triton does
+        nothing. A Triton that polls loads by itself: then this returns at once.
         """
         if self.mode != "poll":
-            # However long compiling takes.
-            request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+            request = service_pb2.RepositoryModelLoadRequest(model_name=name)  # without a limit: it compiles
             try:
                 await self._call(self._stub.RepositoryModelLoad, request, timeout=None)
             except TritonError as error:
                 raise TritonError(_reason(name, str(error))) from None
 
     async def unload(self, name: str) -> None:
-        """Returns when new requests are refused; those under way are answered. Raises TritonError."""
+        """Unload the model; return when Triton refuses new requests. Requests in flight are answered. Raises TritonError."""
         if self.mode != "poll":
             request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
-            await self._call(self._stub.RepositoryModelUnload, request, timeout=_SOON)
+            await self._call(self._stub.RepositoryModelUnload, request, timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._channel.close()

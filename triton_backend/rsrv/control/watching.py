@@ -1,7 +1,6 @@
-"""Looking at bundles on disk: soon after the kernel says that something changed, and again and again because it may not.
+"""Looks at the bundles on disk: soon after a notice of the kernel, and periodically because notices may be missing.
 
-Network and bind mounts say nothing, so what counts is what the looks see; the kernel's word only makes the next one
-come sooner.
+Network and bind mounts give no notices, so only the looks count; a notice makes the next look come sooner.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger("rsrv.control")
 
 
 class BundleSources:
-    """Where the bundles are, as the repository's settings say by now: another rsrv-gen may have added to them."""
+    """The places of bundles, as the repository's settings name them now: another rsrv-gen may have added some."""
 
     def __init__(self, places: Sequence[Path], file: Path) -> None:
         self._places = places
@@ -34,7 +33,7 @@ class BundleSources:
 
     def read(self) -> Sequence[Path]:
         if (version := self._look()) != self._version:
-            # Whoever fixed them in the environment is heard there as well. What can't be read changes nothing.
+            # The environment takes precedence here, too. A file that can't be read changes nothing.
             with contextlib.suppress(OSError, SettingsError):
                 self._places = load_settings(self._file.read_text("utf-8"), str(self._file)).lifecycle.bundles
             self._version = version
@@ -49,12 +48,12 @@ class BundleSources:
 
 
 _MANIFEST = "manifest.yaml"
-#: What is wrong with a file for good, until somebody changes it: the bundle is broken.
+#: Errors of a file that last until it is changed: the bundle is broken.
 _BROKEN = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 def scan(root: Path, *, linked: bool) -> Seen:
-    """Looks at a root: a bundle, or a directory of bundles. `linked`: rsrv-gen makes hard links of large files."""
+    """Look at a root: a bundle, or a directory of bundles. `linked`: rsrv-gen makes hard links of large files."""
     try:
         status = os.stat(root)
         single = os.path.exists(root / _MANIFEST)
@@ -71,7 +70,7 @@ def scan(root: Path, *, linked: bool) -> Seen:
             except NotADirectoryError:
                 continue
             except FileNotFoundError:
-                # Perhaps the copy of a bundle whose manifest comes last.
+                # This may be the copy of a bundle whose manifest comes last.
                 if _holds_something(folder) and (found := sign(folder, linked=linked)) is not None:
                     bundles[folder.name] = NO_BUNDLE + found
             except OSError:
@@ -90,7 +89,7 @@ def _holds_something(folder: Path) -> bool:
 
 
 def sign(bundle: Path, *, linked: bool) -> Signature:
-    """The signature of the bundle in this directory."""
+    """Return the signature of the bundle in this directory; None if it cannot be read."""
     try:
         return signature(_files(bundle, linked))
     except (OSError, RecursionError):  # the latter for directories a thousand deep
@@ -110,7 +109,7 @@ def _files(bundle: Path, linked: bool) -> Iterator[tuple[str, int, int, int, int
                     raise
                 yield os.path.relpath(path, bundle), -1, 0, 0, 0
                 continue
-            # A hard link changes the ctime of a file, and the next look must not take rsrv-gen's for a change.
+            # A hard link changes the ctime of a file; the next look must not take those of rsrv-gen for a change.
             ctime = 0 if linked and status.st_size >= LINK_BYTES else status.st_ctime_ns
             yield os.path.relpath(path, bundle), status.st_size, status.st_mtime_ns, ctime, status.st_ino
 
@@ -120,7 +119,7 @@ def _raise(error: OSError) -> None:
 
 
 def look(roots: Callable[[], Sequence[Path]], *, linked: bool) -> dict[Path, Seen]:
-    """Looks at all roots, whichever they are now."""
+    """Look at all current roots."""
     return {root: scan(root, linked=linked) for root in roots()}
 
 
@@ -129,8 +128,10 @@ async def watch(
     settings: LifecycleSection,
     took: Callable[[Mapping[Path, Seen]], bool],
 ) -> None:
-    """Looks at the roots for ever, whichever they are then (asked on a thread). `took` gets each look, and says
-    whether it wants the next one soon."""
+    """Look at the current roots until cancelled; `roots` is called on a thread.
+
+    `took` gets each look, and returns True if the next one should follow soon.
+    """
     linked = settings.link == "hard"
     hint = asyncio.Event()
     listener: asyncio.Task[None] | None = None
@@ -143,7 +144,7 @@ async def watch(
             seen = await asyncio.to_thread(look, roots, linked=linked)
             now = {root: each.identity for root, each in seen.items()}
             if now != identities:
-                # The kernel tells of directories, not of names: another directory has to be asked for anew.
+                # The kernel watches directories, not names: register the new directories.
                 identities = now
                 listened = [root for root, identity in now.items() if identity is not None]
                 if listener is not None:
@@ -161,12 +162,15 @@ async def watch(
 
 
 async def _listen(roots: Iterable[Path], hint: asyncio.Event) -> None:
-    """Sets `hint` with each change below; ends when the kernel can't tell."""
+    """Set `hint` at each change below the roots; return if the kernel gives no notices."""
     try:
         async for _ in awatch(*roots, watch_filter=None, step=50, debounce=200):
             hint.set()
     except (OSError, RuntimeError) as error:
-        log.info("no notice of changes of bundles (%s): they are only looked at now and then", error)
+        log.info(
+            "the kernel gives no notices of changes of bundles (%s): they are found at the periodic looks",
+            error,
+        )
 
 
 async def _stop(task: asyncio.Task[None]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.control import model_loader, watching
@@ -23,6 +23,7 @@ from rsrv_gen.cli import main as rsrv_gen
 from rsrv_gen.staging import version_of
 from rsrv_gen.update import remove
 from rsrv_gen.write import open_repository, our_models
+from tests.builders import FEW_EXAMPLES
 from tests.unit.control.virtual import run
 from tests.unit.control.worlds import BAD, World, place, whole
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
@@ -890,7 +891,7 @@ def good(bundle: Path) -> bool:
     return "nothing" not in (bundle / "manifest.yaml").read_text() and whole(bundle) != BAD
 
 
-@settings(max_examples=40)
+@FEW_EXAMPLES
 @given(
     held=st.fixed_dictionaries(HELD),
     done=st.lists(st.tuples(deeds(), st.sampled_from([0.0, 0.3, 1.0, 2.5, 7.0])), max_size=14),

@@ -7,11 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv_gen import write
 from rsrv_gen.cli import main
+from tests.builders import FEW_EXAMPLES
 from tests.unit.gen.bundles_for_tests import write_bundle, write_meta
 
 
@@ -342,7 +343,7 @@ CALLS = st.dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@FEW_EXAMPLES
 @given(
     first=CALLS,
     then=CALLS,

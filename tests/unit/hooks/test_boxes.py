@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.hooks import boxes
@@ -121,7 +121,6 @@ def test_the_deltas_between_two_boxes_lead_from_one_to_the_other(seed: int) -> N
     np.testing.assert_allclose(found, boxes.convert(wanted, "cxcywh", "xyxy"), rtol=1e-9)
 
 
-@settings(max_examples=30)
 @given(seeds)
 def test_overlaps_are_counted_in_pixels(seed: int) -> None:
     """Random boxes of two images, all with all, empty ones too, against sets of pixels; whole numbers as well."""
@@ -185,7 +184,6 @@ def greedy(candidates: Array, scores: Array, limit: float, classes: Array | None
     return sorted(taken)
 
 
-@settings(max_examples=60, deadline=None)
 @given(seeds, st.integers(0, 30), st.sampled_from([0, 0.3, 0.5, 1]), st.booleans())
 def test_suppression_leaves_what_one_box_after_the_other_leaves(
     seed: int, count: int, limit: float, kinds: bool
@@ -214,7 +212,6 @@ def test_suppression_of_many_boxes_is_the_same_in_blocks(spread: int) -> None:
     assert np.flatnonzero(found[0]).tolist() == greedy(given[0], scores[0], 0.5, classes[0], 0)
 
 
-@settings(max_examples=50, deadline=None)
 @given(seeds, st.integers(1, 40), st.floats(0, 1))
 def test_what_is_kept_keeps_apart(seed: int, count: int, limit: float) -> None:
     """No two overlap by more than the limit, all that went overlap with a better one, the best stays, and a second
@@ -293,7 +290,6 @@ def slow_roi_align(
     return found
 
 
-@settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 3) | st.none(), st.booleans())
 def test_regions_are_read_point_by_point(seed: int, sampling: int | None, aligned: bool) -> None:
     """Regions in, across and far from two maps, empty ones too; both layouts."""

@@ -6,13 +6,14 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Table, WeightsView
 from rsrv.placement.planner import Planner
 from rsrv.placement.routing import Router
 from rsrv.settings_fleet import GatewaySection
+from tests.builders import FEW_EXAMPLES
 from tests.unit.placement.fleet import LOOK_S, Fleet, Model, homes
 
 
@@ -172,7 +173,7 @@ def test_gateways_that_disagree_come_together() -> None:
     assert set(Counter(at for at in homes(first.table).values()).values()) == {2}
 
 
-@settings(max_examples=15, deadline=None)
+@FEW_EXAMPLES
 @given(st.integers(0, 2**32))
 def test_whatever_happens_models_are_served(seed: int) -> None:
     """Workers die, return with nothing on the device, join and leave, control services go away, models come and go,

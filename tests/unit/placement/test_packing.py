@@ -7,7 +7,7 @@ from random import Random
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.packing import Packing, UnitLoad, WorkerBudget, pack
@@ -91,7 +91,6 @@ problems = st.integers(1, 6).flatmap(
 
 
 @given(problems, st.floats(0, 1), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=100)
 def test_any_problem(
     problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float, forbid: bool, random: Random
 ) -> None:
@@ -114,7 +113,6 @@ def test_any_problem(
 
 
 @given(problems, st.floats(0, 1))
-@settings(max_examples=100)
 def test_nothing_changed(problem: tuple[list[UnitLoad], list[WorkerBudget]], hysteresis: float) -> None:
     """Packed again with what was seen before, nothing moves."""
     loads, workers = problem

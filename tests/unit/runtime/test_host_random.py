@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rsrv.runtime.allocation import LARGE
 from rsrv.runtime.host_weights import HostStore, HostWeights, SharedMemory
+from tests.builders import FEW_EXAMPLES
 from tests.unit.runtime.weights import Array, large, small, write_bundle
 
 
@@ -116,4 +117,4 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 TestRuntimes = Runtimes.TestCase
-TestRuntimes.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestRuntimes.settings = settings(FEW_EXAMPLES, stateful_step_count=25)

@@ -23,29 +23,6 @@ from rsrv_bundle.export import export_bundle
 from rsrv_bundle.modules import check_signatures
 from tests.unit.runtime.conftest import build_here
 
-_BUILD = """
-import json, sys
-from pathlib import Path
-from rsrv.runtime.jax_device import JaxDevice
-from tests.unit.runtime.conftest import build_here
-device = JaxDevice("cpu", Path(sys.argv[1]))
-build_here(sys.argv[2], device)
-counts = device.cache_counts
-print(json.dumps([counts.compiled, counts.from_cache]))
-"""
-
-
-def test_a_second_start_compiles_nothing(tmp_path: Path, doubling: Path) -> None:
-    """Two processes with one cache: the first compiles three sizes, the second reads three."""
-    counts = []
-    for _ in range(2):
-        command = [sys.executable, "-c", _BUILD, str(tmp_path / "cache"), str(doubling)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True)
-        counts.append(json.loads(out.stdout.splitlines()[-1]))
-
-    assert counts == [[3, 0], [0, 3]]
-    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
-
 
 def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
     """It holds machine code."""

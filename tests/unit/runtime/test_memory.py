@@ -26,7 +26,7 @@ from tests.held import Held, assert_returned, held, settled
 from tests.products import COLUMNS, answer, make_products, question
 from tests.unit.bundle.forge import seal
 
-MODELS = 20
+MODELS = 8
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def at_rest(launcher: Launcher) -> Held:
 @pytest.mark.parametrize(
     "rounds",
     [
-        pytest.param(40, id="forty"),
+        pytest.param(16, id="twice each"),
         pytest.param(500, id="five hundred", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )
@@ -105,7 +105,7 @@ def test_models_that_come_and_go_leave_nothing(
     seal(broken)
 
     def one(round_: int) -> None:
-        if round_ % 10 == 0:
+        if round_ % 4 == 0:
             with pytest.raises(Rejected):
                 engine(launcher, broken)
         come_and_go(launcher, products[round_ % MODELS], round_ % MODELS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.settings import load_settings
@@ -294,7 +294,6 @@ sizes = st.lists(st.sampled_from([0, 1, 1, 2, 3, 4, 5, 7, 8, 9]), min_size=1, ma
 def test_random_programs_give_what_numpy_computes_and_leave_nothing(house: House) -> None:
     """Several engines at once, awaiting or not, on either way, with plain requests of one of the models beside them."""
 
-    @settings(max_examples=60)
     @given(st.tuples(programs, programs, programs), st.tuples(sizes, sizes, sizes, sizes))
     def check(drawn: tuple[Program, ...], counts: tuple[list[int], ...]) -> None:
         house.programs[:] = drawn

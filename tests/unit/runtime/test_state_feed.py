@@ -17,6 +17,7 @@ from rsrv.stub.connection import Rejected, RuntimeConnection
 from rsrv.wire.frames import Kind, pack_json
 from rsrv.wire.socket import Closed, send
 from rsrv_bundle import read_bundle
+from tests.builders import FEW_EXAMPLES
 from tests.runtime_commands import command, set_residency
 from tests.unit.runtime.conftest import Runtime, StartMeta, StartRuntime
 from tests.unit.runtime.metas import write_meta
@@ -287,7 +288,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=20))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(FEW_EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_changes_lead_to_what_a_new_watcher_is_given(
     start_runtime: StartRuntime,
     doublings: dict[str, Path],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.scheduler.events import Outcome, RequestsArrived
@@ -146,7 +146,6 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(models=st.lists(costs, min_size=1, max_size=5), arrivals=arrivals)
 def test_shed_exactly_when_it_could_not_be_met(
     models: list[float], arrivals: list[tuple[int, float, float | None, int]]

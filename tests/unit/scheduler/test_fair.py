@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.scheduler.events import (
@@ -114,14 +114,14 @@ def test_cheap_and_dear_models_get_equal_time() -> None:
 
 def test_shares_follow_weights() -> None:
     """Weights 1, 2 and 5: one, two and five eighths of the device, whatever an execution costs."""
-    fleet = Fleet([DEAR, 0.003, CHEAP], [1.0, 2.0, 5.0])
+    fleet = Fleet([DEAR, 0.006, 0.004], [1.0, 2.0, 5.0])
     fleet.saturate("m0", "m1", "m2")
-    fleet.run(100.0)
+    fleet.run(60.0)
 
     assert [fleet.got[f"m{n}"] / fleet.now for n in range(3)] == pytest.approx([0.125, 0.25, 0.625], rel=0.01)
 
 
-@pytest.mark.parametrize("active", [2, 10, 60])
+@pytest.mark.parametrize("active", [2, 20])
 def test_idle_models_take_no_share(active: int) -> None:
     """500 models are loaded, a few have work: those share all of the device, cheap and dear alike."""
     fleet = Fleet([(CHEAP, 0.004, DEAR)[n % 3] for n in range(500)], [1.0] * 500)
@@ -175,7 +175,7 @@ def test_models_over_their_share_are_not_ordered_by_cost() -> None:
     """Among 40 idle models two compete: the dear one does not win because it is dear (or cheap because cheap)."""
     fleet = Fleet([0.0009, 0.09] + [0.01] * 40, [1.0] * 42)
     fleet.saturate("m0", "m1")
-    fleet.run(30.0)
+    fleet.run(10.0)
 
     assert fleet.got["m0"] / fleet.now == pytest.approx(0.5, abs=0.01)
 
@@ -210,7 +210,6 @@ costs = st.sampled_from([CHEAP, 0.002, 0.01, 0.03, DEAR])
 weights = st.sampled_from([0.2, 1.0, 1.0, 3.0])
 
 
-@settings(max_examples=60, deadline=None)
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
     """Nobody with work waits longer than 2 c / s + C, with its cost c, its share s and anybody's cost C."""
@@ -225,7 +224,6 @@ def test_wait_is_bounded(models: list[tuple[float, float]]) -> None:
         assert waited <= 2 * fleet.cost[name] / share + largest + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8),
     arrivals=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5)), min_size=40, max_size=200),
@@ -246,7 +244,6 @@ def test_wait_is_bounded_when_models_come_and_go(
         assert waited <= 2 * fleet.cost[name] * total / fleet.weight[name] + largest + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
 @given(models=st.lists(st.tuples(costs, weights), min_size=2, max_size=8))
 def test_two_models_with_work_never_drift_apart(models: list[tuple[float, float]]) -> None:
     """Over any stretch of time, what two got by weight differs by one execution of each and two of the longest."""

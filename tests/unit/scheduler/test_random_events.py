@@ -44,6 +44,7 @@ from rsrv.scheduler.events import (
 from rsrv.scheduler.eviction import POLICIES
 from rsrv.scheduler.scheduler import Scheduler
 from rsrv.scheduler.settings import Eviction, SchedulerSettings
+from tests.builders import FEW_EXAMPLES
 from tests.unit.scheduler.driver import Driver
 
 MODELS = ("a", "b", "c")
@@ -388,7 +389,7 @@ class RandomEvents(RuleBasedStateMachine):
 
 def test_random_events() -> None:
     """No sequence of events breaks an invariant, and a replay gives the same instructions."""
-    run_state_machine_as_test(RandomEvents, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(RandomEvents, settings=settings(FEW_EXAMPLES, stateful_step_count=40))
 
 
 @pytest.mark.long

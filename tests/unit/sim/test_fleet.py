@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rsrv.placement.contract import Act
@@ -19,6 +19,7 @@ from rsrv.sim.fleet import MODES, summarize_fleet, with_mode
 from rsrv.sim.record import FleetRecord
 from rsrv.sim.scenario import ScenarioError, load_scenario, parse_scenario
 from rsrv.sim.simulate import simulate, simulate_fleet
+from tests.builders import FEW_EXAMPLES
 
 SCENARIOS = Path(__file__).parents[3] / "docs" / "scenarios"
 
@@ -102,7 +103,7 @@ def test_one_device_behind_a_gateway_does_what_it_does_alone() -> None:
     assert [one.ended for one in behind.requests] == [one.ended for one in alone.requests]
 
 
-@settings(max_examples=25, deadline=None)
+@FEW_EXAMPLES
 @given(
     st.sampled_from(MODES),
     st.integers(1, 5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from ruamel.yaml.compat import StringIO
@@ -72,7 +72,6 @@ _scenario = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(_scenario)
 def test_random_scenarios(scenario: dict[str, Any]) -> None:
     """From the file's text to metrics and decisions."""

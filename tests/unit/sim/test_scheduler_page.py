@@ -18,11 +18,13 @@ def compared() -> Mapping[str, Mapping[str, tool.Run]]:
     return {name: tool.runs(name) for name in tool.COLUMNS}
 
 
+@pytest.mark.long
 def test_the_tables_are_current(compared: Mapping[str, Mapping[str, tool.Run]]) -> None:
     """If not, run make pages, and read whether the text beside them still holds."""
     assert tool.rewrite(TEXT, tool.tables(compared)) == TEXT
 
 
+@pytest.mark.long
 def test_equal_runs_give_equal_pictures(
     compared: Mapping[str, Mapping[str, tool.Run]], tmp_path: Path
 ) -> None:

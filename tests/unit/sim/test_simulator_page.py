@@ -1,11 +1,14 @@
 """The table about several devices in docs/tuning.md shows what the present code does."""
 
+import pytest
+
 import simulator_page as tool
 from scheduler_page import rewrite
 
 TEXT = tool.PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_the_table_is_current() -> None:
     """If not, run make pages, and read whether the text beside it still holds."""
     assert rewrite(TEXT, {tool.SCENARIO: tool.Comparison(tool.SCENARIO).table}) == TEXT

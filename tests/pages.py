@@ -31,6 +31,7 @@ NOT_RUN = {
     "rsrv-gateway": "its own tests run it, and one serves the commands `rsrv gateway`; flags are checked",
     "rsrv-node": "its own tests run it; flags are checked",
     "KEY=$(openssl rand -hex 16)": "is for the tritonserver below it",
+    "perf_analyzer": "would measure for seconds; `make bench` runs it",
     "docker": "needs a container engine",
     "helm": "needs a cluster",
     "kubectl": "needs a cluster",
@@ -69,7 +70,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        return shlex.split(self.text, comments=True)
+        return shlex.split(self.text.replace("\\\n", " "), comments=True)
 
 
 def commands() -> list[Command]:

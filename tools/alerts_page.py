@@ -1,8 +1,8 @@
-"""Makes the table of docs/monitoring.md: every alert of deploy/helm/rsrv/files/rules/rsrv.yml.
+"""Make the table of docs/monitoring.md: every alert of deploy/helm/rsrv/files/rules/rsrv.yml.
 
     python tools/alerts_page.py     # rewrites it in the page
 
-A test holds the page to the rules.
+A test compares the page with the rules.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ PAGE = DOCS / "monitoring.md"
 
 
 def rules() -> list[dict[str, Any]]:
-    """All alerts, in order."""
+    """Return all alerts, in order."""
     groups = YAML(typ="safe", pure=True).load(RULES.read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def alerts() -> str:
-    """The table: critical ones in bold, and in italics what labels an alert will have in its text."""
+    """Return the table, with critical alerts in bold and labels of an alert in italics."""
     return table(_rows())
 
 
 def _rows() -> Iterator[Sequence[str]]:
-    yield ("alert", "when", "for", "what to do")
+    yield ("alert", "when", "for", "page")
     for rule in rules():
         says = rule["annotations"]
         name = f"**{rule['alert']}**" if rule["labels"]["severity"] == "critical" else rule["alert"]
         when = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"*\1*", says["summary"])
         page = says["runbook"].removeprefix("docs/")
-        yield (name, when, rule["for"], f"{says['description']} [More]({page})")
+        title = page.partition(".")[0].capitalize()
+        yield (name, when, rule["for"], f"[{title}]({page})")
 
 
 def main() -> None:
-    """Makes the table anew."""
+    """Rewrite the page."""
     PAGE.write_text(rewrite(PAGE.read_text(encoding="utf-8"), {"alerts": alerts()}), encoding="utf-8")
 
 
